@@ -26,10 +26,10 @@ help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
 
 serve: $(RUNTIME)  ## Start the server; settings are environment variables or ARGS="--port 9000"
-	@exec $(BIN)/python -m server $(ARGS)
+	@exec $(BIN)/trellis serve $(ARGS)
 
 serve-vision: $(RUNTIME)  ## Start the server with a small model that sees images
-	@exec $(BIN)/python -m server --model smolvision $(ARGS)
+	@exec $(BIN)/trellis serve --model smolvision $(ARGS)
 
 serve-disaggregated: $(RUNTIME)  ## Start 2 prefill and 2 decode replicas behind nginx, or a router without it, on PORT or 8000; ARGS are settings of all
 	@exec $(BIN)/python deploy/disaggregated.py $(ARGS)
@@ -38,10 +38,10 @@ serve-routed: $(RUNTIME)  ## Start 2 replicas and a router that knows what they 
 	@exec $(BIN)/python deploy/routed.py $(ARGS)
 
 doctor: $(RUNTIME)  ## Check this machine for the settings; ARGS="--engine trtllm" asks what TensorRT-LLM needs
-	@exec $(BIN)/python -m server doctor $(ARGS)
+	@exec $(BIN)/trellis doctor $(ARGS)
 
 config: $(RUNTIME)  ## Show every setting and engine argument, and what set it; ARGS are settings
-	@exec $(BIN)/python -m server config $(ARGS)
+	@exec $(BIN)/trellis config $(ARGS)
 
 test: $(DEV)  ## Run the tests that fit five minutes on two cores; ARGS go to pytest
 	@exec $(PYTEST) -m "not slow" $(ARGS)

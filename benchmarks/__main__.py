@@ -28,7 +28,7 @@ QUICK = [Cell(1, 40, 32), Cell(4, 40, 32), Cell(16, 40, 32), Cell(4, 500, 16)]
 DTYPES = ("float32", "bfloat16")
 FAKE_RAMP_SECONDS = 2.0
 """Streams start spread over this time, so that they do not run in lockstep."""
-LAG = "event_loop_lag_seconds"
+LAG = "trellis_event_loop_lag_seconds"
 
 
 def main() -> None:

@@ -239,7 +239,7 @@ def wait_for_peer(server: Server) -> None:
 def transferred(server: Server) -> tuple[float, float]:
     """Return bytes and seconds of all transfers so far."""
     page = server.get("/metrics")
-    return total(page, "trtllm_kv_transfer_bytes_total"), total(page, "trtllm_kv_transfer_latency_seconds_total")
+    return total(page, "trtllm_kv_transfer_bytes_total"), total(page, "trtllm_kv_transfer_seconds_total")
 
 
 def checked(samples: list[Sample]) -> list[Sample]:

@@ -176,7 +176,7 @@ def lags(client: httpx.Client) -> dict[float, float]:
     page = client.get("/metrics").text
     return {
         float(bound): float(number)
-        for bound, number in re.findall(r'event_loop_lag_seconds_bucket\{le="(.+)"\} (\S+)', page)
+        for bound, number in re.findall(r'trellis_event_loop_lag_seconds_bucket\{le="(.+)"\} (\S+)', page)
     }
 
 

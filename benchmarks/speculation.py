@@ -226,9 +226,9 @@ def main() -> None:
         with torch.inference_mode():
             for repeat in range(options.repeats):
                 asked = cases(workload, streams, repeat)
-                for mode in cores:
+                for mode, engine in cores.items():
                     salt = f"{workload} {streams} {repeat}"
-                    rates[mode].append(run(cores[mode], tokenizer, asked, options.tokens, salt))
+                    rates[mode].append(run(engine, tokenizer, asked, options.tokens, salt))
                     assert rates[mode][-1].answers == rates["none"][-1].answers, "speculation changed an answer"
         for mode, found in rates.items():
             pairs = list(zip(found, rates["none"], strict=True))

@@ -7,9 +7,19 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from engine.types import GenerateRequest, Performance
 
-_SECONDS = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+# Bounds of buckets: vLLM's, so that rules made for it find theirs, and more where it has gaps; up to the timeout of
+# requests.
+_FIRST_TOKEN = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 60.0, 80.0, 120.0, 160.0, 300.0, 600.0),
+)
+_BETWEEN_TOKENS = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST = (
+    *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0),
+    *(50.0, 60.0, 90.0, 120.0, 180.0, 240.0, 300.0, 480.0, 600.0),
 )
 _BYTES = tuple(1 << power for power in range(12, 37, 2))
 _SHARES = (*(tenth / 10 for tenth in range(1, 10)), 1.0)
@@ -22,7 +32,7 @@ class GenerationMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry, model_name: str, parsers: tuple[str, str] = ("", "")) -> None:
-        def histogram(name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
             return Histogram(f"trtllm_{name}", text, ["model_name"], registry=registry, buckets=buckets).labels(
                 model_name
             )
@@ -34,23 +44,27 @@ class GenerationMetrics:
             family = Counter(f"trtllm_{name}", text, ["model_name", "parser"], registry=registry)
             return family.labels(model_name, parser or "none")
 
-        self.first_token = histogram("time_to_first_token_seconds", "From the request's arrival to its first token")
-        self.inter_token = histogram("inter_token_latency_seconds", "Between a token and the next")
-        self.per_token = histogram("time_per_output_token_seconds", "Mean time between the tokens of a choice")
-        self.end_to_end = histogram("e2e_request_latency_seconds", "From the request's arrival to its last token")
-        self.queue = histogram(
-            "request_queue_time_seconds", "From the request's arrival until the engine began with it"
+        def seconds(name: str, text: str, buckets: Sequence[float] = _REQUEST) -> Histogram:
+            return histogram(f"{name}_seconds", f"Seconds {text}", buckets)
+
+        self.first_token = seconds("time_to_first_token", "from a request's arrival to its first token", _FIRST_TOKEN)
+        self.inter_token = seconds("inter_token_latency", "between a token and the next", _BETWEEN_TOKENS)
+        self.per_token = seconds("time_per_output_token", "between the tokens of a choice, their mean", _BETWEEN_TOKENS)
+        self.end_to_end = seconds("e2e_request_latency", "from a request's arrival to its last token")
+        self.queue = seconds("request_queue_time", "from a request's arrival until the engine began with it")
+        self.prefill = seconds("request_prefill_time", "from the engine's beginning to the first token")
+        self.decode = seconds("request_decode_time", "from the first token to the last")
+        self.inference = seconds("request_inference_time", "from the engine's beginning to the last token")
+        self.engine_first_token = seconds(
+            "engine_time_to_first_token", "from the engine's receipt of a request to its first token", _FIRST_TOKEN
         )
-        self.engine_first_token = histogram(
-            "engine_time_to_first_token_seconds", "From the engine's receipt of the request to its first token"
+        self.engine_per_token = seconds(
+            "engine_time_per_output_token", "between the tokens of a choice in the engine, their mean", _BETWEEN_TOKENS
         )
-        self.engine_per_token = histogram(
-            "engine_time_per_output_token_seconds", "Mean time between the tokens of a choice in the engine"
+        self.engine_end_to_end = seconds(
+            "engine_e2e_request_latency", "from the engine's receipt of a request to its last token"
         )
-        self.engine_end_to_end = histogram(
-            "engine_e2e_request_latency_seconds", "From the engine's receipt of the request to its last token"
-        )
-        self.transfer = histogram("request_kv_transfer_seconds", "Reading the KV blocks of a prompt")
+        self.transfer = seconds("request_kv_transfer", "that reading the KV blocks of a prompt took")
         self.transfer_bytes = histogram("request_kv_transfer_bytes", "Bytes of the KV blocks read for a prompt", _BYTES)
         self.draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens that speculation drafted")
         self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Drafted tokens that the model accepted")
@@ -95,11 +109,12 @@ class GenerationMetrics:
 class ChoiceTimer:
     """The clock of one choice, until `finish`, `fail`, or `stop` without either: its client went away."""
 
-    __slots__ = ("_count", "_ended", "_first", "_last", "_metrics", "_start")
+    __slots__ = ("_begun", "_count", "_ended", "_first", "_last", "_metrics", "_start")
 
     def __init__(self, metrics: GenerationMetrics) -> None:
         self._metrics = metrics
         self._start = time.perf_counter()
+        self._begun = self._start
         self._first = 0.0
         self._last = 0.0
         self._count = 0
@@ -107,6 +122,7 @@ class ChoiceTimer:
 
     def prompt(self, tokens: int, cached: int, queue_seconds: float) -> None:
         """Note the engine's report on the prompt, which comes with the first token."""
+        self._begun = self._start + queue_seconds
         self._metrics.queue.observe(queue_seconds)
         self._metrics.prompt_tokens.inc(tokens)
         self._metrics.prompt_length.observe(tokens)
@@ -117,6 +133,7 @@ class ChoiceTimer:
         now = time.perf_counter()
         if not self._last:
             self._metrics.first_token.observe(now - self._start)
+            self._metrics.prefill.observe(now - self._begun)
             self._first = now
         elif count:
             self._metrics.inter_token.observe((now - self._last) / count)
@@ -144,6 +161,8 @@ class ChoiceTimer:
     def finish(self, reason: str) -> None:
         """Note that the choice has finished."""
         self._metrics.end_to_end.observe(time.perf_counter() - self._start)
+        self._metrics.decode.observe(self._last - self._first)
+        self._metrics.inference.observe(self._last - self._begun)
         if self._count > 1:
             self._metrics.per_token.observe((self._last - self._first) / (self._count - 1))
         self._metrics.output_length.observe(self._count)

@@ -1,7 +1,7 @@
 """The way of a request through the engine: prompts and parameters are made, choices started, followed and closed."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from uuid import uuid4
@@ -37,7 +37,9 @@ class Processor:
     format: AnswerFormat = field(default_factory=AnswerFormat)
     _fingerprint: str = field(default_factory=lambda: f"fp_{uuid4().hex[:10]}", init=False)
 
-    async def prepare(self, ask: Ask, shape: type[Shape], request_id: str, dp_rank: int | None = None) -> "Generation":
+    async def prepare(
+        self, ask: Ask, shape: Callable[[AnswerContext], Shape], request_id: str, dp_rank: int | None = None
+    ) -> "Generation":
         """Prepare a request, whose answer has this shape, for a data-parallel rank. Nothing has been started in the
         engine.
 

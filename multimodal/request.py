@@ -76,6 +76,8 @@ class Tools:
     """The field that asks for calls which are valid by construction; empty for none."""
     param: str = "tools"
     """The field that lists the tools."""
+    schemas: Sequence[str] = ()
+    """The fields that have the schemas of the tools that the prompt shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +223,7 @@ def check_tools(ask: Ask, limits: Limits) -> None:
     if len(tools) > limits.max_tools:
         raise RequestError(f"{name!r} may have {limits.max_tools} entries at most.", name)
     for place, tool in enumerate(tools):
-        spelled = f"tools.{place}.function.parameters" if name == "tools" else f"{name}.{place}.parameters"
+        spelled = ask.tools.schemas[place] if ask.tools is not None else f"tools.{place}.function.parameters"
         spec = _spec(spelled, "json_schema", tool["function"].get("parameters") or {}, limits.max_schema_depth)
         if len(spec.encode(errors="surrogatepass")) > limits.max_schema_kb * 1024:
             raise RequestError(f"{spelled!r} may have {limits.max_schema_kb} KiB at most.", spelled)
@@ -268,10 +270,11 @@ class Sampling:
 
     def check_stops(self, ask: Ask) -> None:
         """Raise RequestError for stop strings beyond the limits."""
-        _at_most("stop", ask.stop, self.limits.max_stop)
+        name = ask.spelled("stop") or ""
+        _at_most(name, ask.stop, self.limits.max_stop)
         if not all(ask.stop):
-            raise RequestError("'stop' must not contain an empty string.", "stop")
-        _short("stop", ask.stop)
+            raise RequestError(f"{name!r} must not contain an empty string.", name)
+        _short(name, ask.stop)
 
     def _max_tokens(self, ask: Ask, prompt: int) -> int:
         context = self.info.context_length

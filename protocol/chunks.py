@@ -1,12 +1,14 @@
 """Chunks of streamed answers, for /openapi.json alone: the server writes them without these classes."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, RootModel
 
 from protocol.chat import ChoiceLogprobs
 from protocol.common import CompletionTokensDetails, PromptTokensDetails
 from protocol.completions import CompletionLogprobs
+from protocol.messages import AnswerBlock, MessageUsage, StopReason, WholeMessage
+from protocol.responses import Response
 
 
 class ChunkUsage(BaseModel):
@@ -125,3 +127,158 @@ class CompletionChunk(AnyChunk):
     """Kind of this object."""
     choices: list[CompletionChunkChoice]
     """One choice, or none in the chunk with the usage of the whole request."""
+
+
+class ResponseEvent(BaseModel):
+    """One event of a streamed response; the line `event:` repeats its type."""
+
+    type: str
+    """OpenAI's name of the event, such as `response.output_text.delta`."""
+    sequence_number: int
+    """Number of the event in its stream, from 0."""
+    response: Response | None = None
+    """The response as far as it has come: in `response.created`, `.in_progress`, `.completed`, `.incomplete` and
+    `.failed`."""
+    item: dict[str, Any] | None = None
+    """The item that begins or ends."""
+    part: dict[str, Any] | None = None
+    """The part of an item's content that begins or ends."""
+    item_id: str | None = None
+    """The item that goes on."""
+    output_index: int | None = None
+    """Place of the item in the response's `output`."""
+    content_index: int | None = None
+    """Place of the part in the item's content."""
+    delta: str | None = None
+    """What is new."""
+    text: str | None = None
+    """The whole text, at its end."""
+    arguments: str | None = None
+    """The whole arguments of a call, at their end."""
+    input: str | None = None
+    """The whole input of a custom tool, at its end."""
+    logprobs: list[dict[str, Any]] | None = None
+    """Log-probabilities of the tokens of `delta` or `text`."""
+
+
+class MessageStart(BaseModel):
+    """The answer begins."""
+
+    type: Literal["message_start"]
+    """Kind of this event."""
+    message: WholeMessage
+    """The answer, without content; `usage` has the prompt's tokens."""
+
+
+class BlockStart(BaseModel):
+    """A block begins."""
+
+    type: Literal["content_block_start"]
+    """Kind of this event."""
+    index: int
+    """Place of the block."""
+    content_block: AnswerBlock
+    """The block, without its text or input."""
+
+
+class TextDelta(BaseModel):
+    """Text."""
+
+    type: Literal["text_delta"]
+    """Kind of this delta."""
+    text: str
+    """Text that continues the block's."""
+
+
+class ThinkingDelta(BaseModel):
+    """Reasoning."""
+
+    type: Literal["thinking_delta"]
+    """Kind of this delta."""
+    thinking: str
+    """Text that continues the block's."""
+
+
+class SignatureDelta(BaseModel):
+    """The signature of a block of reasoning, at its end."""
+
+    type: Literal["signature_delta"]
+    """Kind of this delta."""
+    signature: str
+    """The signature."""
+
+
+class InputDelta(BaseModel):
+    """A call's input."""
+
+    type: Literal["input_json_delta"]
+    """Kind of this delta."""
+    partial_json: str
+    """Text that continues the input's JSON."""
+
+
+class BlockDelta(BaseModel):
+    """A block goes on."""
+
+    type: Literal["content_block_delta"]
+    """Kind of this event."""
+    index: int
+    """Place of the block."""
+    delta: Annotated[TextDelta | ThinkingDelta | SignatureDelta | InputDelta, Field(discriminator="type")]
+    """What is new."""
+
+
+class BlockStop(BaseModel):
+    """A block has ended."""
+
+    type: Literal["content_block_stop"]
+    """Kind of this event."""
+    index: int
+    """Place of the block."""
+
+
+class StopDelta(BaseModel):
+    """Why the answer has ended."""
+
+    stop_reason: StopReason
+    """Why the answer has ended."""
+    stop_sequence: str | None
+    """The stop sequence that ended it."""
+    stop_details: None = None
+    """Always null."""
+
+
+class MessageDelta(BaseModel):
+    """The answer has ended."""
+
+    type: Literal["message_delta"]
+    """Kind of this event."""
+    delta: StopDelta
+    """Why."""
+    usage: MessageUsage
+    """Numbers of tokens of the whole answer."""
+
+
+class MessageStop(BaseModel):
+    """The stream has ended."""
+
+    type: Literal["message_stop"]
+    """Kind of this event."""
+
+
+class Ping(BaseModel):
+    """Nothing has come for a while."""
+
+    type: Literal["ping"]
+    """Kind of this event."""
+
+
+class MessageEvent(
+    RootModel[
+        Annotated[
+            MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | Ping,
+            Field(discriminator="type"),
+        ]
+    ]
+):
+    """One event of a streamed message."""

@@ -127,24 +127,22 @@ class Prediction(Wire):
     """The text, or the parts of it. Example: "Hello" """
 
 
-class GenerationFields(Wire):
-    """Sampling, stopping and answering, the same for chat and completions. Null means the default everywhere."""
+class ModelFields(Wire):
+    """What every request to the model has."""
 
     model: str | None = None
     """Name of the served model, as GET /v1/models has it."""
-    max_tokens: Int64 | None = None
-    """Maximum number of tokens to generate for each choice; prompt and output together must fit the model's context.
-    Default: 16 for completions, all that fit for chats. Example: 64"""
+
+
+class SamplingFields(ModelFields):
+    """Sampling and stopping, the same for all APIs of OpenAI's that generate. Null means the default everywhere."""
+
     temperature: Finite | None = None
     """Randomness: logits are divided by it. 0 always takes the most likely token. Example: 0.7"""
     top_p: Finite | None = None
     """Sample from the most likely tokens whose probabilities add up to this; 1 samples from all. Example: 0.9"""
-    n: Int32 | None = None
-    """Number of choices for each prompt; its maximum holds for the choices of all prompts together. Example: 1"""
     stream: bool | None = None
     """Send the answer as server-sent events while it is generated. Example: false"""
-    stream_options: StreamOptions | None = None
-    """Options of a stream; only with `stream`. Example: {"include_usage": true}"""
     stop: str | Strings | None = None
     """Text, or texts, at which a choice ends; the answer does not have it. Example: ["\\n\\n"]"""
     seed: Int64 | None = None
@@ -156,8 +154,6 @@ class GenerationFields(Wire):
     """The same for each time that the output has a token. Example: 0.5"""
     logit_bias: Annotated[dict[str, Finite], Field(max_length=1 << 16, fail_fast=True)] | None = None
     """Added to the logits of tokens, by token id; -100 nearly forbids one. Example: {"50": -100}"""
-    response_format: ResponseFormat | None = None
-    """What the output must match. Example: {"type": "text"}"""
 
     # Extensions, as vLLM and trtllm-serve spell them.
     top_k: Int32 | None = None
@@ -180,6 +176,26 @@ class GenerationFields(Wire):
     """Texts that the output does not have, at the start of a line or after a space. Example: ["foo"]"""
     allowed_token_ids: TokenIds | None = None
     """The only token ids that may be sampled; empty allows all. Example: [50, 51]"""
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    """Requests with lower numbers are served first: 1 waits as if it had come 10 seconds later. Example: 0"""
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    """Only requests with the same salt share cached prompts. Example: "tenant-1" """
+
+
+class GenerationFields(SamplingFields):
+    """Fields that chat and completions share."""
+
+    max_tokens: Int64 | None = None
+    """Maximum number of tokens to generate for each choice; prompt and output together must fit the model's context.
+    Default: 16 for completions, all that fit for chats. Example: 64"""
+    n: Int32 | None = None
+    """Number of choices for each prompt; its maximum holds for the choices of all prompts together. Example: 1"""
+    stream_options: StreamOptions | None = None
+    """Options of a stream; only with `stream`. Example: {"include_usage": true}"""
+    response_format: ResponseFormat | None = None
+    """What the output must match. Example: {"type": "text"}"""
+
+    # Extensions, as vLLM and trtllm-serve spell them.
     prompt_logprobs: Int32 | None = None
     """Return the log-probabilities of the prompt's tokens, each with this many alternatives. Example: 0"""
     return_token_ids: bool | None = None
@@ -210,10 +226,6 @@ class GenerationFields(Wire):
     """Text that much of the answer may repeat. With speculation (SPECULATIVE=ngram or suffix) its tokens are proposed
     to the model, so that they come sooner; the answer does not depend on it.
     Example: {"type": "content", "content": "def add(a, b):\\n    return a + b"}"""
-    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
-    """Requests with lower numbers are served first: 1 waits as if it had come 10 seconds later. Example: 0"""
-    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
-    """Only requests with the same salt share cached prompts. Example: "tenant-1" """
     request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")] | None = None
     """Becomes part of the answer's `id`, instead of the header x-request-id. Example: "request-1" """
 

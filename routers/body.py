@@ -31,7 +31,7 @@ INLINE_BYTES = 1 << 16
 _LONG = 1 << 12
 """Bytes from which a data URL is cut out."""
 _MAX_LOOKS = 1 << 10
-"""Strings that are checked for a data URL; further ones are parsed with the rest."""
+"""Strings that are checked for an image; further ones are parsed with the rest."""
 _KEY_BYTES = 64
 _WEIGHTS = {b",": 1, b"[": 1, b":": 3, b"{": 11}
 """What the marks of entries, fields and objects count, by how long these take to parse: an entry is a token id, say."""
@@ -39,6 +39,8 @@ _IN_TEXT = re.compile(rb'(?:[^"\\]++|\\.)++', re.DOTALL)
 _WINDOW = 1 << 16
 """Bytes for which a regular expression may hold up the event loop."""
 _IMAGE = re.compile(rb'"(?:image_url|url)"\s*:\s*\Z')
+_BASE64 = re.compile(rb'"data"\s*:\s*(?="(?:\\?/9j\\?/|iVBORw0KGgo|R0lGOD|UklGR))')
+"""A field with an image in base64 and no URL around it: JPEG, PNG, GIF or WebP."""
 _MAX_DIGITS = 400
 """Digits of a number; the time to parse one grows with their square."""
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
@@ -181,17 +183,22 @@ def _validated(model: type[M], raw: bytes, urls: CutUrls) -> M:
 
 
 async def _without_images(raw: bytes, urls: CutUrls) -> list[bytes]:
-    """Cut the long data URLs of images out of a body, and return what is left of it.
+    """Cut the long data URLs of images, and images in base64, out of a body, and return what is left of it.
 
     Each takes a millisecond, and the event loop runs after it.
     """
     kept: list[bytes] = []
     done = start = 0
     for _ in range(_MAX_LOOKS if len(raw) > _LONG else 0):
-        if (start := raw.find(b'"data:', start)) < 0:
+        if (start := raw.find(b'"data', start)) < 0:
             break
+        field = _BASE64.match(raw, start)
+        start = start if field is None else field.end()
+        if field is None and raw[start + 5 : start + 6] != b":":
+            start += 1
+            continue
         end = raw.find(b'"', start + 1)
-        if end - start > _LONG and _IMAGE.search(raw, max(0, start - _KEY_BYTES), start):
+        if end - start > _LONG and (field or _IMAGE.search(raw, max(0, start - _KEY_BYTES), start)):
             with contextlib.suppress(UnicodeDecodeError):
                 url = str(memoryview(raw)[start + 1 : end], "ascii")
                 if "\\" in url:

@@ -18,13 +18,12 @@ from starlette.types import Receive, Scope, Send
 
 from multimodal.answers.shapes import Shape
 from multimodal.request import Ask
-from protocol.common import GenerationFields
+from protocol.common import ModelFields
+from protocol.errors import ErrorEnvelope
 from routers.body import converted, disconnect, json_body, request_body, while_connected
 from routers.state import ChatService, ChatServiceDep, DpRank, RequestId, StateDep
 
-B = TypeVar("B", bound=GenerationFields)
-
-_KEEP_ALIVE = b": keep-alive\n\n"
+B = TypeVar("B", bound=ModelFields)
 
 
 class Framing:
@@ -33,12 +32,28 @@ class Framing:
     An API that names its events, or ends in another way, has a subclass.
     """
 
+    described = (
+        "The JSON of one event's `data:` line. After the last chunk comes `data: [DONE]`, but after an error nothing."
+    )
+    """What the OpenAPI document says of it."""
     end = b"data: [DONE]\n\n"
     """Sent after the last event, unless that is an error."""
+    keep_alive = b": keep-alive\n\n"
+    """Sent in silence."""
 
     def event(self, payload: bytes) -> bytes:
         """Frame a JSON document, which may be an error envelope."""
         return b"data: " + payload + b"\n\n"
+
+
+class NamedEvents(Framing):
+    """Events that are named as their `type` says, which every payload begins with."""
+
+    described = "The JSON of one event's `data:` line. The line `event:` before it repeats its `type`."
+
+    def event(self, payload: bytes) -> bytes:
+        start = len(b'{"type":"')
+        return b"event: %b\ndata: %b\n\n" % (payload[start : payload.index(b'"', start)], payload)
 
 
 OPENAI = Framing()
@@ -64,6 +79,8 @@ class Endpoint(Generic[B]):
     """Return the neutral request of a body. Raises RequestError."""
     shape: type[Shape]
     framing: Framing = OPENAI
+    error: type[BaseModel] = ErrorEnvelope
+    """The envelope of errors, for the OpenAPI document (`server/http/errors.py` renders them)."""
 
     def router(self) -> APIRouter:
         """Return a router with this route."""
@@ -76,6 +93,7 @@ class Endpoint(Generic[B]):
             response_model=self.answer,
             summary=self.summary,
             description=self.description,
+            responses={"4XX": {"model": self.error}, "5XX": {"model": self.error}},
             openapi_extra=request_body(self.body),
         )
         async def generate(
@@ -109,7 +127,7 @@ class EventStream(EventSourceResponse):
 
     The status waits for the first payload: what is raised before that is raised from here, with nothing sent. Payloads
     are closed as soon as the client has gone; ClientDisconnect is raised if that is before the first. Events are sent
-    without a lock, a timer or a log line for each, keep-alive comments in silence only. A shutdown lets streams run
+    without a lock, a timer or a log line for each, keep-alives in silence only. A shutdown lets streams run
     (`server/process/serving.py` waits for them).
     """
 
@@ -118,7 +136,7 @@ class EventStream(EventSourceResponse):
         payloads: AsyncGenerator[bytes, None],
         framing: Framing,
         ping_interval: float,
-        render_error: Callable[[Exception], bytes],
+        render_error: Callable[[Exception, Scope], bytes],
     ) -> None:
         super().__init__(payloads, headers={"Cache-Control": "no-cache"}, ping=ping_interval)
         self._payloads = payloads
@@ -129,7 +147,7 @@ class EventStream(EventSourceResponse):
         """By the loop's clock; infinite until the headers are sent."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.create_task(self._send_events(send))
+        sending = asyncio.create_task(self._send_events(scope, send))
         gone = asyncio.create_task(disconnect(receive))
         tasks: list[asyncio.Task[Any]] = [sending, gone]
         if self.ping_interval:
@@ -145,7 +163,7 @@ class EventStream(EventSourceResponse):
         elif not self._started:
             raise ClientDisconnect
 
-    async def _send_events(self, send: Send) -> bytes:
+    async def _send_events(self, scope: Scope, send: Send) -> bytes:
         """Send all but the end of the stream, which is returned."""
         clock = asyncio.get_running_loop().time
         frame = self._framing.event
@@ -160,7 +178,7 @@ class EventStream(EventSourceResponse):
                     await send({"type": "http.response.body", "body": frame(payload), "more_body": True})
                     self._last_sent = clock()
             except Exception as error:  # whatever it was: the client must not take the stream for complete
-                return frame(self._render_error(error))
+                return frame(self._render_error(error, scope))
         return self._framing.end
 
     async def _keep_alive(self, send: Send) -> None:
@@ -170,6 +188,6 @@ class EventStream(EventSourceResponse):
             await asyncio.sleep(self.ping_interval - silence)
             silence = max(clock() - self._last_sent, 0.0)
             if silence >= self.ping_interval:
-                await send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
+                await send({"type": "http.response.body", "body": self._framing.keep_alive, "more_body": True})
                 silence = 0.0
                 self._last_sent = clock()

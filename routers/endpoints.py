@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from routers import chat, completions
+from routers import chat, completions, messages
 from routers.endpoint import Endpoint
+from routers.responses import routes as responses
 
-ENDPOINTS: tuple[Endpoint[Any], ...] = (chat.ENDPOINT, completions.ENDPOINT)
+ENDPOINTS: tuple[Endpoint[Any], ...] = (chat.ENDPOINT, completions.ENDPOINT, messages.ENDPOINT, responses.ENDPOINT)

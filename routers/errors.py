@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from engine.errors import EngineNotReady
-from multimodal.errors import RequestError
+from multimodal.errors import RequestError, shown
 
 
 class Missing(NamedTuple):
@@ -27,5 +27,19 @@ class WrongReplica(RequestError):
     """The route exists, but a replica of this role or model does not serve it."""
 
 
+class ResponseNotFound(RequestError):
+    """There is no such response, or it belongs to another key."""
+
+    def __init__(self, response: str) -> None:
+        super().__init__(f"Response with id '{shown(response)}' not found.", "response_id", "response_not_found")
+
+
 class ReplicasDiffer(RequestError):
     """Another replica speaks another version, or serves another model."""
+
+
+class BatchNotFound(RequestError):
+    """There is no such batch, or it belongs to another key."""
+
+    def __init__(self, batch: str) -> None:
+        super().__init__(f"There is no batch '{shown(batch)}'.", "message_batch_id", "batch_not_found")

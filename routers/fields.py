@@ -9,7 +9,8 @@ from typing import Any, cast
 from engine.types import GuideKind
 from multimodal.errors import ModelNotFound, RequestError, shown
 from multimodal.request import Ask, AskedGuide, Conversation
-from protocol.common import GenerationFields, Prediction, ResponseFormat, Wire
+from protocol.common import GenerationFields, ModelFields, Prediction, ResponseFormat, SamplingFields, Wire
+from protocol.messages import PromptFields
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,11 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "chat_template": (),
     "mm_processor_kwargs": ({},),
     "suffix": ("",),
+    "mcp_servers": ([],),
+    "container": (),
+    "thread": (),
+    "prompt": (),
+    "context_management": ([],),
 }
 """Fields that would change the meaning of the answer, each with the values (besides null) that ask for nothing."""
 
@@ -57,10 +63,13 @@ _MAX_UNKNOWN = 100
 
 
 @cache
-def refused(body: type[GenerationFields]) -> dict[str, tuple[object, ...]]:
+def refused(body: type[ModelFields]) -> dict[str, tuple[object, ...]]:
     """Return the fields of an API that `FieldCheck` refuses, each with the values that ask for nothing."""
-    fields = body.model_fields.keys() - ({"echo"} if "messages" not in body.model_fields else set())
-    return {name: harmless for name, harmless in _REFUSED.items() if name in fields}
+    fields = body.model_fields.keys()
+    accepted = {"echo", "prompt"} if "echo" in fields and "messages" not in fields else set()
+    if issubclass(body, PromptFields):
+        accepted = {"context_management"}  # Claude Code asks for nothing else than to keep all
+    return {name: harmless for name, harmless in _REFUSED.items() if name in fields - accepted}
 
 
 class FieldCheck:
@@ -80,20 +89,20 @@ class FieldCheck:
         if name and name != self._model_name:
             raise ModelNotFound(name, self._model_name)
 
-    def check(self, body: GenerationFields) -> None:
+    def check(self, body: ModelFields) -> None:
         """Raise RequestError for no model or another, and for the first field that this server must not ignore."""
         if not body.model and not self._model_optional:
             raise RequestError(f"'model' must name a model; this server serves '{shown(self._model_name)}'.", "model")
         self.check_model(body.model)
         for name, harmless in refused(type(body)).items():
             value = getattr(body, name)
-            if name == "best_of":
+            if name == "best_of" and isinstance(body, GenerationFields):
                 harmless = (body.n or 1,)
             if value is not None and value not in harmless:
                 raise _unsupported(name)
         for name in _unknown_fields(body):
             self._note_unknown(shown(name))
-        if body.stream_options is not None and not body.stream:
+        if isinstance(body, GenerationFields) and body.stream_options is not None and not body.stream:
             raise RequestError("'stream_options' needs 'stream': true.", "stream_options")
 
     def _note_unknown(self, name: str) -> None:
@@ -108,19 +117,24 @@ def to_ask(
     body: GenerationFields, prompt: Conversation | Sequence[str | list[int]], fields: dict[str, str], **own: Any
 ) -> Ask:
     """Return the request of a body. `own` has the fields that its API spells in its own way. Raises RequestError."""
-    given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     guides = tuple(_guides(body))
     options = body.stream_options
     return Ask(
         prompt=prompt,
         fields={**fields, "guide": guides[0].field} if guides else fields,
         guides=guides,
-        stop=(body.stop,) if isinstance(body.stop, str) else body.stop or (),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         prediction=_prediction(body.prediction),
-        **given | own,
+        **sampling_of(body) | own,
     )
+
+
+def sampling_of(body: SamplingFields) -> dict[str, Any]:
+    """Return the fields of a body that are the same for all APIs, as `Ask` has them."""
+    names = (name for name in _SAME if name in type(body).model_fields)
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    return given | {"stop": (body.stop,) if isinstance(body.stop, str) else body.stop or ()}
 
 
 def _prediction(prediction: Prediction | None) -> str | None:
@@ -131,7 +145,8 @@ def _prediction(prediction: Prediction | None) -> str | None:
 
 
 def _unsupported(name: str) -> RequestError:
-    return RequestError(f"This server does not support {name!r}.", name, "unsupported_parameter")
+    code = "thread_unsupported_request" if name == "thread" else "unsupported_parameter"
+    return RequestError(f"This server does not support {name!r}.", name, code)
 
 
 def _unknown_fields(value: object) -> Iterator[str]:

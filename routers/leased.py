@@ -82,7 +82,7 @@ class LeasedAnswer(Response):
         # During a lease only the end of its input shows that the client has gone (`server/http/connection.py`).
         scope.setdefault("state", {})["lease"] = True
         computing = asyncio.create_task(self._work.compute())
-        answering = asyncio.create_task(self._answer(send, computing))
+        answering = asyncio.create_task(self._answer(scope, send, computing))
         gone = asyncio.create_task(disconnect(receive))
         try:
             await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -101,7 +101,7 @@ class LeasedAnswer(Response):
         elif not self._started:
             raise ClientDisconnect
 
-    async def _answer(self, send: Send, computing: "asyncio.Task[tuple[bytes, bool]]") -> None:
+    async def _answer(self, scope: Scope, send: Send, computing: "asyncio.Task[tuple[bytes, bool]]") -> None:
         try:
             while not (await asyncio.wait({computing}, timeout=ALIVE_SECONDS))[0]:
                 if not self._work.healthy:  # else the client of a stuck engine would wait as long as this replica lives
@@ -111,7 +111,7 @@ class LeasedAnswer(Response):
         except Exception as error:  # whatever it was: it is rendered, here or in the application's handlers
             if not self._started:
                 raise
-            await self._send(send, frame(self._render_error(error), failed=True), last=True)
+            await self._send(send, frame(self._render_error(error, scope), failed=True), last=True)
             return
         async with asyncio.timeout(self._lease_seconds):  # also for a client that does not read
             await self._send(send, frame(payload), last=not held)

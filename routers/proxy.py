@@ -24,9 +24,13 @@ from engine.replicas.routing.fleet import RoutedPrompt
 from engine.replicas.routing.load import Assignment
 from engine.replicas.routing.replica import RoutedRank, RoutedReplica
 from multimodal.errors import RequestError
+from routers.batches.routes import PATH as BATCHES_PATH
 from routers.body import converted, disconnect, parsed, read_body, while_connected
 from routers.endpoint import OPENAI, Endpoint, Framing
 from routers.endpoints import ENDPOINTS
+from routers.errors import WrongReplica
+from routers.messages import COUNT_PATH
+from routers.responses import routes as responses
 from routers.state import DP_RANK_HEADER, INTERNAL_HEADER, RouterService, RouterServiceDep, state_of
 from routers.tokenize import PATHS
 
@@ -37,6 +41,10 @@ _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _PATH_SAFE = "/:@!$&'()*+,;=~-._"
 _MAX_SESSION = 1 << 10
 _REFUSALS = frozenset({429, 503})
+_ELSEWHERE = tuple(
+    b'"code":"%b"' % code for code in (b"response_not_found", b"previous_response_not_found", b"item_not_found")
+)
+"""Codes of errors about responses that are stored, if they are, at another replica."""
 _REPLICA_HEADER = b"x-trellis-replica"
 _HOP_BY_HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"}
@@ -52,15 +60,27 @@ _MAX_ANSWER = 256 << 20
 log = logging.getLogger(__name__)
 
 
+async def keep_no_batches() -> None:
+    """Refuse batches: each of several replicas would keep its own."""
+    raise WrongReplica("A router keeps no batches: send them to a replica.")
+
+
 async def forward(request: Request, service: RouterServiceDep) -> Response:
     """Answer as a replica does."""
     body = await read_body(request, state_of(request)["http"]) if request.method == "POST" else b""
     return await while_connected(request, _Exchange(request, service, body).answer())
 
 
-for _path in (*(endpoint.path for endpoint in ENDPOINTS), *PATHS):  # added first, so that metrics and traces name them
+for _path in (
+    *(endpoint.path for endpoint in ENDPOINTS),
+    COUNT_PATH,
+    *responses.PATHS,
+    *PATHS,
+):  # added first, so that metrics and traces name them
     router.add_api_route(_path, forward, methods=["POST"], include_in_schema=False)
-router.add_api_route("/v1/{path:path}", forward, methods=["GET", "POST"], include_in_schema=False)
+for _path in (BATCHES_PATH, f"{BATCHES_PATH}/{{path:path}}"):
+    router.add_api_route(_path, keep_no_batches, methods=["GET", "POST", "DELETE"], include_in_schema=False)
+router.add_api_route("/v1/{path:path}", forward, methods=["GET", "POST", "DELETE"], include_in_schema=False)
 
 
 class _Exchange:
@@ -88,7 +108,7 @@ class _Exchange:
                 log.info("%s did not answer: %s", rank.replica.name, error)
                 failed = True
                 continue
-            if response.status_code not in _REFUSALS:
+            if response.status_code not in _REFUSALS and not _is_elsewhere(response):
                 return response
             refusal = response
         if refusal is not None:
@@ -174,6 +194,11 @@ class _Exchange:
         return rank.replica.client.head(self._request.method, target, headers, len(self._body))
 
 
+def _is_elsewhere(response: Response) -> bool:
+    """Tell whether a replica lacks a stored response, which another may have."""
+    return response.status_code in (400, 404) and any(code in response.body for code in _ELSEWHERE)
+
+
 def _is_sane(header: Header) -> bool:
     """Return whether every parser takes it for one header: the one that read it is more lenient than others."""
     name, value = header
@@ -214,7 +239,7 @@ class _Relay(Response):
         headers: list[Header],
         ends: Callable[[str], None],
         framing: Framing,
-        render_error: Callable[[Exception], bytes],
+        render_error: Callable[[Exception, Scope], bytes],
     ) -> None:
         super().__init__(None, connection.status)
         self.raw_headers = headers
@@ -230,12 +255,12 @@ class _Relay(Response):
         gone.add_done_callback(lambda task: None if task.cancelled() else self._connection.abort("the client has gone"))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            outcome = await self._pass_on(send, gone)
+            outcome = await self._pass_on(scope, send, gone)
         finally:
             gone.cancel()
             self._ends(outcome)
 
-    async def _pass_on(self, send: Send, gone: asyncio.Task[None]) -> str:
+    async def _pass_on(self, scope: Scope, send: Send, gone: asyncio.Task[None]) -> str:
         """Send the body, and return the outcome."""
         chunk = self._first
         rest = b""
@@ -258,7 +283,7 @@ class _Relay(Response):
         except ConnectionFailed:
             if gone.done():
                 return "cancelled"
-            error = self._render_error(EngineDied("The replica was lost while it answered."))
+            error = self._render_error(EngineDied("The replica was lost while it answered."), scope)
             last = b"\n\n" + self._framing.event(error)
             await send({"type": "http.response.body", "body": last, "more_body": False})
             return "lost"

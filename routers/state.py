@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, NotRequired, TypedDict, cast
 
 from fastapi import Depends, Request
+from starlette.types import Scope
 
 from engine.admission import AdmissionEngine
 from engine.encoder import Encoder
@@ -16,8 +17,10 @@ from multimodal.processor import Processor
 from multimodal.text.prompts import MediaPrompts
 from multimodal.text.routed_prompts import RoutedPrompts
 from protocol.models import Runtime
+from routers.batches.store import BatchStore
 from routers.errors import Missing
 from routers.fields import FieldCheck
+from routers.responses.service import Responses
 
 DP_RANK_HEADER = b"x-trellis-dp-rank"
 """Data-parallel rank that a router has chosen for a request; with it comes the internal secret."""
@@ -35,6 +38,10 @@ class ChatService:
     """Puts images into chats, if the model takes any."""
     encoder: Encoder | None = None
     """Makes embeddings of these images, here or elsewhere; None where the engine does."""
+    batches: BatchStore | None = None
+    """Keeps batches of messages, if the settings allow them."""
+    responses: Responses = field(default_factory=Responses)
+    """Stored responses, and those that run in the background."""
 
     @property
     def healthy(self) -> bool:
@@ -42,6 +49,7 @@ class ChatService:
 
     async def close(self) -> None:
         """End what runs."""
+        await self.responses.close()
         if self.images is not None:
             await self.images.aclose()
         await self.engine.close()
@@ -172,15 +180,15 @@ class HttpOptions:
 
 
 class State(TypedDict):
-    """The lifespan's state. Middleware adds `request_id` and, past the gate, `service` to each request's copy;
+    """The lifespan's state. Middleware adds `request_id`, `owner` and, past the gate, `service` to each request's copy;
     `body_bytes` is there once the body has been read.
     """
 
     version: str
     replica: ReplicaState
     http: HttpOptions
-    render_error: Callable[[Exception], bytes]
-    """Return the error envelope of an exception (`server/http/errors.py`)."""
+    render_error: Callable[[Exception, Scope], bytes]
+    """Return the error envelope of a request's exception (`server/http/errors.py`)."""
     render_metrics: Callable[[], bytes]
     runtime: Callable[[], Runtime]
     """Return how the replica runs, as far as is known now."""
@@ -213,6 +221,10 @@ async def _dp_rank(request: Request) -> int | None:
     return cast("int | None", request.scope["state"].get("dp_rank"))
 
 
+async def _owner(request: Request) -> str:
+    return cast(str, request.scope["state"].get("owner", ""))
+
+
 async def _request_id(request: Request) -> str:
     return cast(str, request.scope["state"]["request_id"])
 
@@ -224,4 +236,6 @@ PrefillServiceDep = Annotated[PrefillService, Depends(_service)]
 EncodingDep = Annotated[PrefillService | EncodeService, Depends(_service)]
 RouterServiceDep = Annotated[RouterService, Depends(_service)]
 DpRank = Annotated[int | None, Depends(_dp_rank)]
+Owner = Annotated[str, Depends(_owner)]
+"""A name for the key of the request; empty on a server without keys."""
 RequestId = Annotated[str, Depends(_request_id)]

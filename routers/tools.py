@@ -1,5 +1,6 @@
 """Tools of a chat: what a request offers the model, and how it may choose."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,19 +29,45 @@ def tools_of(body: ChatCompletionRequest) -> tuple[Tools | None, list[dict[str, 
     if choice == "none":
         return None, []
     mode, allowed = _choice(choice, field)
+    return chosen_tools(
+        offered,
+        mode,
+        allowed,
+        parallel=not legacy and body.parallel_tool_calls is not False,
+        field=field,
+        param=name,
+        schemas=[f"{spelled.format(place)}.parameters" for place in range(len(functions))],
+    ), template_tools(functions)
+
+
+def chosen_tools(
+    offered: Mapping[str, Tool],
+    mode: str,
+    allowed: Sequence[str] | None,
+    *,
+    parallel: bool,
+    field: str,
+    param: str,
+    schemas: Sequence[str],
+) -> Tools:
+    """Return the tools that the model may call: all of those offered, or the `allowed`. `field` has the choice, `param`
+    the tools. Raises RequestError.
+    """
     for missing in (other for other in allowed or () if other not in offered):
-        raise RequestError(f"{field!r} names '{shown(missing)}', which is none of {name!r}.", field)
-    chosen = offered if allowed is None else {other: offered[other] for other in offered if other in allowed}
-    strict = (place for place, function in enumerate(functions) if function.strict and function.name in chosen)
-    guided = "" if (first := next(strict, None)) is None else f"{spelled.format(first)}.strict"
-    tools = Tools(
+        raise RequestError(f"{field!r} names '{shown(missing)}', which is none of {param!r}.", field)
+    chosen = offered if allowed is None else {name: offered[name] for name in offered if name in allowed}
+    strict = (
+        place for tool, place in zip(offered.values(), schemas, strict=True) if tool.strict and tool.name in chosen
+    )
+    guided = re.sub(r"[^.]+\Z", "strict", next(strict, ""))
+    return Tools(
         offered=chosen,
         mode="auto" if mode == "auto" else "required",
-        parallel=mode != "function" and not legacy and body.parallel_tool_calls is not False,
+        parallel=parallel and mode != "function",
         guided=field if mode != "auto" or len(chosen) < len(offered) else guided,
-        param=name,
+        param=param,
+        schemas=tuple(schemas),
     )
-    return tools, template_tools(functions)
 
 
 def template_tools(functions: Sequence[FunctionDefinition]) -> list[dict[str, Any]]:

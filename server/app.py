@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAPI:
     """Return the application of one API process; several share their metrics in `metrics_folder`."""
-    server_metrics = ServerMetrics(served_name(settings), metrics_folder)
+    server_metrics = ServerMetrics(served_name(settings), metrics_folder, settings.vllm_metrics)
     tracing = _tracing(settings, server_metrics)
     app = FastAPI(
         title="Trellis",
@@ -69,13 +69,16 @@ def _add_middleware(app: FastAPI, settings: Settings, server_metrics: ServerMetr
     instrument(app, server_metrics.registry)
     secret = settings.internal_secret.get_secret_value() if settings.internal_secret else None
     app.add_middleware(
-        ApiKeyMiddleware, keys=[key.get_secret_value() for key in settings.api_keys], internal_secret=secret
+        ApiKeyMiddleware,
+        keys=[key.get_secret_value() for key in settings.api_keys],
+        internal_secret=secret,
+        open_probes=settings.open_probes,
     )
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=["GET", "HEAD", "POST"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "openai-processing-ms", "retry-after", "x-should-retry"],
         )

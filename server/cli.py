@@ -87,6 +87,7 @@ def _config(arguments: Sequence[str]) -> int:
     """Show every setting, and what set it."""
     lines = list(_listing(read_settings(arguments), arguments))
     sys.stdout.writelines(f"{line}\n" for line in lines)
+    sys.stderr.writelines(f"warning: {sentence}\n" for sentence in misspelt_variables())
     return 0
 
 

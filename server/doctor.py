@@ -16,27 +16,24 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
-from engine.checkpoints.store import (
-    BUILTIN,
-    PACKAGED,
-    VISION,
-    ModelError,
-    downloaded,
-    is_hub_id,
-    packaged_files,
-    weight_bytes,
-)
+from engine.checkpoints.conversions import ModelError
+from engine.checkpoints.hub import is_hub_id
+from engine.checkpoints.packaged import BUILTIN, PACKAGED, VISION, how_to_get
+from engine.checkpoints.store import downloaded, weight_bytes
+from engine.errors import EngineFailure
 from engine.trtllm.arguments import Effective
 from server import __version__
 from server.compose.engine_args import Parallelism, effective, parallelism
 from server.compose.model import model_here
 from server.compose.sizing import Machine, on_gpu, survey
 from server.preflight import Finding, impossible
+from server.process.banner import warning as open_to_strangers
 from server.process.gpus import Gpu, shortage
 from server.process.serving import listen
 from server.roles import missing_setting, role_of
 from server.settings import EngineArgsError, Settings
 from server.settings.environment import visible_devices
+from server.settings.reading import misspelt_variables
 
 SUPPORTED = "1.2.1"
 """The release of TensorRT-LLM that the backend is written for."""
@@ -118,8 +115,18 @@ def findings(settings: Settings) -> Iterator[Finding]:
         yield from check_limits(
             resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], resource.getrlimit(resource.RLIMIT_STACK)[0]
         )
+    yield from check_environment(settings)
     yield check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield check_disk(settings.cache_dir)
+
+
+def check_environment(settings: Settings) -> Iterator[Finding]:
+    """Warn of what a start would warn of: variables that nothing reads, and a server that is open to strangers."""
+    for sentence in misspelt_variables():
+        yield Finding("warning", sentence, "correct its name, or ignore this if another program reads it")
+    if role_of(settings).has_text and (sentence := open_to_strangers(settings)):
+        text, _, cure = sentence.partition("; ")
+        yield Finding("warning", text, cure)
 
 
 def check_python(version: tuple[int, int]) -> Finding:
@@ -215,24 +222,39 @@ def check_model(model: str) -> Iterator[Finding]:
         yield _check_packaged(model)
     elif folder.is_dir():
         yield from check_folder(folder)
-    elif folder.exists():
-        cure = "name the folder that holds config.json, safetensors and tokenizer.json"
-        yield Finding("problem", f"model {model} is a file", cure)
-    elif not is_hub_id(model):
-        cure = "name a folder, mounted if in a container, or a Hugging Face id owner/name"
-        yield Finding("problem", f"model {model}: no such folder", cure)
+    elif folder.is_file():
+        yield _check_gguf(folder)
+    elif not is_hub_id(model) or folder.suffix == ".gguf":
+        cure = "name a folder or GGUF file, mounted if in a container, or a Hugging Face id owner/name"
+        yield Finding("problem", f"model {model}: no such folder or file", cure)
     else:
         yield check_hub(model)
 
 
 def _check_packaged(model: str) -> Finding:
-    for name in dict.fromkeys((model, BUILTIN) if model == VISION else (model,)):
+    sources = {}
+    for name in (BUILTIN, model) if model == VISION else (model,):
         try:
-            packaged_files(name)
+            sources[name] = how_to_get(name)
         except ModelError as error:
             text, _, cure = str(error).rpartition(": ")
             return Finding("problem", text, cure)
-    return Finding("ok", f"model {model}: built in, its weights are installed")
+    return Finding("ok", f"model {model}: built in, its weights are {sources[model]}")
+
+
+def _check_gguf(path: Path) -> Finding:
+    """Read the header of a GGUF file, and what a conversion would refuse."""
+    from engine.checkpoints.gguf.convert import check  # noqa: PLC0415 - imports numpy
+
+    try:
+        model = check(path)
+    except EngineFailure as error:
+        return Finding("problem", str(error), "see docs/models.md for what is supported")
+    size = sum(part.stat().st_size for part in model.file.paths)
+    types = ", ".join(sorted({tensor.type for tensor in model.file.tensors.values()}))
+    return Finding(
+        "ok", f"model {path}: {model.architecture}, {size / GIB:.1f} GiB of {types}, converted at its first start"
+    )
 
 
 def check_hub(model: str) -> Finding:

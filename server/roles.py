@@ -96,10 +96,17 @@ _ENCODE_SECRET = Need(
 
 
 def _public() -> tuple[APIRouter, ...]:
-    from routers import models, tokenize  # noqa: PLC0415
+    from routers import messages, models, tokenize  # noqa: PLC0415
+    from routers.batches import routes as batches  # noqa: PLC0415
     from routers.endpoints import ENDPOINTS  # noqa: PLC0415
 
-    return *(endpoint.router() for endpoint in ENDPOINTS), models.router, tokenize.router
+    return (
+        *(endpoint.router() for endpoint in ENDPOINTS),
+        messages.router,
+        batches.router,
+        models.router,
+        tokenize.router,
+    )
 
 
 def _prefill() -> tuple[APIRouter, ...]:

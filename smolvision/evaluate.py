@@ -18,7 +18,8 @@ from PIL import Image
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from engine.checkpoints.merge import merge
-from engine.checkpoints.store import BUILTIN, resolve_model
+from engine.checkpoints.packaged import BUILTIN
+from engine.checkpoints.store import resolve_model
 from smolvision.conversations import TWO_IMAGE_KINDS, Chat, held_out_chats
 from smolvision.images import render
 from smolvision.questions import KINDS

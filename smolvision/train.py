@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from engine.checkpoints.gguf_convert import convert
+from engine.checkpoints.gguf.convert import convert
+from engine.checkpoints.gguf.file import GgufFile
 from engine.checkpoints.merge import merge
 from smolvision.architecture import save
 from smolvision.batches import Batch, Chats, loader
@@ -166,7 +167,7 @@ def base_folder(base: Path, made: Path) -> Path:
     if base.is_dir():
         return base
     made.mkdir()
-    convert(base, made, lambda *_: None)
+    convert(GgufFile(base), made, lambda *_: None)
     return made
 
 

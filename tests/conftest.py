@@ -32,6 +32,8 @@ if not _has_home():
 
 # Most tests are about something else than the model's name, and ask without one.
 os.environ.setdefault("MODEL_OPTIONAL", "true")
+# Those about stored responses store them in folders of their own.
+os.environ.setdefault("RESPONSES_STORE_MB", "0")
 
 # The suite's expected values are a CPU's: GPUs are hidden unless GPU tests are asked for, before torch looks for them.
 # A worker of xdist inherits the decision.

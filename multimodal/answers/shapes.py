@@ -48,13 +48,36 @@ class _Whole:
 
 
 class Shape(ABC):
-    """Turns the pieces of one answer into the JSON of one API. Use `stream` and `end`, or `add` and `whole`.
-
-    Subclasses spell one of the `choices`; their methods return JSON objects.
-    """
+    """Turns the pieces of one answer into the JSON of one API. Use `stream` and `end`, or `add` and `whole`."""
 
     operation: str
     """The API's name in traces."""
+    id: str
+    """The answer's id."""
+
+    @abstractmethod
+    def __init__(self, context: AnswerContext) -> None: ...
+
+    @abstractmethod
+    def stream(self, piece: Piece) -> list[bytes]:
+        """Return the chunks for a piece, each a JSON document; none if it has nothing to show."""
+
+    @abstractmethod
+    def end(self) -> list[bytes]:
+        """Return the chunks after the last choice has finished."""
+
+    @abstractmethod
+    def add(self, piece: Piece) -> None:
+        """Take a piece into the whole answer."""
+
+    @abstractmethod
+    def whole(self) -> bytes:
+        """Return the answer as one JSON document, once every choice has finished."""
+
+
+class ChoicesShape(Shape):
+    """An answer with `choices`. Subclasses spell one of them; their methods return JSON objects."""
+
     object: str
     chunk_object: str
     id_prefix: str
@@ -110,7 +133,6 @@ class Shape(ABC):
         return piece.finish_reason
 
     def stream(self, piece: Piece) -> list[bytes]:
-        """Return the chunks for a piece, each a JSON document; none if it has nothing to show."""
         chunks = []
         parts = piece.parts
         if piece.prompt is not None:
@@ -133,11 +155,9 @@ class Shape(ABC):
         return chunks
 
     def end(self) -> list[bytes]:
-        """Return the chunks after the last choice has finished."""
         return [self._chunk([], usage(self._choices))] if self._ask.include_usage else []
 
     def add(self, piece: Piece) -> None:
-        """Take a piece into the whole answer."""
         whole = self._wholes[piece.index]
         if piece.prompt is not None:
             choice = self._choices[piece.index]
@@ -153,7 +173,6 @@ class Shape(ABC):
         whole.last = piece
 
     def whole(self) -> bytes:
-        """Return the answer as one JSON document, once every choice has finished."""
         choices = []
         for index, whole in enumerate(self._wholes):
             assert whole.last is not None, "a choice ended without a piece"
@@ -222,7 +241,7 @@ class Shape(ABC):
         return before, after
 
 
-class ChatShape(Shape):
+class ChatShape(ChoicesShape):
     """chat.completion and its chunks."""
 
     operation = "chat"
@@ -287,7 +306,7 @@ class ChatShape(Shape):
         return {"token": raw.decode(errors="replace"), "logprob": entry.logprob, "bytes": list(raw)}
 
 
-class CompletionShape(Shape):
+class CompletionShape(ChoicesShape):
     """text_completion, whose chunks have the same shape."""
 
     operation = "text_completion"

@@ -5,7 +5,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.checkpoints.store import BUILTIN, PACKAGED, ModelError, hub_folder, packaged_files, present_model
+from engine.checkpoints.conversions import conversions
+from engine.checkpoints.hub import hub_folder
+from engine.checkpoints.packaged import PACKAGED, installed_files
+from engine.checkpoints.store import packaged_folder
 from engine.kit.logs import size_text
 from server.settings import DEFAULT_MODEL, read_settings
 
@@ -26,36 +29,29 @@ def main(arguments: Sequence[str]) -> int:
     sys.stdout.write(f"{'MODEL':<{width}}{'SIZE':>9}  WHERE\n")
     for row in rows:
         sys.stdout.write(f"{row.name:<{width}}{size_text(row.size) if row.size else '-':>9}  {row.where}\n")
-    sys.stdout.write("\nServe one with: trellis serve MODEL. Folders and other Hugging Face ids work as well.\n")
+    sys.stdout.write(
+        "\nServe one with: trellis serve MODEL. Folders, GGUF files and other Hugging Face ids work as well.\n"
+    )
     return 0
 
 
 def models(cache_dir: Path) -> Iterator[Listed]:
-    """Yield the packaged models, then those of the Hugging Face hub that are in its cache."""
-    for name in PACKAGED:
+    """Yield the built-in models, converted GGUF files, and the models of the Hugging Face hub that are in its cache."""
+    for name, packaged in PACKAGED.items():
         mark = " (default)" if name == DEFAULT_MODEL else ""
-        try:
-            parts, folder = packaged_files(name), present_model(name, cache_dir)
-        except ModelError:  # smolvision also needs the default model's
-            missing = next(each for each in (name, BUILTIN) if not installed(each))
-            yield Listed(name, 0, f"{PACKAGED[missing].install}{mark}")
-            continue
-        if folder is not None:
+        folder, parts = packaged_folder(name, cache_dir), installed_files(name)
+        if folder.is_dir():
             yield Listed(name, _bytes(folder), f"converted in {folder}{mark}")
-        else:
+        elif parts:
             size = sum(part.stat().st_size for part in parts)
             yield Listed(name, size, f"installed, converted at the first start{mark}")
+        else:
+            yield Listed(name, 0, f"downloaded at the first start{mark}: {packaged.about}")
+    for each in conversions(cache_dir):
+        yield Listed(str(each.source), _bytes(each.folder), f"converted in {each.folder}")
     for folder in sorted(hub_folder().glob("models--*")):
         if any(folder.glob("snapshots/*/config.json")):
             yield Listed(folder.name.removeprefix("models--").replace("--", "/"), _bytes(folder / "blobs"), str(folder))
-
-
-def installed(name: str) -> bool:
-    """Return whether the weights of a packaged model are installed."""
-    try:
-        return bool(packaged_files(name))
-    except ModelError:
-        return False
 
 
 def _bytes(folder: Path) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import hashlib
 from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,11 @@ from multimodal.request import Limits
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import Tokenizer
+from routers.batches.store import BatchStore
+from routers.batches.worker import BatchWorker
 from routers.fields import FieldCheck
+from routers.responses.service import Responses
+from routers.responses.store import SqliteStore
 from routers.state import ChatService, PrefillService
 from server.compose.composition import Composition, Failed, never
 from server.compose.config import default_processors, engine_config
@@ -29,6 +34,7 @@ from server.compose.encoders import Encoders, image_prompts, start_encoders
 from server.compose.model import answer_format, load_text, model_folder
 from server.compose.publishing import publish_events
 from server.health.canary import engine_probe
+from server.http.errors import render_event
 from server.metrics.peers import PeerMetrics
 
 _HEALTH_PAUSE = 1.0
@@ -59,7 +65,10 @@ async def add_engine(to: Composition, folder: Path | None) -> Failed:
     if text is None:
         to.replica.service = PrefillService(engine=engine, encoding=encoders.service)
     else:
-        to.replica.service = _chat_service(to, engine, folder, encoders, *text)
+        service = _chat_service(to, engine, folder, encoders, *text)
+        if service.batches is not None:
+            await to.stack.enter_async_context(background(_batch_worker(to, service).run(), "batches"))
+        to.replica.service = service
     return failed
 
 
@@ -153,4 +162,44 @@ def _chat_service(
         fields=FieldCheck(name, strict=settings.strict_fields, model_optional=settings.model_optional),
         images=images,
         encoder=encoders.encoder,
+        responses=_responses(to),
+        batches=_batch_store(to),
     )
+
+
+def _batch_store(to: Composition) -> BatchStore | None:
+    """Return the store that all replicas of a model on this machine share."""
+    settings = to.settings
+    if not settings.batches_mb:
+        return None
+    model = hashlib.sha256(to.replica.model_name.encode()).hexdigest()[:16]
+    path = settings.cache_dir / "batches" / f"{model}.sqlite"
+    store = BatchStore(path, settings.batches_mb << 20, settings.batch_max_requests)
+    to.stack.push_async_callback(store.close)
+    return store
+
+
+def _batch_worker(to: Composition, service: ChatService) -> BatchWorker:
+    settings = to.settings
+    assert service.batches is not None
+    return BatchWorker(
+        store=service.batches,
+        processor=service.processor,
+        fields=service.fields,
+        max_text_bytes=int(settings.max_text_mb * (1 << 20)),
+        max_values=settings.max_body_values,
+        render_error=render_event,
+        concurrency=settings.batch_concurrency,
+        ready=lambda: not to.replica.draining and service.healthy,
+    )
+
+
+def _responses(to: Composition) -> Responses:
+    settings = to.settings
+    store = None
+    if settings.responses_store_mb:
+        path = settings.cache_dir / "responses.sqlite3"
+        store = SqliteStore(path, settings.responses_store_mb << 20, settings.responses_store_days * 86400)
+    responses = Responses(store)
+    to.stack.push_async_callback(responses.close)
+    return responses

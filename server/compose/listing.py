@@ -53,7 +53,8 @@ def _chosen(settings: Settings) -> dict[str, Size]:
 
 def _computing(settings: Settings) -> Iterator[str]:
     """Yield lines on the device, the type and the code, if the model's folder is present. Raises EngineArgsError."""
-    from engine.checkpoints.store import ModelError, present_model  # noqa: PLC0415
+    from engine.checkpoints.conversions import ModelError  # noqa: PLC0415
+    from engine.checkpoints.store import present_model  # noqa: PLC0415
     from engine.embedded.models.load import forecast  # noqa: PLC0415 - torch: most commands do without
 
     try:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from engine.checkpoints.facts import read_model_facts
+from engine.checkpoints.gguf.split import stem_of
 from multimodal.answers.formats import AnswerFormat
 from multimodal.answers.parsers.choose import choose, family
 from multimodal.text.control import ControlTokens
@@ -13,13 +14,15 @@ from server.settings import DEFAULT_MODEL, Settings
 
 
 def served_name(settings: Settings) -> str:
-    """Return the model's name in requests: the one set, else that of the folder or hub id."""
+    """Return the model's name in requests: the one set, else that of the folder, GGUF file or hub id."""
     if settings.served_model_name:
         return settings.served_model_name
     if settings.engine == "fake" and settings.model == DEFAULT_MODEL:
         return "fake"
-    folder = Path(settings.model).expanduser()
-    return folder.resolve().name if folder.is_dir() else settings.model
+    path = Path(settings.model).expanduser()
+    if path.is_file():
+        return stem_of(path)
+    return path.resolve().name if path.is_dir() else settings.model
 
 
 def model_folder(settings: Settings) -> Path | None:
@@ -45,7 +48,8 @@ def draft_folder(settings: Settings) -> Path | None:
 
 def model_here(settings: Settings) -> Path | None:
     """Return the folder of the model if it needs neither download nor conversion."""
-    from engine.checkpoints.store import ModelError, present_model  # noqa: PLC0415
+    from engine.checkpoints.conversions import ModelError  # noqa: PLC0415
+    from engine.checkpoints.store import present_model  # noqa: PLC0415
 
     try:
         return present_model(settings.model, settings.cache_dir, weights=_needs_weights(settings))

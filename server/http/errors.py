@@ -8,11 +8,14 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Scope
 
 from engine import trace
 from engine.errors import (
+    ContextOverflow,
     EngineDied,
     EngineError,
     EngineFailure,
@@ -25,8 +28,9 @@ from engine.errors import (
 from engine.kit.logs import printable
 from multimodal.errors import DeadlineExceeded, MediaTimeout, ModelNotFound, UnsupportedMedia
 from protocol.errors import ErrorBody, ErrorEnvelope, MissingPart, NotReadyBody, NotReadyEnvelope
-from routers.errors import NotReady, ReplicasDiffer, WrongReplica
-from server.http.routes import explained
+from protocol.messages import MessagesError, MessagesErrorEnvelope
+from routers.errors import BatchNotFound, NotReady, ReplicasDiffer, ResponseNotFound, WrongReplica
+from server.http.routes import explained, is_anthropic
 from server.http.validation import sentences
 
 log = logging.getLogger(__name__)
@@ -52,6 +56,8 @@ _INTERNAL = Rule(500, "server_error", "internal_error", retry=False, message="Th
 _RULES: dict[type[Exception], Rule] = {
     RequestValidationError: Rule(400, "invalid_request_error"),
     ModelNotFound: Rule(404, "not_found_error"),
+    BatchNotFound: Rule(404, "not_found_error"),
+    ResponseNotFound: Rule(404, "not_found_error"),
     WrongReplica: Rule(404, "not_found_error", "wrong_replica"),
     ReplicasDiffer: Rule(409, "invalid_request_error", "replicas_differ"),
     MediaTimeout: Rule(408, "invalid_request_error", retry=False),
@@ -79,6 +85,16 @@ _HTTP_RULES: dict[int, Rule] = {
     415: Rule(415, "invalid_request_error", "unsupported_media_type"),
     431: Rule(431, "invalid_request_error", "headers_too_large"),
 }
+_ANTHROPIC: dict[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's types of errors; `invalid_request_error` for other mistakes of a client, else `api_error`."""
 
 
 @dataclass(frozen=True)
@@ -87,15 +103,15 @@ class ErrorAnswer:
 
     status: int
     body: bytes
-    """An `ErrorEnvelope`."""
+    """The envelope of the request's API."""
     headers: dict[str, str] = field(default_factory=dict)
 
     def response(self) -> Response:
         return Response(self.body, self.status, self.headers, media_type="application/json")
 
 
-def render(error: Exception) -> ErrorAnswer:
-    """Return the answer to a request that failed with `error`."""
+def render(error: Exception, scope: Scope | None = None) -> ErrorAnswer:
+    """Return the answer to a request that failed with `error`; without `scope`, nothing is known of the request."""
     rule = (
         _http_rule(error)
         if isinstance(error, HTTPException)
@@ -108,13 +124,17 @@ def render(error: Exception) -> ErrorAnswer:
     if (span := trace.current.get()) is not None:
         span.fail(code or rule.type, ours=rule.status >= 500)
     body = ErrorBody(message=printable(rule.message or message, _MOST), type=rule.type, param=param, code=code)
-    envelope = _not_ready(body, error) if isinstance(error, NotReady) else ErrorEnvelope(error=body)
+    envelope: BaseModel = ErrorEnvelope(error=body)
+    if isinstance(error, NotReady):
+        envelope = _not_ready(body, error)
+    elif scope is not None and is_anthropic(scope):
+        envelope = _anthropic(body, rule.status, error, scope["state"]["request_id"])
     return ErrorAnswer(rule.status, envelope.model_dump_json().encode(), _headers(rule, error))
 
 
-def render_event(error: Exception) -> bytes:
+def render_event(error: Exception, scope: Scope) -> bytes:
     """Return the envelope of an error that came after the headers."""
-    return render(error).body
+    return render(error, scope).body
 
 
 def install(app: FastAPI) -> None:
@@ -124,7 +144,19 @@ def install(app: FastAPI) -> None:
 
 
 async def _handle(request: Request, error: Exception) -> Response:
-    return render(explained(error, request) if isinstance(error, HTTPException) else error).response()
+    known = explained(error, request) if isinstance(error, HTTPException) else error
+    return render(known, request.scope).response()
+
+
+def _anthropic(body: ErrorBody, status: int, error: Exception, request_id: str) -> MessagesErrorEnvelope:
+    kind = _ANTHROPIC.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    # Claude Code looks for these words, and makes the conversation shorter.
+    said = f"prompt is too long: {body.message}" if isinstance(error, ContextOverflow) else body.message
+    given = {"error_code": body.code, "param": body.param}
+    details = {name: value for name, value in given.items() if value is not None}
+    return MessagesErrorEnvelope(
+        error=MessagesError(type=kind, message=said, details=details or None), request_id=request_id
+    )
 
 
 def _not_ready(body: ErrorBody, error: NotReady) -> NotReadyEnvelope:

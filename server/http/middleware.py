@@ -30,32 +30,25 @@ from engine.kit.work import begin_request
 from routers.page import needs_no_key
 from routers.state import DP_RANK_HEADER, INTERNAL_HEADER, ReplicaState
 from server.http.errors import render
-from server.http.routes import INTERNAL, route_path
+from server.http.routes import INTERNAL, is_anthropic, route_path
 
 LIVENESS = "/health/live"
-OPEN_WHILE_NOT_READY = frozenset(
-    {
-        LIVENESS,
-        "/health",
-        "/health/ready",
-        "/metrics",
-        "/prometheus/metrics",
-        "/server_info",
-        "/version",
-        "/openapi.json",
-    }
-)
-"""Routes that need no service, or report its absence themselves. So do the pages (`routers/page.py`)."""
-
-_PROBES = frozenset({LIVENESS, "/health", "/health/ready", "/metrics", "/prometheus/metrics"})
+PROBES = frozenset({LIVENESS, "/health", "/health/ready", "/metrics", "/prometheus/metrics"})
 """Routes that machines, and the page at /, ask again and again."""
+OPEN_WHILE_NOT_READY = PROBES | {"/server_info", "/version", "/openapi.json"}
+"""Routes that need no service, or report its absence themselves. So do the pages (`routers/page.py`)."""
 
 STARTS_PER_TURN = 4
 """Requests that begin in one iteration of the event loop, each about a millisecond of work."""
 
 _RANK = re.compile(r"[0-9]{1,5}", re.ASCII)
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"})
-_SECONDS_BY_ROUTE = (0.05, 0.1, 0.5, 1, 5, 10, 30, 60)
+_SECONDS_BY_ROUTE = (0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600)
+_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 4, 5, 7.5),
+    *(10, 15, 20, 30, 45, 60, 90, 120, 180, 300, 450, 600),
+)
+"""Upper bounds in the histograms of requests: of each route, and of all together."""
 _SANE_ID = re.compile(r"[!-~]{1,128}")
 
 access = logging.getLogger("access")
@@ -67,7 +60,7 @@ class RequestMiddleware:
     def __init__(self, app: ASGIApp, access_log: bool, logs_probes: bool = True) -> None:
         self._app = app
         self._access_log = access_log
-        self._quiet = frozenset() if logs_probes else _PROBES
+        self._quiet = frozenset() if logs_probes else PROBES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -87,6 +80,8 @@ class RequestMiddleware:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
+                if is_anthropic(scope):
+                    headers["request-id"] = request_id
                 headers["openai-processing-ms"] = str(round((time.perf_counter() - started) * 1e3))
             await send(message)
 
@@ -95,7 +90,7 @@ class RequestMiddleware:
         except Exception as error:
             if status:  # too late for an answer: cut the connection, so that the client does not take it for complete
                 raise
-            await render(error).response()(scope, receive, send_with_headers)
+            await render(error, scope).response()(scope, receive, send_with_headers)
         finally:
             if self._access_log and (status != HTTPStatus.OK or route_path(scope) not in self._quiet):
                 _log_access(scope, status, time.perf_counter() - started)
@@ -103,25 +98,29 @@ class RequestMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Admits requests with one of the keys. Liveness and pages are open to all, and without keys everything is.
+    """Admits requests with one of the keys, as a bearer or in `x-api-key`. Liveness and pages are open to all, with
+    `open_probes` all probes and metrics are, and without keys everything is.
 
     Internal routes take only the internal secret: without one nobody can use them. With it, a router may name the
     data-parallel rank of a request; nobody else can. Keys are compared as digests, in constant time, each with all.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], internal_secret: str | None) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], internal_secret: str | None, open_probes: bool) -> None:
         self._app = app
+        self._open = PROBES if open_probes else {LIVENESS}
         self._keys = [_digest(key.encode()) for key in keys]
         self._secrets = [_digest(internal_secret.encode())] if internal_secret else []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             scope.setdefault("state", {})["dp_rank"] = self._dp_rank(Headers(scope=scope))
-        if scope["type"] == "http" and not self._admitted(scope):
+        if scope["type"] == "http" and not self._admit(scope):
             error = HTTPException(
-                401, "A valid API key is required: Authorization: Bearer KEY.", {"WWW-Authenticate": "Bearer"}
+                401,
+                "A valid API key is required: Authorization: Bearer KEY, or x-api-key: KEY.",
+                {"WWW-Authenticate": "Bearer"},
             )
-            await render(error).response()(scope, receive, send)
+            await render(error, scope).response()(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -133,18 +132,23 @@ class ApiKeyMiddleware:
         given = _digest(headers.get(INTERNAL_HEADER.decode(), "").encode("latin-1"))
         return int(rank) if self._secrets and hmac.compare_digest(given, self._secrets[0]) else None
 
-    def _admitted(self, scope: Scope) -> bool:
+    def _admit(self, scope: Scope) -> bool:
+        """Tell whether a request may come in, and note which key it has: what it stores is its own."""
         path = route_path(scope)
         if path in INTERNAL:
-            return _has_one_of(self._secrets, scope)
-        return path == LIVENESS or needs_no_key(path) or not self._keys or _has_one_of(self._keys, scope)
+            return _bearer(self._secrets, scope) is not None
+        if path in self._open or needs_no_key(path) or not self._keys:
+            return True
+        used = _bearer(self._keys, scope) or _match(self._keys, _header(scope, b"x-api-key"))
+        scope["state"]["owner"] = hashlib.sha256(b"owner:" + used).hexdigest() if used is not None else ""
+        return used is not None
 
 
 def instrument(app: FastAPI, registry: CollectorRegistry) -> None:
     """Measure every request by prometheus-fastapi-instrumentator, with labels that clients cannot choose: its route's
     template (`none` without a route), method (`other` for rare ones) and class of status.
     """
-    measure = default(registry=registry, latency_lowr_buckets=_SECONDS_BY_ROUTE)
+    measure = default(registry=registry, latency_highr_buckets=_SECONDS, latency_lowr_buckets=_SECONDS_BY_ROUTE)
     assert measure is not None, "the registry is the application's own"
 
     def measure_bounded(info: Info) -> None:
@@ -172,7 +176,7 @@ class GateMiddleware:
         try:
             scope["state"]["service"] = replica.enter()
         except EngineNotReady as error:
-            await render(error).response()(scope, receive, send)
+            await render(error, scope).response()(scope, receive, send)
             return
         try:
             await self._turnstile.enter()
@@ -224,12 +228,22 @@ class Turnstile:
             loop.call_soon(self._turn, loop)
 
 
-def _has_one_of(digests: Sequence[bytes], scope: Scope) -> bool:
-    values = [value for name, value in scope["headers"] if name == b"authorization"]
-    scheme, _, key = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
-    given = _digest(key.strip())
-    matches = [hmac.compare_digest(given, digest) for digest in digests]
-    return scheme.lower() == b"bearer" and any(matches)
+def _bearer(digests: Sequence[bytes], scope: Scope) -> bytes | None:
+    """Return the digest of the key that a request brings as a bearer, if it is one of these."""
+    scheme, _, key = _header(scope, b"authorization").partition(b" ")
+    return _match(digests, key.strip()) if scheme.lower() == b"bearer" else None
+
+
+def _match(digests: Sequence[bytes], key: bytes) -> bytes | None:
+    given = _digest(key)
+    matches = [digest for digest in digests if hmac.compare_digest(given, digest)]
+    return matches[0] if matches else None
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    """Return the header that has this name; empty if there is none, or several."""
+    values = [value for key, value in scope["headers"] if key == name]
+    return values[0] if len(values) == 1 else b""
 
 
 def _digest(key: bytes) -> bytes:

@@ -9,24 +9,33 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from engine.types import EngineInfo
-from routers import tokenize
+from routers import messages, tokenize
+from routers.batches import routes as batches
 from routers.endpoints import ENDPOINTS
+from routers.responses import routes as responses
 from routers.state import state_of
 from server.compose.model import served_name
-from server.http.middleware import LIVENESS
+from server.http.middleware import LIVENESS, PROBES
 from server.settings import Settings
 
-_BODIES: tuple[type[BaseModel], ...] = (*(endpoint.body for endpoint in ENDPOINTS), *tokenize.BODIES)
+_BODIES: tuple[type[BaseModel], ...] = (
+    *(endpoint.body for endpoint in ENDPOINTS),
+    *messages.BODIES,
+    *batches.BODIES,
+    *responses.BODIES,
+    *tokenize.BODIES,
+)
 _REFERENCE = "#/components/schemas/{model}"
 _DESCRIPTION = """\
-An OpenAI-compatible server of one model. OpenAI's SDKs work with `base_url` set to `/v1` here.
+An OpenAI-compatible server of one model. OpenAI's SDKs work with `base_url` set to `/v1` here, Anthropic's with `/`.
 
 **Streams.** With `"stream": true` the answer is `text/event-stream`: each event is a line `data: ` with one JSON chunk,
 and `data: [DONE]` ends the stream. A failure after the first chunk is an event with an error in place of `[DONE]`.
-Lines that begin with `:` keep the connection alive.
+Lines that begin with `:` keep the connection alive. `/v1/messages` streams as Anthropic's API does.
 
-**Errors** of all routes are `{"error": {"message", "type", "param", "code"}}`. The header `x-should-retry` says whether
-the same request may succeed later, and `retry-after` after how many seconds.
+**Errors** of all routes are `{"error": {"message", "type", "param", "code"}}`; those below `/v1/messages` have
+Anthropic's envelope. The header `x-should-retry` says whether the same request may succeed later, and `retry-after`
+after how many seconds.
 
 **Fields** that are marked as deprecated and `x-unsupported` are OpenAI's or other servers': values other than those
 listed are refused. Unknown fields are ignored, or refused, as the server's settings say."""
@@ -35,7 +44,6 @@ _SECURITY = {
     "scheme": "bearer",
     "description": "One of the server's API keys. A server without keys is open to all.",
 }
-_EVENTS = "The JSON of one event's `data:` line. After the last chunk comes `data: [DONE]`, but after an error nothing."
 
 
 def install(app: FastAPI, settings: Settings) -> None:
@@ -75,10 +83,11 @@ def _document(app: FastAPI, settings: Settings, info: EngineInfo | None) -> dict
     schemas.complete(components["schemas"], settings, served_name(settings), info)
     components["securitySchemes"] = {"bearer": _SECURITY}
     document["security"] = [{"bearer": []}] if settings.api_keys else [{"bearer": []}, {}]
-    document["paths"][LIVENESS]["get"]["security"] = []
+    for probe in PROBES & document["paths"].keys() if settings.open_probes else {LIVENESS}:
+        document["paths"][probe]["get"]["security"] = []
     for endpoint in ENDPOINTS:
         if (path := document["paths"].get(endpoint.path)) is not None:
-            choices = [{"$ref": _REFERENCE.format(model=name)} for name in (endpoint.chunk, "ErrorEnvelope")]
+            choices = [{"$ref": _REFERENCE.format(model=name)} for name in (endpoint.chunk, endpoint.error.__name__)]
             content = path["post"]["responses"]["200"]["content"]
-            content["text/event-stream"] = {"schema": {"anyOf": choices, "description": _EVENTS}}
+            content["text/event-stream"] = {"schema": {"anyOf": choices, "description": endpoint.framing.described}}
     return document

@@ -14,10 +14,11 @@ INTERNAL = frozenset({"/prefill", "/encode"})
 """Routes between replicas, never for outside clients."""
 _LACKING = frozenset(
     {"assistants", "audio", "batches", "chatkit", "containers", "conversations", "embeddings", "engines", "evals"}
-    | {"files", "fine-tunes", "fine_tuning", "images", "moderations", "organization", "realtime", "responses"}
+    | {"files", "fine-tunes", "fine_tuning", "images", "moderations", "organization", "realtime"}
     | {"threads", "uploads", "vector_stores", "videos"}
 )
 """First segments of OpenAI's routes that this server lacks."""
+_MESSAGES = "/v1/messages/"
 _MOST_CHARACTERS = 100
 """Of a path that is compared with the routes."""
 _SIMILAR = 0.75
@@ -29,6 +30,11 @@ def route_path(scope: Scope) -> str:
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Tell whether a path is one of Anthropic's API, whose errors have an envelope of their own."""
+    return f"{route_path(scope)}/".startswith(_MESSAGES)
 
 
 def explained(error: HTTPException, request: Request) -> HTTPException:

@@ -5,6 +5,7 @@ Each comes from where it is written once: descriptions and examples from the doc
 """
 
 import ast
+import copy
 import dataclasses
 import inspect
 import json
@@ -18,15 +19,18 @@ from pydantic import BaseModel
 
 from engine.types import GUIDE_KINDS, EngineInfo, GuideKind
 from multimodal.request import BIAS, MAX_STRING, MAX_TOKENS, RANGES, TOKEN_ID, Ask
-from protocol import chat, chunks, common, completions, errors, models, tokenize
-from protocol.common import GenerationFields, Wire
+from protocol import batches, chat, chunks, common, completions, errors, messages, models, responses, tokenize
+from protocol.common import GenerationFields, ModelFields, Wire
 from routers.chat import REFUSED_PARTS
 from routers.fields import GUIDES, STRUCTURED_OUTPUTS, refused
 from server.settings import Settings
 
 Schema = dict[str, Any]
 
-_MODULES: tuple[ModuleType, ...] = (common, chat, completions, tokenize, chunks, errors, models)
+_MODULES: tuple[ModuleType, ...] = (
+    *(common, chat, completions, messages, batches, responses),
+    *(tokenize, chunks, errors, models),
+)
 _EXAMPLE = re.compile(r"(?s)(.*?)\s*Example: (.*)")
 _KEYWORDS = {
     "integer": ("minimum", "maximum", "exclusiveMinimum", "not"),
@@ -40,6 +44,8 @@ _TEXT: Schema = {"type": "string"}
 _OBJECT: Schema = {"type": "object"}
 _ARRAY: Schema = {"type": "array"}
 _NULL: Schema = {"type": "null"}
+_NAME: Schema = {"type": "string", "minLength": 1}
+_TEXT_OR_PARTS: Schema = {"type": ["string", "array"]}
 
 
 def _needs(**fields: Schema) -> Schema:
@@ -47,7 +53,72 @@ def _needs(**fields: Schema) -> Schema:
     return {"properties": fields, "required": list(fields)}
 
 
+def _source(**fields: Schema) -> Schema:
+    return _OBJECT | _needs(**fields)
+
+
+_INNER_BLOCKS = [
+    _needs(type={"enum": ["text"]}, text=_TEXT),
+    _needs(
+        type={"enum": ["image"]},
+        source=_source(type={"enum": ["base64"]}, media_type=_TEXT | {"pattern": "^image/[a-z]{1,32}$"}, data=_TEXT),
+    ),
+    _needs(type={"enum": ["image"]}, source=_source(type={"enum": ["url"]}, url=_TEXT)),
+    _needs(type={"enum": ["document"]}, source=_source(type={"enum": ["text"]}, data=_TEXT)),
+    _needs(
+        type={"enum": ["document"]}, source=_source(type={"enum": ["content"]}, content={"type": ["string", "array"]})
+    ),
+]
+_BLOCKS = [
+    *_INNER_BLOCKS,
+    _needs(type={"enum": ["tool_use"]}, id=_TEXT, name=_TEXT, input=_OBJECT),
+    _needs(type={"enum": ["tool_result"]}, tool_use_id=_TEXT),
+    _needs(type={"enum": ["thinking"]}, thinking=_TEXT),
+    _needs(type={"enum": ["redacted_thinking"]}),
+]
 _CONDITIONS: dict[str, Schema] = {
+    "TextBlock": {"oneOf": [_needs(type={"enum": ["text"]})]},
+    "InnerBlock": {"oneOf": _INNER_BLOCKS},
+    "ContentBlock": {"oneOf": _BLOCKS},
+    "MessageTool": {"oneOf": [_needs(name=_TEXT) | {"properties": {"type": {"enum": [None, "custom"]}}}]},
+    "MessageToolChoice": {
+        "oneOf": [_needs(type={"enum": ["auto", "any", "none"]}), _needs(type={"enum": ["tool"]}, name=_TEXT)]
+    },
+    "InputPart": {
+        "oneOf": [
+            _needs(type={"enum": ["input_text", "output_text", "text"]}, text=_TEXT),
+            _needs(type={"enum": ["refusal"]}, refusal=_TEXT),
+            _needs(type={"enum": ["input_image"]}, image_url=_TEXT | {"minLength": 1}),
+        ]
+    },
+    "InputItem": {
+        "oneOf": [
+            _needs(type={"enum": ["message"]}, role=_TEXT, content=_TEXT_OR_PARTS),
+            _needs(type={"enum": ["function_call"]}, call_id=_NAME, name=_NAME, arguments=_TEXT),
+            _needs(type={"enum": ["custom_tool_call"]}, call_id=_NAME, name=_NAME, input=_TEXT),
+            _needs(
+                type={"enum": ["function_call_output", "custom_tool_call_output"]}, call_id=_NAME, output=_TEXT_OR_PARTS
+            ),
+        ]
+    },
+    "ResponsesTool": {
+        "oneOf": [_needs(type={"enum": ["function"]}, name=_NAME), _needs(type={"enum": ["custom"]}, name=_NAME)]
+    },
+    "ToolGrammar": {
+        "oneOf": [
+            _needs(type={"enum": ["text"]}),
+            _needs(type={"enum": ["grammar"]}, syntax={"enum": ["lark"]}, definition=_NAME),
+            _needs(type={"enum": ["grammar"]}, syntax={"enum": ["regex"]}, definition=_NAME),
+        ]
+    },
+    "TextFormat": {
+        "oneOf": [
+            _needs(type={"enum": ["text"]}),
+            _needs(type={"enum": ["json_object"]}),
+            _needs(type={"enum": ["json_schema"]}, schema=_OBJECT),
+        ]
+    },
+    "MessageFormat": {"oneOf": [_needs(type={"enum": ["json_schema"]}, schema=_OBJECT)]},
     "ContentPart": {
         "oneOf": [
             _needs(type={"enum": ["text", "input_text"]}, text=_TEXT),
@@ -98,6 +169,8 @@ _DEPENDENT: Schema = {
 
 
 _REFUSED: dict[type[Wire], Collection[str]] = {
+    messages.BlockSource: ("file_id",),
+    responses.InputPart: ("file_id",),
     chat.ChatMessage: ("audio",),
     chat.ContentPart: REFUSED_PARTS,
 }
@@ -120,18 +193,21 @@ def complete(schemas: dict[str, Schema], settings: Settings, model_name: str, in
                 properties[alias] = _documented(found, texts.get(name, ""))
         if issubclass(cls, Wire):
             for name, found in properties.items():
-                properties[name] = _bounded(found, ranges.get(name, {}))
-            schema |= _CONDITIONS.get(cls.__name__, {})
+                properties[name] = _bounded(found, ranges.get(f"{cls.__name__}.{name}", ranges.get(name, {})))
+            schema |= copy.deepcopy(_CONDITIONS.get(cls.__name__, {}))
             for name, harmless in _refused(cls).items():
                 properties[name] = _marked(properties[name], "", harmless)
             for name in _unguided(cls, kinds):
                 properties[name] = _marked(properties[name], " This server's engine does not support it.", ())
             if "model" in properties:
                 properties["model"]["examples"] = [model_name]
-        if issubclass(cls, GenerationFields):
+        if issubclass(cls, ModelFields):
             _finish_request(schema, settings)
-    form = schemas["ResponseFormat"]
-    form["oneOf"] = [case for case in form["oneOf"] if case["properties"]["type"]["enum"][0] in ("text", *kinds)]
+    if "structural_tag" not in kinds:
+        schemas["ToolGrammar"]["oneOf"].pop()
+    for name in ("ResponseFormat", "TextFormat"):
+        cases = schemas[name]["oneOf"]
+        schemas[name]["oneOf"] = [case for case in cases if case["properties"]["type"]["enum"][0] in ("text", *kinds)]
 
 
 def wire_types() -> Iterator[type[BaseModel]]:
@@ -197,22 +273,23 @@ def _ranges(settings: Settings, info: EngineInfo | None) -> dict[str, Schema]:
     alternatives: Schema = {"minimum": 0, "maximum": logprobs}
     ids: Schema = {"minimum": 0, "maximum": last_id}
     choices: Schema = {"minItems": 1, "items": {"minLength": 1}}
+    string: Schema = {"minLength": 1, "maxLength": MAX_STRING}
     low, high = BIAS
     bias: Schema = {"type": "number", "minimum": low, "maximum": high}
     prompt: Schema = {"minLength": 1, "minItems": 1}
+    stops = string | {"maxItems": settings.max_stop, "items": string}
     return {
         **{name: {"minimum": low, "maximum": high} for name, (low, high) in RANGES.items()},
         "top_p": {"exclusiveMinimum": RANGES["top_p"][0], "maximum": RANGES["top_p"][1]},
         "n": {"minimum": 1, "maximum": settings.max_n},
         "max_tokens": tokens,
+        "max_output_tokens": tokens,
+        "input": {"minItems": 1},
+        "MessagesRequest.max_tokens": {},
         "max_completion_tokens": tokens,
         "min_tokens": tokens | {"minimum": 0},
-        "stop": {
-            "minLength": 1,
-            "maxLength": MAX_STRING,
-            "maxItems": settings.max_stop,
-            "items": {"minLength": 1, "maxLength": MAX_STRING},
-        },
+        "stop": stops,
+        "stop_sequences": stops,
         "bad_words": {"maxItems": most, "items": {"maxLength": MAX_STRING}},
         "allowed_token_ids": {"maxItems": last_id + 1, "items": ids},
         "stop_token_ids": {"maxItems": most, "items": ids},
@@ -237,7 +314,7 @@ def _ranges(settings: Settings, info: EngineInfo | None) -> dict[str, Schema]:
 
 def _refused(cls: type[Wire]) -> dict[str, tuple[object, ...]]:
     """Return the fields of a class that are not supported, each with the values, besides null, that ask for nothing."""
-    if issubclass(cls, GenerationFields):
+    if issubclass(cls, ModelFields):
         return refused(cls)
     return dict.fromkeys(_REFUSED.get(cls, ()), ())
 
@@ -267,9 +344,11 @@ def _finish_request(schema: Schema, settings: Settings) -> None:
         found = properties.get(field.name, {})
         if isinstance(field.default, bool | int | float) and "Default:" not in found.get("description", ""):
             found["default"] = field.default
-    required: list[str] = schema["required"]
+    required: list[str] = schema.setdefault("required", [])
     if not settings.model_optional:
         required.insert(0, "model")
         properties["model"] |= {"type": "string", "minLength": 1}
-    schema["dependentSchemas"] = {name: needs for name, needs in _DEPENDENT.items() if name in properties}
+    named = properties.keys()
+    dependent = {name: needs for name, needs in _DEPENDENT.items() if {name, *needs.get("properties", ())} <= named}
+    schema["dependentSchemas"] = dependent
     schema["examples"] = [{name: properties[name]["examples"][0] for name in dict.fromkeys(["model", *required])}]

@@ -261,7 +261,7 @@ class _Exporter(SpanExporter):
         self.done = 0
         """Spans that have left the queue."""
         self.spans = Counter(
-            "trace_spans",
+            "trellis_trace_spans",
             "Spans by what became of them: exported, failed (the collector did not take them) or dropped "
             "(too many waited)",
             ["outcome"],

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 _TYPES = {
     "string_type": "a string",
     "int_type": "an integer",
+    "int_parsing": "an integer",
+    "bool_parsing": "true or false",
     "float_type": "a number",
     "bool_type": "true or false",
     "list_type": "an array",
@@ -78,6 +80,9 @@ def _fault(entry: Mapping[str, Any], body: Any) -> _Fault:
     path: list[str | int] = []
     branches: list[tuple[int, str]] = []
     location = entry["loc"]
+    if body is None and location[:1] == ("query",):
+        location = location[1:]
+        body = dict.fromkeys(location)
     for position, part in enumerate(location):
         last = position == len(location) - 1
         if (isinstance(body, dict) and part in body) or (

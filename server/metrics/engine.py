@@ -60,7 +60,7 @@ def stats_metrics(stats: IterationStats, queued: float, speed: float, model_name
         ("num_requests_held", "Prompts whose KV blocks are kept for another replica", stats.num_held_requests),
         ("kv_cache_held_blocks", "KV blocks that are kept for other replicas", stats.num_held_blocks),
         ("num_requests_fetching", "Sequences whose KV blocks are being read", stats.num_fetching_requests),
-        ("kv_transfer_speed_gb_s", "Speed of the latest reads of KV blocks in GB (1e9 bytes) per second", speed / 1e9),
+        ("kv_transfer_speed_bytes_per_second", "Speed of the latest reads of KV blocks", speed),
     ]
     counters: Rows = [
         ("kv_cache_reused_blocks", "Blocks of prompts found in the cache", blocks.reused_blocks),
@@ -76,7 +76,7 @@ def stats_metrics(stats: IterationStats, queued: float, speed: float, model_name
             stats.kv_transfer_failure_total,
         ),
         ("kv_transfer_bytes", "Bytes of KV blocks read", stats.kv_transfer_bytes),
-        ("kv_transfer_latency_seconds", "Seconds that reading KV blocks took", stats.kv_transfer_latency_seconds),
+        ("kv_transfer_seconds", "Seconds that reading KV blocks took", stats.kv_transfer_latency_seconds),
     ]
     if drafts is not None:
         counters.append(("spec_decode_num_drafts", "Drafts that were checked", drafts.num_drafts))

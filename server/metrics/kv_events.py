@@ -23,7 +23,9 @@ def watch_publisher(polled: Polled, publisher: Publisher) -> None:
 
     by_rank("published_events", "KV-cache events published", lambda: (rank.events for rank in ranks))
     by_rank("published_messages", "Messages of KV-cache events published", lambda: (rank.messages for rank in ranks))
-    by_rank("published_bytes", "Bytes of these messages", lambda: (rank.bytes for rank in ranks))
+    by_rank(
+        "published_bytes", "Bytes of the messages of KV-cache events published", lambda: (rank.bytes for rank in ranks)
+    )
     replayed = "Messages of KV-cache events sent again"
     by_rank("replayed_messages", replayed, lambda: (channel.replayed for channel in channels))
     lost = "KV-cache events lost before the publisher, by gaps in their ids"

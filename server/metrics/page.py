@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
@@ -20,6 +20,7 @@ from engine.types import EngineInfo
 from server.metrics.engine import info_metrics, stats_metrics
 from server.metrics.polled import Polled
 from server.metrics.pushed import PushedMetrics
+from server.metrics.vllm import vllm_metrics
 
 _LAG_PAUSE = 0.05
 _LAG_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -29,12 +30,14 @@ _STATS_PAUSE = 0.1
 
 class ServerMetrics(PushedMetrics):
     """The registry of one application, and what keeps it up to date. `folder` is the shared one of several API
-    processes.
+    processes. With `vllm_names` the page shows metrics under vLLM's names as well.
     """
 
-    def __init__(self, model_name: str, folder: Path | None) -> None:
+    def __init__(self, model_name: str, folder: Path | None, vllm_names: bool = False) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         super().__init__(CollectorRegistry(), model_name)
         self.folder = folder
+        self._vllm_names = vllm_names
         self._stats: IterationStats | None = None
         self._info: EngineInfo | None = None
         self._speed = 0.0
@@ -56,16 +59,10 @@ class ServerMetrics(PushedMetrics):
             "livesum",
         )
         self._lag = Histogram(
-            "event_loop_lag_seconds",
+            "trellis_event_loop_lag_seconds",
             "Seconds by which the event loop runs a timer late",
             registry=self.registry,
             buckets=_LAG_BUCKETS,
-        )
-        self._last_lag = Gauge(
-            "event_loop_lag_last_seconds",
-            "Latest value of event_loop_lag_seconds",
-            registry=self.registry,
-            multiprocess_mode="livemax",
         )
 
     def render(self) -> bytes:
@@ -74,6 +71,12 @@ class ServerMetrics(PushedMetrics):
 
     def collect(self) -> Iterator[Metric]:
         """Yield what the page shows."""
+        families = list(self._families())
+        yield from families
+        if self._vllm_names:
+            yield from vllm_metrics(families)
+
+    def _families(self) -> Iterator[Metric]:
         self._poll()
         source = self.registry if self.folder is None else MultiProcessCollector(CollectorRegistry(), str(self.folder))  # type: ignore[no-untyped-call]
         queued = 0.0
@@ -119,9 +122,7 @@ class ServerMetrics(PushedMetrics):
         while True:
             due = time.perf_counter() + _LAG_PAUSE
             await asyncio.sleep(_LAG_PAUSE)
-            lag = max(time.perf_counter() - due, 0.0)
-            self._lag.observe(lag)
-            self._last_lag.set(lag)
+            self._lag.observe(max(time.perf_counter() - due, 0.0))
             self._poll()
 
     def _poll(self) -> None:

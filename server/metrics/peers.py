@@ -6,7 +6,10 @@ from prometheus_client import CollectorRegistry
 
 from server.metrics.pushed import PushedMetrics
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0)
+_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0),
+    *(60.0, 120.0, 300.0, 600.0),
+)
 _LOCAL = {
     "prefill": "Prompts that were computed by the decode replica itself",
     "encode": "Requests whose images were encoded here",
@@ -19,7 +22,9 @@ class PeerMetrics(PushedMetrics):
     def __init__(self, registry: CollectorRegistry, model_name: str, does: str) -> None:
         super().__init__(registry, model_name)
         self._requests = self._counter(f"{does}_requests", f"Requests to {does} replicas", "peer", "outcome")
-        self._seconds = self._histogram(f"{does}_seconds", f"From asking {does} replicas to their handoffs", _SECONDS)
+        self._seconds = self._histogram(
+            f"{does}_seconds", f"Seconds from asking a {does} replica to its answer", _SECONDS
+        )
         self._retries = self._counter(f"{does}_retries", f"Requests that went to another {does} replica")
         self._local = self._counter(f"{does}_local", _LOCAL[does], "reason")
         available = f"1 if the {does} replica is asked, 0 if its circuit breaker is open or it is gone"
@@ -55,10 +60,14 @@ class EncodeMetrics(PushedMetrics):
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         super().__init__(registry, model_name)
         self._images = self._counter("encoded_images", "Images encoded for other replicas")
-        self._seconds = self._histogram("encoding_seconds", "Encoding the images of one request", _SECONDS)
+        self._seconds = self._histogram(
+            "encoding_seconds", "Seconds that encoding the images of one request took", _SECONDS
+        )
         held = "Answers whose embeddings are kept for another replica to read"
         self._held = self._gauge("embeddings_held", held, "livesum")
-        self._held_bytes = self._gauge("embeddings_held_bytes", "Bytes of their embeddings", "livesum")
+        self._held_bytes = self._gauge(
+            "embeddings_held_bytes", "Bytes of the embeddings that are kept for other replicas to read", "livesum"
+        )
 
     def encoded(self, images: int, seconds: float) -> None:
         self._images.inc(images)

@@ -24,25 +24,33 @@ class RoutingMetrics(PushedMetrics):
 
         self._requests = counter("requests", "Attempts at replicas", "replica", "outcome")
         self._prompt = counter("prompt_tokens", "Tokens of the prompts whose tokens are known", "replica")
-        self._overlap = counter("overlap_tokens", "Those that the replica had in its cache, as far as known", "replica")
+        self._overlap = counter(
+            "overlap_tokens", "Tokens of prompts that the replica had in its cache, as far as known", "replica"
+        )
         self._retries = counter("retries", "Requests that went to another replica")
         self._affine = counter("session_requests", "Requests that went where their session is")
         self._events = {
             "gaps": counter("event_gaps", "Times that KV events were missed", "replica"),
-            "missed": counter("event_messages_missed", "Messages that did not come in their turn", "replica"),
-            "replayed": counter("event_messages_replayed", "Messages that came when asked for again", "replica"),
-            "malformed": counter("event_messages_malformed", "Messages that made no sense", "replica"),
-            "unattached": counter("unattached_blocks", "Blocks left out, as their parent was not known", "replica"),
+            "missed": counter("event_messages_missed", "Messages of KV events that were missed", "replica"),
+            "replayed": counter(
+                "event_messages_replayed", "Missed messages of KV events that came when asked for again", "replica"
+            ),
+            "malformed": counter("event_messages_malformed", "Malformed messages of KV events", "replica"),
+            "unattached": counter(
+                "unattached_blocks", "KV blocks that were ignored because their parent is unknown", "replica"
+            ),
         }
         """By the fields of `EventCounts`."""
         self._seen: defaultdict[tuple[str, int], int] = defaultdict(int)
         self._numbers: set[int] = set()
-        self._tokenise = self._histogram("router_tokenize_seconds", "Rendering and tokenising a prompt", _SECONDS)
-        self._choose = self._histogram("router_choose_seconds", "Choosing a replica", _SECONDS)
-        self._available = gauge("replica_available", "1 if the replica is asked")
-        self._blocks = gauge("index_blocks", "KV blocks of the replica that are known")
-        self._in_flight = gauge("requests_in_flight", "Requests that the replica is at")
-        self._tokens = gauge("tokens_in_flight", "Their work, in tokens to compute")
+        self._tokenise = self._histogram(
+            "router_tokenize_seconds", "Seconds that rendering and tokenising a prompt took", _SECONDS
+        )
+        self._choose = self._histogram("router_choose_seconds", "Seconds that choosing a replica took", _SECONDS)
+        self._available = gauge("replica_available", "1 if the replica gets requests")
+        self._blocks = gauge("index_blocks", "KV blocks of the replica that the router knows")
+        self._in_flight = gauge("requests_in_flight", "Requests that run on the replica")
+        self._tokens = gauge("tokens_in_flight", "Work of the requests on the replica, in tokens to compute")
 
     def answered(self, replica: int, outcome: str) -> None:
         self._requests.labels(self._model_name, replica, outcome).inc()

@@ -68,7 +68,7 @@ def _facts(settings: Settings, replica: ReplicaState, url: str) -> Iterator[tupl
         yield "docs", f"{url}/docs"
     yield "metrics", f"{url}/metrics"
     keys = len(settings.api_keys)
-    needed = f"{keys} API key{'s' if keys > 1 else ''}: every request needs one" if keys else ""
+    needed = f"{keys} API key{'s' if keys > 1 else ''}: requests need one" if keys else ""
     reach = "this machine" if settings.is_local else "whoever reaches this machine"
     yield "access", needed or f"no API key needed, by {reach}"
     yield "stop", f"Ctrl-C; running requests get {settings.shutdown_grace_seconds:g} s"

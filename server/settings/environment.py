@@ -14,7 +14,7 @@ ENV_FILE = Path(".env")
 _NAME = re.compile(r"\s*(?:export\s+)?([A-Za-z_]\w*)")
 _FOREIGN = re.compile(
     "(HF|HUGGING_FACE|COMPOSE|DOCKER|NVIDIA|CUDA)_.*|(HTTPS?|NO|ALL)_PROXY|"
-    "GRAFANA_PASSWORD|METRICS_API_KEY|VISION_MODEL",
+    "GRAFANA_PASSWORD|METRICS_API_KEY|VISION_MODEL|MEMORY_LIMIT|CPU_LIMIT|TLS_FOLDER",
     re.IGNORECASE,
 )
 """Names in `.env` that are no settings: compose.yaml, docker and libraries read them."""
@@ -38,7 +38,6 @@ def read_env_file(path: Path = ENV_FILE) -> EnvFile:
     try:
         with path.open(encoding="utf-8") as file:
             lines = list(parse_stream(file))
-        values = dotenv_values(path, encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} cannot be read: {error}") from error
     if wrong := next((line for line in lines if line.error or (line.key and line.value is None)), None):
@@ -46,7 +45,7 @@ def read_env_file(path: Path = ENV_FILE) -> EnvFile:
         start = wrong.original.line + wrong.original.string[: found.start(1) if found else 0].count("\n")
         hint = f"write {found[1]}=value" if found else "write NAME=value, or # before a comment"
         raise SettingsError(f"line {start} of {path} is not NAME=value: {hint}")
-    given = {name: value for name, value in values.items() if value is not None}
+    given = {name: value for name, value in dotenv_values(path, encoding="utf-8").items() if value is not None}
     foreign = {name: value for name, value in given.items() if _FOREIGN.fullmatch(name)}
     return EnvFile({name.lower(): value for name, value in given.items() if name not in foreign}, foreign)
 

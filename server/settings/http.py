@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from multimodal.request import Limits
+from protocol.batches import MAX_REQUESTS
 from protocol.common import MAX_BODY_VALUES, MAX_MESSAGES, MAX_TEXT_BYTES
 from server.settings.types import EMBEDDED, Names, OptionalBool, Secret, Secrets, Section
 
@@ -24,9 +25,11 @@ class HttpSettings(Section):
     root_path: str = ""
     """Path prefix that a proxy strips."""
     api_keys: Secrets = ()
-    """Comma-separated keys, one of which every route requires, except liveness and the files of the pages; empty leaves
-    the server open.
+    """Comma-separated keys, one of which every route requires, except probes and metrics (OPEN_PROBES) and the files of
+    the pages; empty leaves the server open.
     """
+    open_probes: bool = True
+    """Let /health, /health/ready and /metrics answer without an API key; /health/live always does."""
     internal_secret: Secret = None
     """Secret of the internal routes between replicas, and of the ranks that routers choose."""
     cors_origins: Names = ()
@@ -67,6 +70,30 @@ class HttpSettings(Section):
     def shows_page(self) -> bool:
         """Whether the page at / is served, by a role that answers chats."""
         return self.is_local if self.page is None else self.page
+
+
+class MessageBatchSettings(Section):
+    """Batches of messages, answered when there is nothing else to do."""
+
+    group = "Batches of messages"
+
+    batches_mb: int = Field(256, ge=0)
+    """MiB of requests and results that are stored, in CACHE_DIR; 0 refuses batches."""
+    batch_max_requests: int = Field(10_000, ge=1, le=MAX_REQUESTS)
+    """Maximum number of requests in a batch. MAX_BODY_MB, MAX_TEXT_MB and MAX_BODY_VALUES bound them, too."""
+    batch_concurrency: int = Field(4, ge=1)
+    """Number of requests of batches that run at once, at the lowest priority."""
+
+
+class ResponsesSettings(Section):
+    """Responses that are kept, in the file responses.sqlite3 of the folder CACHE_DIR."""
+
+    group = "Stored responses"
+
+    responses_store_mb: int = Field(1024, ge=0)
+    """Size of all stored responses in MiB, beyond which the oldest leave; 0 stores none."""
+    responses_store_days: float = Field(30.0, gt=0)
+    """Days after which a stored response leaves."""
 
 
 class LimitSettings(Section):

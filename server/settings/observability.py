@@ -35,6 +35,17 @@ class LogSettings(Section):
     """Log every request; empty does so on a terminal, but leaves out probes of health and metrics that succeed."""
 
 
+class MetricSettings(Section):
+    """What /metrics shows."""
+
+    group = "Metrics"
+
+    vllm_metrics: bool = False
+    """Show metrics under vLLM's names (vllm:num_requests_running and others) as well, for dashboards and autoscalers
+    made for vLLM.
+    """
+
+
 class EventSettings(Section):
     """Where KV-cache events go, if publish_kv_events is set."""
 

@@ -27,9 +27,9 @@ from server.settings.engine import (
 )
 from server.settings.environment import read_env_file, variables
 from server.settings.flags import did_you_mean, nearest, parse_flags, shown
-from server.settings.http import HttpSettings, LimitSettings
+from server.settings.http import HttpSettings, LimitSettings, MessageBatchSettings, ResponsesSettings
 from server.settings.media import EncodeSettings, MediaSettings
-from server.settings.observability import EventSettings, HealthSettings, LogSettings, TraceSettings
+from server.settings.observability import EventSettings, HealthSettings, LogSettings, MetricSettings, TraceSettings
 from server.settings.replicas import DisaggregationSettings, RoutingSettings
 
 
@@ -51,10 +51,13 @@ class Settings(
     DisaggregationSettings,
     TrtllmSettings,
     MediaSettings,
+    MessageBatchSettings,
     LimitSettings,
+    MetricSettings,
     LogSettings,
     HttpSettings,
     SpeculationSettings,
+    ResponsesSettings,
     BatchSettings,
     ComputeSettings,
     EngineSettings,

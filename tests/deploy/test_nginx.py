@@ -5,11 +5,14 @@ import json
 import os
 import re
 import shutil
+import ssl
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
@@ -212,7 +215,19 @@ async def test_who_asked_is_passed_on(tmp_path: Path) -> None:
 
 
 @needs_nginx
-@pytest.mark.parametrize("path", ["/prefill", "/encode", "/prefill/x", "/%70refill", "//encode", "/v1/../prefill"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/prefill",
+        "/encode",
+        "/prefill/x",
+        "/%70refill",
+        "//encode",
+        "/v1/../prefill",
+        "/metrics",
+        "/prometheus/metrics",
+    ],
+)
 async def test_internal_routes_are_closed(tmp_path: Path, path: str) -> None:
     async with behind_nginx(tmp_path) as (upstream, port), client(port) as http:
         answer = await http.json(f"POST {path}", "Content-Length: 0", expected=404)
@@ -278,6 +293,30 @@ async def test_a_server_that_is_away_is_worth_another_try(tmp_path: Path) -> Non
         assert (
             json.loads(await http.reader.readexactly(int(headers["content-length"])))["error"]["code"] == "unavailable"
         )
+
+
+def make_certificate(folder: Path) -> None:
+    """Make a certificate for 127.0.0.1, signed by itself."""
+    kind = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    name = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(folder / "privkey.pem"), "-out", str(folder / "fullchain.pem")]
+    subprocess.run(["openssl", "req", *kind, *name, *files], check=True, capture_output=True)
+
+
+@needs_nginx
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+async def test_tls(tmp_path: Path) -> None:
+    """With the shipped tls.conf beside the configuration the same server speaks TLS."""
+    make_certificate(tmp_path)
+    text, port = (ROOT / "deploy/nginx/tls.conf").read_text(), free_port()
+    (tmp_path / "tls").mkdir()
+    text = text.replace("/etc/nginx/certificates", str(tmp_path)).replace("listen 8443", f"listen 127.0.0.1:{port}")
+    (tmp_path / "tls/tls.conf").write_text(text)
+    trusted = ssl.create_default_context(cafile=str(tmp_path / "fullchain.pem"))
+    async with behind_nginx(tmp_path), httpx.AsyncClient(verify=trusted) as http:
+        answer = (await http.get(f"https://127.0.0.1:{port}/v1/models")).json()
+        assert answer["headers"]["x-forwarded-proto"] == "https"
+        assert (await http.get(f"https://127.0.0.1:{port}/metrics")).status_code == 404
 
 
 @needs_nginx

@@ -61,7 +61,7 @@ def lags(server: ServerProcess) -> dict[float, float]:
     page = httpx.get(f"{server.url}/metrics").text
     return {
         float(bound): float(count)
-        for bound, count in re.findall(r'event_loop_lag_seconds_bucket\{le="(.+)"\} (\S+)', page)
+        for bound, count in re.findall(r'trellis_event_loop_lag_seconds_bucket\{le="(.+)"\} (\S+)', page)
     }
 
 

@@ -39,15 +39,18 @@ class Client:
 class Payloads:
     """A stream of `count` payloads with a pause before each, which notes when it is closed."""
 
-    def __init__(self, count: int, pause: float = 0.0, error: Exception | None = None) -> None:
+    def __init__(
+        self, count: int, pause: float = 0.0, error: Exception | None = None, payload: bytes | None = None
+    ) -> None:
         self._count, self._pause, self._error = count, pause, error
+        self._payload = payload
         self.closed_at = 0.0
 
     async def stream(self) -> AsyncGenerator[bytes]:
         try:
             for number in range(self._count):
                 await asyncio.sleep(self._pause)
-                yield b'{"n":%d}' % number
+                yield self._payload or b'{"n":%d}' % number
             if self._error is not None:
                 raise self._error
         finally:

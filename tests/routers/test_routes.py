@@ -32,7 +32,12 @@ def routes(app: FastAPI) -> list[tuple[str, str]]:
     return found
 
 
-async def test_key_covers_every_route_but_liveness_and_pages() -> None:
+PAGES = ("/", "/docs", "/static/x")
+PROBES = ("/health", "/health/live", "/health/ready", "/metrics", "/prometheus/metrics")
+
+
+@pytest.mark.parametrize(("open_probes", "probes"), [(True, PROBES), (False, ("/health/live",))])
+async def test_key_covers_every_route_but_probes_and_pages(open_probes: bool, probes: tuple[str, ...]) -> None:
     paths = [*routes(create_app(Settings(engine="fake"))), ("GET", "/unknown"), ("OPTIONS", "/v1/models")]
     wrong = [
         None,
@@ -44,17 +49,19 @@ async def test_key_covers_every_route_but_liveness_and_pages() -> None:
         "Bearer first-key,second-key",
         "Bearer ключ".encode(),
     ]
-    async with application(api_keys=KEYS, wait=False) as (client, _):
+    async with application(api_keys=KEYS, wait=False, open_probes=open_probes) as (client, _):
         for (method, path), authorization in itertools.product(paths, wrong):
             response = await client.request(
                 method, path, headers={} if authorization is None else {"authorization": authorization}
             )
-            if path in ("/", "/docs", "/health/live", "/static/x"):
-                assert response.status_code == (404 if path == "/static/x" else 200)
+            if path in PAGES or path in probes:
+                assert response.status_code in ((404,) if path == "/static/x" else (200, 503))
                 continue
             assert response.status_code == 401, (method, path, authorization)
             assert response.headers["www-authenticate"] == "Bearer"
-            assert method == "HEAD" or response.json()["error"]["code"] == "invalid_api_key"
+            if method != "HEAD":
+                error = response.json()["error"]
+                assert "invalid_api_key" in (error.get("code"), error.get("details", {}).get("error_code"))
             assert "x-request-id" in response.headers
 
 
@@ -64,6 +71,16 @@ async def test_any_key_opens_every_route() -> None:
             for method, path in routes(create_app(Settings(engine="fake"))):
                 response = await client.request(method, path, headers={"authorization": f"bearer {key}"})
                 assert response.status_code != 401, (method, path)
+
+
+async def test_any_key_opens_every_route_as_anthropics_clients_send_it() -> None:
+    async with application(api_keys=KEYS, wait=False) as (client, _):
+        for key, status in (("second-key", 200), ("wrong", 401), ("", 401), ("Bearer second-key", 401)):
+            assert (await client.get("/version", headers={"x-api-key": key})).status_code == status
+        twice = [("x-api-key", "first-key"), ("x-api-key", "second-key")]
+        assert (await client.get("/version", headers=twice)).status_code == 401
+        both = {"x-api-key": "first-key", "authorization": "Bearer another"}
+        assert (await client.get("/version", headers=both)).status_code == 200
 
 
 async def test_two_authorization_headers_are_none() -> None:
@@ -222,7 +239,7 @@ async def test_metrics(path: str) -> None:
         "num_preemptions_total",
     ):
         assert f'trtllm_{name}{{model_name="fake"}} 0.0' in page
-    assert "event_loop_lag_seconds_bucket" in page
+    assert "trellis_event_loop_lag_seconds_bucket" in page
 
 
 async def test_model_name_cannot_break_the_metrics_page() -> None:

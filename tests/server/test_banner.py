@@ -18,7 +18,7 @@ async def test_the_banner_says_what_runs_where_and_how_to_stop_it() -> None:
         assert found["limits"] == "context 32,768 tokens, 1024 sequences at once"
         assert found["page"] == "http://127.0.0.1:1/"
         assert found["docs"] == "http://127.0.0.1:1/docs" and found["metrics"] == "http://127.0.0.1:1/metrics"
-        assert found["access"] == "2 API keys: every request needs one"
+        assert found["access"] == "2 API keys: requests need one"
         assert found["stop"].startswith("Ctrl-C")
         bare = banner(Settings(engine="fake", docs=False, host="0.0.0.0"), state["replica"], "http://127.0.0.1:1", 1.0)
         assert "/docs" not in bare and "page" not in bare

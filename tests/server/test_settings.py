@@ -19,6 +19,7 @@ from engine.embedded.models.native import levels
 from server import cli
 from server.cli import explain, main
 from server.compose.config import engine_config
+from server.doctor import check_environment
 from server.process import logs
 from server.process import serving as serving_module
 from server.settings import Settings, example, read_settings
@@ -137,13 +138,17 @@ def test_flags_are_spelled_as_people_do() -> None:
 
 
 def test_lines_of_the_file_that_set_nothing_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for content in ("PORT=1\n\nAPI_KEYS: secret\n", "PORT=1\n\nAPI_KEYS\n"):
         (tmp_path / ".env").write_text(content)
         assert main(["config"]) == 2
         assert capsys.readouterr().err == "error: line 3 of .env is not NAME=value: write API_KEYS=value\n"
+    assert not caplog.records, "the library that reads the file says less"
 
 
 def test_the_file_is_shared_with_compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,14 +166,21 @@ def test_the_file_is_shared_with_compose(tmp_path: Path, monkeypatch: pytest.Mon
     assert os.environ["HF_TOKEN"] == "of_file" and read_settings([]).port == 1
 
 
-def test_variables_close_to_a_settings_name_are_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MAX_BATCHSIZE", "TRELLIS_PORT", "HOSTNAME", "MODELS_FOLDER", "MODEL"):
+def test_variables_close_to_a_settings_name_are_warned_about(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("MAX_BATCHSIZE", "TRELLIS_PORT", "HOSTNAME", "MODELS_FOLDER"):
         monkeypatch.setenv(name, "3")
     found = list(misspelt_variables())
     assert sorted(found) == [
         "the environment variable MAX_BATCHSIZE is no setting; did you mean MAX_BATCH_SIZE?",
         "the environment variable TRELLIS_PORT is no setting; did you mean PORT?",
     ]
+    assert main(["config"]) == 0
+    assert sorted(capsys.readouterr().err.splitlines()) == [f"warning: {sentence}" for sentence in sorted(found)]
+    texts = [finding.text for finding in check_environment(Settings(host="0.0.0.0"))]
+    assert texts == [*found, "HOST=0.0.0.0 without API_KEYS: whoever reaches this machine can use the server"]
+    assert list(check_environment(Settings(host="0.0.0.0", api_keys="k")))[len(found) :] == []
 
 
 def test_config_says_which_layer_set_a_value(

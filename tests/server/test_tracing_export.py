@@ -77,7 +77,7 @@ async def test_what_is_not_exported_is_counted(
                     lines = [
                         line.split()
                         for line in state["render_metrics"]().decode().splitlines()
-                        if line.startswith("trace_spans_total")
+                        if line.startswith("trellis_trace_spans_total")
                     ]
                     counts = {name.split('"')[1]: float(value) for name, value in lines}
             assert counts["dropped"] >= 200 - 70 - 64 and counts["failed"] >= 64 and counts["exported"] == 0

@@ -34,16 +34,7 @@ SPECULATING_KINDS = [pytest.param(f"embedded-{how}", marks=pytest.mark.slow) for
 """The embedded engine with every draft computed."""
 NEWEST_KINDS = [pytest.param("trtllm-newest", marks=pytest.mark.slow)]
 """TensorRT-LLM's main, whose stand-in differs from 1.2.1's."""
-HANDING_OVER = [
-    "fake",
-    "fake-host",
-    "fake-admission",
-    "embedded",
-    "embedded-host",
-    "embedded-ngram",
-    "trtllm",
-    "trtllm-host",
-]
+HANDING_OVER = [*KINDS, "embedded-ngram"]
 """The kinds that prefill for each other; one engine is both sides here."""
 REAL = {"fake", "embedded", "embedded-ngram", "trtllm", "trtllm-newest"}
 """The kinds that compute; the others wrap one of these."""

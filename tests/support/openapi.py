@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -17,6 +18,11 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "fake", "messages": MESSAGES, "max_tokens": 4},
     "/v1/completions": {"model": "fake", "prompt": "hello", "max_tokens": 4},
+    "/v1/messages": {"model": "fake", "messages": MESSAGES, "max_tokens": 4},
+    "/v1/messages/count_tokens": {"model": "fake", "messages": MESSAGES},
+    "/v1/responses": {"model": "fake", "input": "hello", "max_output_tokens": 4},
+    "/v1/responses/input_tokens": {"model": "fake", "input": "hello"},
+    "/v1/responses/compact": {"model": "fake", "input": "hello"},
     "/tokenize": {"prompt": "hello"},
     "/v1/tokenize": {"messages": MESSAGES},
     "/v1/detokenize": {"tokens": [40, 41]},
@@ -25,6 +31,7 @@ BODIES: dict[str, dict[str, Any]] = {
 NARROWED = {
     "max_tokens": {"maximum": 32},  # with the prompt, the largest exceeds the context
     "max_completion_tokens": {"maximum": 32},
+    "max_output_tokens": {"maximum": 32},
     "min_tokens": {"maximum": 4},  # at most max_tokens
     "n": {"maximum": 8},
     "logit_bias": {"propertyNames": {"pattern": "^(0|[1-9][0-9]?|[1-4][0-9]{2})$"}, "maxProperties": 9},  # below 512
@@ -46,7 +53,9 @@ class App:
         self._client: httpx.AsyncClient
 
     def __enter__(self) -> "App":
-        self._client, _ = self._runner.run(self._stack.enter_async_context(application()))
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory())
+        served = application(cache_dir=folder, responses_store_mb=64)
+        self._client, _ = self._runner.run(self._stack.enter_async_context(served))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -160,15 +169,16 @@ def property_of(schema: Schema, name: str) -> Schema:
 
 def shows_images(value: Any) -> bool:
     """Whether a body has an image, which this model does not take."""
-    return '"image_url"' in json.dumps(value)
+    return any(named in json.dumps(value) for named in ('"image_url"', '"image"'))
 
 
 def contradicts(body: dict[str, Any]) -> bool:
     """Whether the fields of a body exclude each other in a way that no schema says."""
-    names = [tool["function"]["name"] for tool in body.get("tools") or ()]
+    names = [tool.get("function", tool)["name"] for tool in body.get("tools") or ()]
     names += [function["name"] for function in body.get("functions") or ()]
     chooses = any(body.get(name) not in (None, "none", "auto") for name in ("tool_choice", "function_call"))
-    guided = any(tool["function"].get("strict") for tool in body.get("tools") or ())
+    guided = any(tool.get("function", tool).get("strict") for tool in body.get("tools") or ())
+    guided = guided or bool((body.get("output_config") or {}).get("format"))
     return bool(
         (body.get("continue_final_message") and body.get("add_generation_prompt"))
         or (body.get("tools") is not None and body.get("functions") is not None)
@@ -176,11 +186,29 @@ def contradicts(body: dict[str, Any]) -> bool:
         or chooses
         or guided
         or not all(map(_is_object, _arguments(body)))
+        or not all(map(_fits_role, body.get("messages") or ()))
+        or ("input" in body and body["input"] is None)
+        or body.get("previous_response_id") is not None
     )
+
+
+def _fits_role(message: dict[str, Any]) -> bool:
+    """Whether the blocks of a message, if it has any, are those of its role."""
+    known = {
+        "user": {"text", "document", "tool_result"},
+        "assistant": {"text", "thinking", "redacted_thinking"},  # a call must not be the last message's
+        "system": {"text"},
+    }
+    content = message.get("content")
+    blocks = content if isinstance(content, list) and "tool_calls" not in message else ()
+    others = {"input_text", "refusal", "image_url"}  # of OpenAI's chats
+    return all(block["type"] in known.get(message["role"], {block["type"]}) | others for block in blocks)
 
 
 def _arguments(body: dict[str, Any]) -> Iterator[str]:
     """Yield the JSON texts of the arguments of calls that a body's messages have."""
+    items = given if isinstance(given := body.get("input"), list) else ()
+    yield from (text for item in items if (text := item.get("arguments")))
     for message in body.get("messages") or ():
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         functions += [function] if (function := message.get("function_call")) else []

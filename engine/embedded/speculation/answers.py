@@ -171,7 +171,7 @@ class Answers:
         return place
 
     def _settle(self, place: _Place, salt: str) -> None:
-        """Move a place to the present automata: what was added to the one that has become the older is a match there."""
+        """Move a place to the present automata: what was added to the one that is the older now is a match there."""
         if place.newer is self._newer:
             return
         if place.newer is not None and place.newer is self._older:

@@ -162,8 +162,8 @@ def _check_tokenizers(target: Path, draft: Path) -> None:
         return
     different = sum(ours.get(text) != theirs.get(text) for text in ours.keys() | theirs.keys())
     raise EngineFailure(
-        f"SPECULATIVE_MODEL: the tokenizer in {draft} is not that in {target}: {different} tokens differ. A draft model "
-        "has the tokenizer of the model that it drafts for"
+        f"SPECULATIVE_MODEL: the tokenizer in {draft} is not that in {target}: {different} tokens differ. A draft "
+        "model has the tokenizer of the model that it drafts for"
     )
 
 

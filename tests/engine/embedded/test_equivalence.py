@@ -95,7 +95,7 @@ def tokens(deltas: list[Delta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
-@pytest.mark.parametrize("batch", [1, 2, 7, 16, 32])
+@pytest.mark.parametrize("batch", [1, 3, 32])
 def test_greedy_equals_generate_at_every_batch_size(
     tiny_model: Path, prompts: list[list[int]], expected: list[list[int]], batch: int
 ) -> None:

@@ -60,7 +60,7 @@ async def test_unknown_route(client: httpx.AsyncClient) -> None:
         ("/%1b[31m" + "a" * 5000, "There is no route /?[31m" + "a" * 58 + "…."),
         ("/v1/embeddings", "This server does not support OpenAI's /v1/embeddings."),
         ("/v1/audio/speech", "This server does not support OpenAI's /v1/audio/speech."),
-        ("/responses", "This server does not support OpenAI's /v1/responses."),
+        ("/responses", "There is no route /responses; did you mean /v1/responses?"),
         ("/v1/chat/completions/chatcmpl-1", "This server does not support OpenAI's stored chat completions."),
     ],
     ids=lambda text: text[:32],
@@ -183,7 +183,7 @@ async def test_the_same_bound_holds_for_max_tokens_wherever_it_is_named(client: 
         ),
         (
             {"messages": [{"role": "user", "content": "a"}], "stop": 5, "n": 1.5},
-            "'n' must be an integer. 'stop' must be a string or an array.",
+            "'stop' must be a string or an array. 'n' must be an integer.",
         ),
         ({"prompt": "a", "stop": [1]}, "'stop.0' must be a string."),
         ({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
@@ -282,6 +282,8 @@ async def _pieces(piece: bytes, count: int) -> AsyncIterator[bytes]:
 
 STATUS: dict[type[Exception], tuple[int, bool]] = {
     engine.errors.InvalidRequest: (400, False),
+    routers.errors.BatchNotFound: (404, False),
+    routers.errors.ResponseNotFound: (404, False),
     engine.errors.ContextOverflow: (400, False),
     engine.errors.EngineUnavailable: (503, True),
     engine.errors.EngineNotReady: (503, True),

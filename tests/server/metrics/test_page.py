@@ -32,6 +32,8 @@ from tests.support.servers import CHAT, ROOT, application, serving
 
 OBSERVABILITY = ROOT / "deploy/observability"
 DASHBOARD = json.loads((OBSERVABILITY / "grafana/trellis.json").read_text())
+(_alerts,) = yaml.safe_load((OBSERVABILITY / "alerts.yml").read_text())["groups"]
+ALERTS: list[dict[str, Any]] = _alerts["rules"]
 EVENTS = f"ipc://@trellis-test-{os.getpid()}"
 HERE = {"internal_secret": "s", "prefill_urls": "http://127.0.0.1:9", "encode_urls": "http://127.0.0.1:9"}
 ROLES: dict[str, dict[str, Any]] = {
@@ -173,7 +175,7 @@ async def test_steps_and_the_speed_of_transfers() -> None:
     values = {sample.name: sample.value for sample in samples(metrics.render().decode()) if "le" not in sample.labels}
     assert values["trtllm_iteration_duration_seconds_count"] == 3
     assert values["trtllm_iteration_duration_seconds_sum"] == pytest.approx(0.03)
-    assert values["trtllm_kv_transfer_speed_gb_s"] == 2
+    assert values["trtllm_kv_transfer_speed_bytes_per_second"] == 2e9
     assert metrics.iteration == 3
 
 
@@ -225,7 +227,17 @@ def _stats(iteration: int, size: int, seconds: float) -> IterationStats:
 
 def test_any_of_several_processes_shows_the_same() -> None:
     with serving(
-        "--api-processes", "2", "--canary-seconds", "0.2", "--publish-kv-events", "1", "--kv-events-endpoint", EVENTS
+        *(
+            "--api-processes",
+            "2",
+            "--canary-seconds",
+            "0.2",
+            "--publish-kv-events",
+            "1",
+            "--kv-events-endpoint",
+            EVENTS,
+        ),
+        *("--vllm-metrics", "1"),
     ) as server:
         while server.log.count("ready: ") < 2:
             time.sleep(0.05)
@@ -245,6 +257,9 @@ def test_any_of_several_processes_shows_the_same() -> None:
             assert (found["trellis_ready"], found["trellis_info"]) == (1, 1)
             assert found["trtllm_request_prompt_tokens_count"] == 20
             assert found["trtllm_kv_event_publisher_up"] == 1
+            assert found["vllm:prompt_tokens_total"] == found["trtllm_prompt_tokens_total"] > 0
+            assert found["vllm:e2e_request_latency_seconds_count"] == 20
+            assert "_created" not in page
 
 
 async def test_the_dashboard_and_the_docs_name_metrics_that_are_there() -> None:
@@ -253,8 +268,10 @@ async def test_the_dashboard_and_the_docs_name_metrics_that_are_there() -> None:
     there = {sample.name for page in pages for sample in samples(page)} | {
         line.split()[2] for page in pages for line in page.splitlines() if line.startswith("# TYPE ")
     }
-    there |= {f"{name}_{part}" for name in there for part in ("bucket", "sum", "count")} | {"up"}  # Prometheus' own
+    there |= {f"{name}_{part}" for name in there for part in ("bucket", "sum", "count")}
+    there |= {"up", "trellis_trace_spans_total"}  # Prometheus' own, and that of replicas with traces
     queries = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
+    queries += [rule["expr"] for rule in ALERTS]
     queries += _queries((ROOT / "docs/observability.md").read_text())
     assert len(queries) > 70
     for query in queries:
@@ -263,7 +280,7 @@ async def test_the_dashboard_and_the_docs_name_metrics_that_are_there() -> None:
     told = set(re.findall(r"`((?:trtllm|trellis|http|event_loop)_\w+)`", (ROOT / "docs/observability.md").read_text()))
     families = {line.split()[2] for page in pages for line in page.splitlines() if line.startswith("# TYPE ")}
     assert told <= there, told - there
-    untold = {name for name in families if not name.endswith("_created")} - told
+    untold = families - told
     assert not untold, f"docs/observability.md says nothing of {sorted(untold)}"
 
 
@@ -304,6 +321,20 @@ def test_the_dashboard_is_whole() -> None:
             assert set(re.findall(r"\$\{?(\w+)", target["expr"])) <= variables
 
 
+def test_each_alert_says_what_is_wrong_and_the_docs_what_to_do() -> None:
+    text = (ROOT / "docs/production.md").read_text()
+    rows = re.findall(r"^\| `(Trellis\w+)` \| \S", text, re.MULTILINE)
+    assert rows == [rule["alert"] for rule in ALERTS]
+    for rule in ALERTS:
+        assert rule["labels"]["severity"] in ("warning", "critical") and rule["annotations"]["summary"]
+        named = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        if grouped := re.findall(r"\bby \(([\w, ]+)\)", rule["expr"]):
+            assert named <= set(grouped[0].split(", ")), rule["alert"]
+    settings = yaml.safe_load((OBSERVABILITY / "prometheus.yml").read_text())
+    mounted = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["prometheus"]["volumes"]
+    assert f"./deploy/observability/alerts.yml:{settings['rule_files'][0]}:ro" in mounted
+
+
 def test_compose_mounts_what_there_is() -> None:
     services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
     for name in ("prometheus", "grafana"):
@@ -318,3 +349,39 @@ def test_compose_mounts_what_there_is() -> None:
     assert replicas <= set(names), "every replica is scraped"
     source = yaml.safe_load((OBSERVABILITY / "grafana/datasources.yml").read_text())["datasources"][0]
     assert source["url"] == "http://prometheus:9090"
+
+
+def test_the_dashboards_units_are_those_of_its_metrics() -> None:
+    for panel in DASHBOARD["panels"]:
+        queries = " ".join(target["expr"] for target in panel.get("targets", []))
+        unit = panel.get("fieldConfig", {}).get("defaults", {}).get("unit")
+        if re.search(r"_seconds_(bucket|sum|total)\b", queries):
+            assert unit == "s", panel["title"]
+        elif "_bytes_per_second{" in queries:
+            assert unit == "Bps", panel["title"]
+        elif "_bytes{" in queries:
+            assert unit == "bytes", panel["title"]
+        elif re.search(r"_(rate|utilization)\{", queries) or re.search(r"\) / ", queries):
+            assert unit == "percentunit", panel["title"]
+
+
+def test_the_dashboards_colours_tell_good_from_bad() -> None:
+    """Outcomes have colours of their own: failures red, nothing else red, no two alike."""
+    good, bad = {"stop", "ok", "2xx"}, {"error", "failed", "5xx", "malformed"}
+    for panel in DASHBOARD["panels"]:
+        overrides = panel.get("fieldConfig", {}).get("overrides", [])
+        colours = {
+            override["matcher"]["options"]: entry["value"]["fixedColor"]
+            for override in overrides
+            for entry in override["properties"]
+            if entry["id"] == "color"
+        }
+        assert len(set(colours.values())) == len(colours), panel["title"]
+        for name, colour in colours.items():
+            assert (colour == "red") == (name in bad) and (colour == "green" or name not in good), (
+                panel["title"],
+                name,
+            )
+        legends = {target.get("legendFormat", "") for target in panel.get("targets", [])}
+        named = {override["matcher"]["options"] for override in overrides}
+        assert named <= legends or any("{{" in legend for legend in legends), f"{panel['title']}: no such series"

@@ -77,5 +77,5 @@ def test_a_draft_model_of_another_tokenizer_stops_the_start(tmp_path: Path) -> N
         model = {"model": {"vocab": {word: index for index, word in enumerate(words)}}, "added_tokens": []}
         (tmp_path / name / "tokenizer.json").write_text(json.dumps(model))
     config = EmbeddedConfig(model=str(tmp_path / "target"), speculative_model=str(tmp_path / "draft"))
-    with pytest.raises(EngineFailure, match="SPECULATIVE_MODEL: the tokenizer in .*: 2 tokens differ"):
+    with pytest.raises(EngineFailure, match=r"SPECULATIVE_MODEL: the tokenizer in .*: 2 tokens differ"):
         DraftModel(config, None)  # type: ignore[arg-type] # the tokenizers come first

@@ -1,7 +1,8 @@
 """Whatever is drafted, a sequence gets the tokens, log-probabilities and ends that it gets without drafts."""
 
 import itertools
-from collections.abc import Iterator, Sequence as Many
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,10 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "reported": {"prompt_logprobs": 1, "max_tokens": 5},
     "long": {"max_tokens": CONTEXT - len(PROMPT), "temperature": 1.0},
 }
+
+
+NARROW = {"num_blocks": 18, "enable_block_reuse": False}
+"""Blocks for one of the longer requests."""
 
 
 class Guesser:
@@ -204,10 +209,8 @@ def test_the_requests_differ_as_they_should(plain: dict[str, list[Delta]]) -> No
         pytest.param({"overlap_scheduler": "on"}, id="overlap"),
         pytest.param({"attention": "sdpa"}, id="torch"),
         pytest.param({"attention": "sdpa", "overlap_scheduler": "on"}, id="torch, overlap"),
-        pytest.param({"num_blocks": 18, "enable_block_reuse": False}, id="preempted"),
-        pytest.param(
-            {"num_blocks": 18, "enable_block_reuse": False, "overlap_scheduler": "on"}, id="preempted, overlap"
-        ),
+        pytest.param(NARROW, id="preempted"),
+        pytest.param(NARROW | {"overlap_scheduler": "on"}, id="preempted, overlap"),
         pytest.param({"max_num_tokens": 20, "max_batch_size": 10}, id="few tokens in a step"),
     ],
 )

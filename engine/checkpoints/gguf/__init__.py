@@ -1,0 +1,1 @@
+"""GGUF files, as llama.cpp writes them: read, and converted to a Hugging Face folder."""

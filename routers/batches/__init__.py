@@ -1,0 +1,1 @@
+"""Batches of messages: routes, what is stored, and what works through them."""

@@ -1,0 +1,150 @@
+"""Works through the batches of messages, at the lowest priority and a few requests at a time."""
+
+import asyncio
+import fcntl
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from uuid import uuid4
+
+from starlette.types import Scope
+
+from engine.errors import EngineDied, EngineUnavailable
+from engine.kit.tasks import cancel
+from engine.kit.work import begin_request
+from multimodal.answers.messages import MessageShape
+from multimodal.errors import RequestError
+from multimodal.processor import Processor
+from protocol.messages import MessagesRequest
+from routers.batches.store import BatchJob, BatchStore
+from routers.body import parsed
+from routers.database import StoreUnavailable
+from routers.fields import FieldCheck
+from routers.messages import ENDPOINT, convert
+
+_LOWEST = 1000
+"""Priority of all requests; a request waits as if it had come that many times 10 seconds later."""
+
+_MOST_DEATHS = 3
+"""Times that the engine may die while it does a request; then the request has failed."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class BatchWorker:
+    """Does the requests of all batches. Of several processes with the same store, one works at a time: the first, then
+    another when it has ended.
+    """
+
+    store: BatchStore
+    processor: Processor
+    fields: FieldCheck
+    max_text_bytes: int
+    max_values: int
+    """Of a body, as of those that come by HTTP."""
+    render_error: Callable[[Exception, Scope], bytes]
+    concurrency: int
+    ready: Callable[[], bool]
+    """Whether the replica takes requests."""
+    pause: float = 1.0
+    """Seconds between looks for what other processes have stored, and for its turn if another process is working."""
+    _deaths: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
+    """How often the engine died while it did a request."""
+
+    async def run(self) -> None:
+        """Work for ever. Raises nothing but CancelledError."""
+        while True:
+            try:
+                if self.store.path.exists():
+                    async with self._elected() as elected:
+                        if elected:
+                            await self._work()
+            except StoreUnavailable:  # it is logged
+                pass
+            except Exception:  # of any kind: batches go on once it is gone
+                log.exception("batches of messages have stopped for now")
+            await self._pause()
+
+    @asynccontextmanager
+    async def _elected(self) -> AsyncIterator[bool]:
+        """Lock a file beside the store during the block; say whether no other process has. The lock ends with the
+        process.
+        """
+        with self.store.path.with_suffix(".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+
+    async def _work(self) -> None:
+        """Do requests until the store fails."""
+        await self.store.resume()
+        running: set[asyncio.Task[bool]] = set()
+        try:
+            while True:
+                job = await self.store.take() if len(running) < self.concurrency and self.ready() else None
+                if job is not None:
+                    running.add(asyncio.create_task(self._do(job), name=f"batch-{job.batch}-{job.place}"))
+                    continue
+                news = asyncio.create_task(self._pause())
+                await asyncio.wait({news, *running}, return_when=asyncio.FIRST_COMPLETED)
+                await cancel([news])
+                ended = {task for task in running if task.done()}
+                running -= ended
+                done = [task.result() for task in ended]
+                if not all(done):  # the engine takes no more for now
+                    await asyncio.sleep(self.pause)
+        finally:
+            await cancel(running)
+
+    async def _pause(self) -> None:
+        """Return when there may be something to do."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.store.news.wait(), self.pause)
+        self.store.news.clear()
+
+    async def _do(self, job: BatchJob) -> bool:
+        """Do a request, and store its result; return False if it has to be done again. Raises StoreUnavailable."""
+        begin_request()
+        request_id = uuid4().hex
+        try:
+            result = b'{"type":"succeeded","message":%b}' % await self._answer(job.params, request_id)
+            if await self.store.finish(job, "succeeded", result):
+                return True
+            raise RequestError("The store of batches is full.", None, "batch_store_full")
+        except StoreUnavailable:
+            raise
+        except EngineUnavailable as error:
+            if not self._hopeless(job, error):
+                log.info("a request of a batch has to wait: %s", error)
+                await self.store.put_back(job)
+                return False
+            failure: Exception = error
+        except Exception as error:  # of any kind: the result says what it was
+            failure = error
+        scope: Scope = {"type": "http", "path": ENDPOINT.path, "state": {"request_id": request_id}}
+        result = b'{"type":"errored","error":%b}' % self.render_error(failure, scope)
+        if not await self.store.finish(job, "errored", result):
+            await self.store.put_back(job)
+            return False
+        return True
+
+    def _hopeless(self, job: BatchJob, error: Exception) -> bool:
+        """Count how often the engine died of a request, and tell whether that is enough."""
+        if isinstance(error, EngineDied):
+            place = (job.batch, job.place)
+            self._deaths[place] = self._deaths.get(place, 0) + 1
+            return self._deaths[place] >= _MOST_DEATHS
+        return False
+
+    async def _answer(self, params: bytes, request_id: str) -> bytes:
+        body = await parsed(MessagesRequest, params, self.max_text_bytes, self.max_values)
+        if body.stream:
+            raise RequestError("'stream' must be false in a batch.", "stream")
+        self.fields.check(body)
+        ask = replace(convert(body), priority=_LOWEST)
+        return await (await self.processor.prepare(ask, MessageShape, request_id)).complete()

@@ -1,0 +1,66 @@
+"""A file of SQLite, whose calls run in a thread."""
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from engine.errors import EngineUnavailable
+from engine.kit.work import Lane
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class StoreUnavailable(EngineUnavailable):
+    """A file cannot be read or written: the disk is full, say."""
+
+
+class Database:
+    """Opens `path` at the first call, makes its tables by `schema`, and shares it with other processes (WAL)."""
+
+    def __init__(self, path: Path, schema: str, what: str) -> None:
+        self.path = path
+        self._schema = schema
+        self._what = what
+        """What the file has, for errors."""
+        self._lane = Lane(what, 1)
+        self._connection: sqlite3.Connection | None = None
+
+    async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Return the result of `work`, which is one transaction, and is done even if the caller is cancelled. Raises
+        StoreUnavailable.
+        """
+
+        def job() -> T:
+            try:
+                db = self._connection or self._open()
+                with db:
+                    db.execute("BEGIN IMMEDIATE")
+                    return work(db)
+            except (sqlite3.Error, OSError) as error:
+                log.error("the store of %s failed at %s: %s", self._what, self.path, error)
+                raise StoreUnavailable(f"The store of {self._what} does not work.") from error
+
+        return await asyncio.shield(asyncio.ensure_future(self._lane.run(job)))
+
+    async def close(self) -> None:
+        def job() -> None:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+
+        await self._lane.run(job)
+
+    def _open(self) -> sqlite3.Connection:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.touch(0o600)
+        db = sqlite3.connect(self.path, timeout=10, check_same_thread=False, isolation_level=None)
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=NORMAL")
+        db.executescript(self._schema)
+        self._connection = db
+        return db

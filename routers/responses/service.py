@@ -1,0 +1,321 @@
+"""Responses between requests: their history, what is stored of them, and those that run in the background."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from msgspec.structs import replace
+
+from engine.kit.tasks import cancel
+from multimodal.answers.responses import PREFIXES, ResponsesShape
+from multimodal.errors import RequestError, shown
+from multimodal.processor import Generation
+from protocol.responses import ContextFields, InputItem
+from routers.database import StoreUnavailable
+from routers.errors import ResponseNotFound
+from routers.responses.convert import conversation_of, items_of
+from routers.responses.store import FINAL, Record, ResponseStore
+
+FLUSH_SECONDS = 0.05
+"""How often the events of a background response are stored."""
+BEAT_SECONDS = 1.0
+"""How often its process shows that it lives, and looks whether it is cancelled elsewhere."""
+STALE_SECONDS = 30.0
+"""Silence after which its process is taken for dead."""
+_POLL_SECONDS = 0.2
+_SHUT_DOWN = {"code": "server_error", "message": "The server was shut down."}
+_LAST = frozenset({"response.completed", "response.incomplete", "response.failed"})
+_TYPES = {"function_call": "call", "function_call_output": "call", "reasoning": "reasoning"}
+_TYPES |= {"custom_tool_call": "custom", "custom_tool_call_output": "custom"}
+
+ErrorOf = Callable[[Exception], dict[str, Any]]
+"""Returns the `error` of a response that failed."""
+
+
+@dataclass(frozen=True)
+class History:
+    """What comes before a request: items of the responses that it continues, and its own input."""
+
+    earlier: list[InputItem]
+    own: list[InputItem]
+    previous: str | None
+    """The response that it continues."""
+
+
+@dataclass(eq=False)
+class BackgroundRun:
+    """A background response of this process."""
+
+    task: asyncio.Task[None] = field(init=False)
+    cancelled: bool = False
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to end it early: it is cancelled, or else the server shuts down."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set, and replaced, whenever events have been stored."""
+
+
+@dataclass(eq=False)
+class Responses:
+    """The responses of one process; its store is shared with others. Without a store nothing is kept."""
+
+    store: ResponseStore | None = None
+    _runs: dict[str, BackgroundRun] = field(default_factory=dict, init=False)
+
+    def stored(self) -> ResponseStore:
+        """Return the store. Raises RequestError if there is none."""
+        if self.store is None:
+            raise RequestError("This server stores no responses (RESPONSES_STORE_MB).", None, "unsupported_parameter")
+        return self.store
+
+    async def history(self, owner: str, body: ContextFields, local: Mapping[str, Record] | None = None) -> History:
+        """Return what comes before a request; `local` has responses that are not stored. Raises RequestError."""
+        previous, conversation = body.previous_response_id, conversation_of(body)
+        if previous is not None and conversation is not None:
+            raise RequestError("'conversation' and 'previous_response_id' exclude each other.", "conversation")
+        own = [await self._resolved(owner, item, place) for place, item in enumerate(items_of(body.input))]
+        if conversation is not None and previous is None:
+            previous = await self.stored().last(owner, conversation)
+        if previous is None:
+            return History([], own, None)
+        earlier: list[InputItem] = []
+        for record in await self._chain(owner, previous, local or {}):
+            earlier += map(InputItem.model_validate, orjson.loads(record.items))
+            earlier += map(InputItem.model_validate, orjson.loads(record.response)["output"])
+        return History(earlier, own, previous)
+
+    async def get(self, owner: str, response: str) -> Record:
+        """Return a stored response; one whose process has died meanwhile has failed. Raises ResponseNotFound."""
+        store = self.stored()
+        record = await store.get(owner, response)
+        if record is None:
+            raise ResponseNotFound(response)
+        silent = time.time() - record.beat > STALE_SECONDS
+        if record.status not in FINAL and silent and response not in self._runs:
+            error = {"code": "server_error", "message": "The server ended while it generated the response."}
+            failed = orjson.loads(record.response) | {"status": "failed", "error": error}
+            record = replace(record, status="failed", response=orjson.dumps(failed))
+            await store.put(record)
+        return record
+
+    async def items(self, owner: str, response: str) -> list[dict[str, Any]]:
+        """Return the items that a stored response was made of, oldest first. Raises ResponseNotFound."""
+        record = await self.get(owner, response)
+        earlier = await self._chain(owner, record.previous, {}) if record.previous is not None else []
+        found: list[dict[str, Any]] = []
+        for one in earlier:
+            found += [*orjson.loads(one.items), *orjson.loads(one.response)["output"]]
+        return [*found, *orjson.loads(record.items)]
+
+    async def save(self, record: Record, shape: ResponsesShape) -> bool:
+        """Store what has become of a response, and return whether that succeeded."""
+        if self.store is None:
+            return False
+        response = shape.response()
+        try:
+            await self.store.put(replace(record, status=response["status"], response=orjson.dumps(response)))
+        except StoreUnavailable:
+            return False
+        return True
+
+    async def begin(
+        self,
+        record: Record,
+        generation: Generation,
+        shape: ResponsesShape,
+        error_of: ErrorOf,
+        at_end: Callable[[], None],
+    ) -> bytes:
+        """Generate a response in the background, and return it as it is now. `at_end` is called in any case."""
+        try:
+            events, queued = shape.queued(), orjson.dumps(shape.response())
+            store = self.stored()
+            await store.put(replace(record, response=queued))
+            await store.append(record.id, 0, events)
+        except BaseException:
+            at_end()
+            raise
+        run = BackgroundRun()
+        run.task = asyncio.create_task(self._run(run, record, generation, shape, error_of), name=record.id)
+        self._runs[record.id] = run
+
+        def ended(_: asyncio.Task[None]) -> None:
+            del self._runs[record.id]
+            at_end()
+
+        run.task.add_done_callback(ended)
+        return queued
+
+    async def follow(self, owner: str, response: str, after: int) -> AsyncGenerator[bytes]:
+        """Yield the events of a background response that come after one, to its end. Raises ResponseNotFound, and
+        RequestError if none can come.
+        """
+        store = self.stored()
+        record = await self.get(owner, response)
+        first = after
+        last = (await store.events(response, after - 1))[:1] if after >= 0 else []
+        while True:
+            run = self._runs.get(response)
+            changed = run.changed if run is not None else None
+            known = await store.get(owner, response)
+            if known is not None:
+                record = await self.get(owner, response)
+            events = await store.events(response, after)
+            for event in events:
+                after += 1
+                last = [event]
+                yield event
+            if events:
+                continue
+            if record.status in FINAL or (run is None and known is None):
+                break
+            waiting = changed.wait() if changed is not None else asyncio.sleep(_POLL_SECONDS)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(waiting, BEAT_SECONDS)
+        if not last or orjson.loads(last[0])["type"] not in _LAST:  # its process has died, or it was deleted
+            failed = {"type": "response.failed", "sequence_number": after + 1}
+            yield orjson.dumps({**failed, "response": orjson.loads(record.response)})
+        elif after == first:
+            raise RequestError("'starting_after' is the last event, or none.", "starting_after")
+
+    async def cancel(self, owner: str, response: str) -> Record:
+        """Cancel a background response and return it. Raises RequestError."""
+        record = await self.get(owner, response)
+        if not record.background:
+            raise RequestError("Only responses made with 'background' can be cancelled.", "response_id")
+        await self._stop(owner, response)
+        while record.status not in FINAL:
+            await asyncio.sleep(FLUSH_SECONDS)
+            record = await self.get(owner, response)
+        return record
+
+    async def delete(self, owner: str, response: str) -> None:
+        """Delete a response, and end it if it runs. Raises ResponseNotFound."""
+        store = self.stored()
+        if not await store.delete(owner, response):
+            raise ResponseNotFound(response)
+        if (run := self._runs.get(response)) is not None:
+            run.cancelled = True
+            run.stop.set()
+
+    async def close(self) -> None:
+        """End what runs in the background, and the store."""
+        for run in self._runs.values():
+            run.stop.set()
+        if self._runs:
+            await asyncio.wait([run.task for run in self._runs.values()])
+        if self.store is not None:
+            await self.store.close()
+
+    async def _stop(self, owner: str, response: str) -> None:
+        await self.stored().cancel(owner, response)
+        if (run := self._runs.get(response)) is not None:
+            run.cancelled = True
+            run.stop.set()
+
+    async def _chain(self, owner: str, response: str, local: Mapping[str, Record]) -> list[Record]:
+        """Return a response after those that it continues. Raises RequestError."""
+        found: list[Record] = []
+        following: str | None = response
+        while following is not None and (record := local.get(following)) is not None:
+            found.insert(0, record)
+            following = record.previous
+        if following is not None:
+            chain = await self.store.chain(owner, following) if self.store is not None else None
+            if chain is None:
+                said = f"Previous response with id '{shown(response)}' not found."
+                raise RequestError(said, "previous_response_id", "previous_response_not_found")
+            found = chain + found
+        if found[-1].status not in FINAL:
+            raise RequestError(f"The response '{shown(response)}' has not ended yet.", "previous_response_id")
+        return found
+
+    async def _resolved(self, owner: str, item: InputItem, place: int) -> InputItem:
+        """Return the item that an item refers to, or itself."""
+        if item.type != "item_reference" and (item.type is not None or item.role is not None or item.id is None):
+            return item
+        unique = (item.id or "").partition("_")[2][:32]
+        record = await self.store.get(owner, f"resp_{unique}") if self.store is not None else None
+        if record is not None:
+            for known in (*orjson.loads(record.items), *orjson.loads(record.response)["output"]):
+                if known["id"] == item.id:
+                    return InputItem.model_validate(known)
+        param = f"input.{place}.id"
+        raise RequestError(f"Item with id '{shown(item.id or '')}' not found.", param, "item_not_found")
+
+    async def _run(
+        self, run: BackgroundRun, record: Record, generation: Generation, shape: ResponsesShape, error_of: ErrorOf
+    ) -> None:
+        store = self.stored()
+        number = shape.numbers
+        error: dict[str, Any] | None = None
+        pending: list[bytes] = []
+
+        async def consume() -> None:
+            pending.extend(shape.begin())
+            async with aclosing(generation.stream()) as chunks:
+                async for chunk in chunks:
+                    pending.append(chunk)
+
+        async def flush() -> bool:
+            nonlocal number
+            events, pending[:] = pending[:], []
+            number += len(events)
+            goes_on = await store.append(record.id, number - len(events), events)
+            run.changed.set()
+            run.changed = asyncio.Event()
+            return goes_on
+
+        consuming, stopping = asyncio.create_task(consume()), asyncio.create_task(run.stop.wait())
+        flushed = 0.0
+        try:
+            while not (consuming.done() or run.stop.is_set()):
+                await asyncio.wait((consuming, stopping), timeout=FLUSH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                if consuming.done() or not (pending or time.monotonic() - flushed > BEAT_SECONDS):
+                    continue
+                if not flushed:
+                    await store.put(replace(record, status="in_progress", response=orjson.dumps(shape.response())))
+                flushed = time.monotonic()
+                if not await flush():
+                    run.cancelled = True
+                    run.stop.set()
+            if consuming.done():
+                consuming.result()
+        except Exception as failure:  # of any kind: the response says what it was
+            error = error_of(failure)
+        await cancel([consuming, stopping])
+        if not shape.ended:
+            cancelled = run.cancelled and error is None
+            pending.extend(
+                shape.break_off("cancelled") if cancelled else shape.break_off("failed", error or _SHUT_DOWN)
+            )
+        with suppress(StoreUnavailable):
+            await flush()
+            await self.save(record, shape)
+        run.changed.set()
+
+
+def numbered(items: list[InputItem], unique: str) -> bytes:
+    """Return input items as they are stored, each with an id."""
+    return orjson.dumps([_stored(item, f"{unique}i{place:04x}") for place, item in enumerate(items)])
+
+
+def _stored(item: InputItem, unique: str) -> dict[str, Any]:
+    kind = item.type or "message"
+    found = item.model_dump(exclude_none=True) | {"type": kind}
+    found["id"] = item.id or PREFIXES.get(_TYPES.get(kind, "text"), "msg_") + unique
+    if kind == "message":
+        assistant = item.role == "assistant"
+        if isinstance(item.content, str):
+            part = {"type": "output_text", "annotations": []} if assistant else {"type": "input_text"}
+            found["content"] = [part | {"text": item.content}]
+        found.setdefault("status", "completed")
+    if kind == "reasoning":
+        found.setdefault("summary", [])
+    for part in found.get("content", ()) if kind == "message" else ():
+        if part["type"] == "input_image":
+            part.setdefault("detail", "auto")
+    return found

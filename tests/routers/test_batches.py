@@ -1,0 +1,203 @@
+"""/v1/messages/batches: their life, over restarts, and who sees them."""
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.errors import EngineDied, QueueFull
+from protocol.batches import BatchesPage, MessageBatch
+from protocol.messages import MessagesErrorEnvelope, WholeMessage
+from routers.batches import store as store_module
+from routers.batches.store import BatchStore
+from routers.batches.worker import BatchWorker
+from routers.fields import FieldCheck
+from server.http.errors import render_event
+from tests.support.disaggregated import replica
+from tests.support.routing import before
+from tests.support.servers import application
+from tests.support.waiting import slowness
+
+PATH = "/v1/messages/batches"
+PARAMS: dict[str, Any] = {"model": "fake", "max_tokens": 3, "messages": [{"role": "user", "content": "Hi"}]}
+BEGUN = 'trtllm_num_requests_running{model_name="fake"} 1.0'
+
+
+def requests(*params: dict[str, Any]) -> dict[str, Any]:
+    return {"requests": [{"custom_id": f"r{place}", "params": PARAMS | one} for place, one in enumerate(params)]}
+
+
+async def create(client: httpx.AsyncClient, *params: dict[str, Any], **options: Any) -> dict[str, Any]:
+    answer = await client.post(PATH, json=requests(*params), **options)
+    assert answer.status_code == 200, answer.text
+    return checked(answer)
+
+
+def checked(answer: httpx.Response) -> dict[str, Any]:
+    MessageBatch.model_validate(answer.json())
+    return dict(answer.json())
+
+
+async def begun(client: httpx.AsyncClient) -> None:
+    """The engine has a request."""
+    async with asyncio.timeout(10 * slowness()):
+        while BEGUN not in (await client.get("/metrics")).text:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def ended(client: httpx.AsyncClient, batch: str, **options: Any) -> dict[str, Any]:
+    async with asyncio.timeout(20 * slowness()):
+        while (found := checked(await client.get(f"{PATH}/{batch}", **options)))["processing_status"] != "ended":
+            counts = found["request_counts"]
+            assert counts["processing"] == sum(counts.values()) > 0
+            await asyncio.sleep(0.01)
+    return found
+
+
+async def results(client: httpx.AsyncClient, batch: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    answer = await client.get(batch["results_url"])
+    assert answer.headers["content-type"] == "application/x-jsonl"
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    return {line["custom_id"]: line["result"] for line in lines}
+
+
+async def test_the_life_of_a_batch(tmp_path: Path) -> None:
+    async with application(cache_dir=tmp_path, api_keys="one,two", max_batch_size=2) as (client, _):
+        client.headers["x-api-key"] = "one"
+        wrong = ({"max_tokens": 0}, {"model": "other"}, {"stream": True}, {"messages": []})
+        batch = await create(client, {}, *wrong, {"max_tokens": 2})
+        assert batch["processing_status"] == "in_progress" and batch["results_url"] is None
+        found = await ended(client, batch["id"])
+        assert found["request_counts"] == {"processing": 0, "succeeded": 2, "errored": 4, "canceled": 0, "expired": 0}
+        lines = await results(client, found)
+        assert list(lines) == [f"r{place}" for place in range(6)]
+        assert WholeMessage.model_validate(lines["r0"]["message"]).usage.output_tokens == 3
+        errors = [MessagesErrorEnvelope.model_validate(lines[f"r{place}"]["error"]).error for place in range(1, 5)]
+        assert [error.type for error in errors] == ["invalid_request_error", "not_found_error"] + 2 * [
+            "invalid_request_error"
+        ]
+        for method, path in (("GET", ""), ("GET", "/results"), ("POST", "/cancel"), ("DELETE", "")):
+            other = await client.request(method, f"{PATH}/{batch['id']}{path}", headers={"x-api-key": "two"})
+            assert (other.status_code, other.json()["error"]["type"]) == (404, "not_found_error")
+        assert (await client.get(PATH, headers={"x-api-key": "two"})).json()["data"] == []
+        assert (await client.delete(f"{PATH}/{batch['id']}")).json()["type"] == "message_batch_deleted"
+        assert (await client.get(f"{PATH}/{batch['id']}")).status_code == 404
+
+
+async def test_pages(tmp_path: Path) -> None:
+    async with application(cache_dir=tmp_path) as (client, _):
+        ids = [(await create(client, {}))["id"] for _ in range(5)][::-1]
+
+        async def page(**query: Any) -> tuple[list[str], bool]:
+            found = BatchesPage.model_validate((await client.get(PATH, params=query)).json())
+            shown = [batch.id for batch in found.data]
+            assert (found.first_id, found.last_id) == (shown[0], shown[-1])
+            return shown, found.has_more
+
+        assert await page() == (ids, False)
+        assert await page(limit=2) == (ids[:2], True)
+        assert await page(limit=2, after_id=ids[1]) == (ids[2:4], True)
+        assert await page(limit=2, after_id=ids[2]) == (ids[3:], False)
+        assert await page(limit=2, before_id=ids[3]) == (ids[1:3], True)
+        assert await page(limit=2, before_id=ids[2]) == (ids[:2], False)
+        for query in ({"limit": 0}, {"limit": "x"}):
+            answer = await client.get(PATH, params=query)
+            assert (answer.status_code, "'limit'" in answer.json()["error"]["message"]) == (400, True), answer.text
+        assert (await client.get(PATH, params={"after_id": "x"})).status_code == 404
+
+
+async def test_cancelled_requests_never_begin_and_running_ones_finish(tmp_path: Path) -> None:
+    async with application(cache_dir=tmp_path, batch_concurrency=1, fake_token_delay_ms=30) as (client, _):
+        batch = await create(client, {"max_tokens": 20}, {}, {})
+        await begun(client)
+        assert (await client.get(f"{PATH}/{batch['id']}/results")).status_code == 400
+        assert (await client.delete(f"{PATH}/{batch['id']}")).status_code == 400
+        canceled = checked(await client.post(f"{PATH}/{batch['id']}/cancel"))
+        assert canceled["processing_status"] == "canceling" and canceled["cancel_initiated_at"]
+        found = await ended(client, batch["id"])
+        assert [result["type"] for result in (await results(client, found)).values()] == [
+            "succeeded",
+            "canceled",
+            "canceled",
+        ]
+        again = checked(await client.post(f"{PATH}/{batch['id']}/cancel"))
+        assert again == found
+
+
+async def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
+    async with application(cache_dir=tmp_path, batch_concurrency=1, fake_token_delay_ms=1000) as (client, _):
+        batch = await create(client, {}, {})
+        await begun(client)
+    async with application(cache_dir=tmp_path) as (client, _):
+        found = await ended(client, batch["id"])
+    assert found["request_counts"]["succeeded"] == 2
+
+
+async def test_late_requests_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "EXPIRY_SECONDS", 0.0)
+    async with application(cache_dir=tmp_path) as (client, _):
+        found = await ended(client, (await create(client, {}, {}))["id"])
+        assert [result["type"] for result in (await results(client, found)).values()] == ["expired", "expired"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "body", "status", "word"),
+    [
+        ({"batches_mb": 0}, requests({}), 400, "BATCHES_MB"),
+        ({"batch_max_requests": 1}, requests({}, {}), 400, "'requests' may have 1 entries"),
+        ({"batches_mb": 1}, requests({"system": "x" * (1 << 20)}), 429, "no room"),
+        ({}, {"requests": 2 * requests({})["requests"]}, 400, "'requests.1.custom_id'"),
+        ({}, {"requests": [{"custom_id": "a b", "params": {}}]}, 400, "'requests.0.custom_id' must match"),
+        ({}, {"requests": []}, 400, "'requests' must have 1 or more"),
+    ],
+)
+async def test_bounds(tmp_path: Path, settings: dict[str, Any], body: Any, status: int, word: str) -> None:
+    async with application(cache_dir=tmp_path, **settings) as (client, _):
+        answer = await client.post(PATH, json=body)
+    assert (answer.status_code, word in answer.json()["error"]["message"]) == (status, True), answer.text
+
+
+async def test_a_router_keeps_no_batches() -> None:
+    async with replica("aggregated") as (url, _), before(url) as (client, _):
+        for method, path in (("POST", ""), ("GET", ""), ("GET", "/x"), ("GET", "/x/results"), ("DELETE", "/x")):
+            answer = await client.request(method, PATH + path, json={})
+            assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
+            assert "send them to a replica" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("error", "attempts"), [(EngineDied("dead"), 3), (QueueFull("full"), 2)])
+async def test_a_request_is_done_again_but_not_for_ever(tmp_path: Path, error: Exception, attempts: int) -> None:
+    asked: list[int] = []
+
+    async def prepare(*_: Any) -> Any:
+        asked.append(1)
+        if isinstance(error, QueueFull) and len(asked) == attempts:
+            raise RuntimeError("another")
+        raise error
+
+    store = BatchStore(tmp_path / "batches.sqlite", 1 << 20, 10)
+    worker = BatchWorker(
+        store=store,
+        processor=SimpleNamespace(prepare=prepare),  # type: ignore[arg-type]
+        fields=FieldCheck("fake", strict=False, model_optional=True),
+        max_text_bytes=1 << 20,
+        max_values=1000,
+        render_error=render_event,
+        concurrency=1,
+        ready=lambda: True,
+        pause=0.01,
+    )
+    record = await store.create("", "batch", [("a", json.dumps(PARAMS).encode())])
+    working = asyncio.create_task(worker.run())
+    async with asyncio.timeout(10 * slowness()):
+        while record.ended is None:
+            record = await store.get("", "batch")
+            await asyncio.sleep(0.005)
+    working.cancel()
+    await asyncio.wait([working])
+    await store.close()
+    assert (len(asked), record.counts) == (attempts, {"errored": 1})
