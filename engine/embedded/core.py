@@ -80,7 +80,8 @@ class EngineCore:
 
     def __init__(self, config: EmbeddedConfig, publish: Callable[[KvEvent], None]) -> None:
         self.runner = load_runner(config)
-        self._speculator = create_speculator(config, self.runner)
+        self.speculator = create_speculator(config, self.runner)
+        """Chooses drafts; None without speculation."""
         self._publish_event = publish
         self._event_id = 0
         self.blocks = BlockGroups(
@@ -210,7 +211,7 @@ class EngineCore:
         outputs: Outputs = []
         self.poll()
         ran, preemptions = self._launched is not None, self.scheduler.preemptions
-        if self._speculator is not None:
+        if self.speculator is not None:
             outputs += self._plan_drafts()
         previous, self._launched = self._launched, None
         launched = self._launch(outputs)
@@ -248,7 +249,7 @@ class EngineCore:
             num_held_requests=len(scheduler.held),
             num_held_blocks=scheduler.held_blocks,
             num_fetching_requests=len(scheduler.fetching),
-            spec_decoding_stats=None if self._speculator is None else self._speculator.stats(),
+            spec_decoding_stats=None if self.speculator is None else self.speculator.stats(),
             **self._fetches.stats(),
         )
 
@@ -266,13 +267,13 @@ class EngineCore:
     def _plan_drafts(self) -> Outputs:
         """Choose drafts for the next step, and finish the one under way if that has drafts or if it is worth waiting
         for: what a draft follows has to be known."""
-        assert self._speculator is not None
+        assert self.speculator is not None
         sequences = [s for s in self.scheduler.running if self._sampler.takes_drafts(s.sampler)]
         waits = self._launched is not None and self._launched.rows is not None
         outputs = self._settle() if waits else []
-        if self._speculator.plan(sequences) and self._launched is not None:
+        if self.speculator.plan(sequences) and self._launched is not None:
             outputs += self._settle()
-            self._speculator.plan([s for s in sequences if s.status is SequenceStatus.RUNNING])
+            self.speculator.plan([s for s in sequences if s.status is SequenceStatus.RUNNING])
         return outputs
 
     def _launch(self, failures: Outputs) -> _LaunchedStep | None:
@@ -299,7 +300,7 @@ class EngineCore:
 
     def _run(self, chunks: list[Chunk], started: float) -> _LaunchedStep:
         """Forward and prompt log-probabilities."""
-        clock = self._clock() if self._speculator is not None else 0.0
+        clock = self._clock() if self.speculator is not None else 0.0
         reported = prompt_rows(chunks)
         sampling = [chunk for chunk in chunks if chunk.sampled]
         slots = [chunk.sequence.slot for chunk in sampling]
@@ -364,11 +365,11 @@ class EngineCore:
             outputs += self._fail(step.chunks, error)
         now = time.monotonic()
         self._latency_ms = (now - step.started) * 1e3
-        if self._speculator is not None:
+        if self.speculator is not None:
             clock = self._clock()
             if all(chunk.sampled == chunk.length for chunk in step.chunks):
                 rows = sum(chunk.length for chunk in step.chunks)
-                self._speculator.note_step(rows, step.rows is not None, clock - max(step.clock, self._finished))
+                self.speculator.note_step(rows, step.rows is not None, clock - max(step.clock, self._finished))
             self._finished = clock
         return outputs
 
@@ -408,14 +409,14 @@ class EngineCore:
 
     def _verified(self, chunks: list[Chunk], taken: dict[Sequence, _Taken]) -> list[Chunk]:
         """Return what is left of chunks once it is known which drafted tokens are right."""
-        assert self._speculator is not None
+        assert self.speculator is not None
         left: list[Chunk] = []
         for chunk in chunks:
             if chunk.draft and (found := taken.get(chunk.sequence)) is not None:
                 found.drafted = len(chunk.draft)
                 chunk.sequence.draft_tokens += found.drafted
                 chunk.sequence.accepted_tokens += found.accepted
-                self._speculator.note_draft(found.drafted, found.accepted)
+                self.speculator.note_draft(found.drafted, found.accepted)
                 chunk = self.scheduler.verified(chunk, len(found.tokens))
             if not chunk.draft:  # else its sequence has ended
                 left.append(chunk)
@@ -449,8 +450,8 @@ class EngineCore:
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
-        if self._speculator is not None:
-            self._speculator.forget(sequence)
+        if self.speculator is not None:
+            self.speculator.forget(sequence)
 
     def _hold(self, sequence: Sequence) -> Held:
         """Keep the blocks of a sequence whose prompt is computed, until it is aborted."""

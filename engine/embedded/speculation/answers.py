@@ -101,7 +101,7 @@ class Automaton:
         return clone
 
 
-class _Place:
+class _Standing:
     """Where a sequence stands in the two automata."""
 
     __slots__ = ("known", "length", "matched", "matched_length", "newer", "state")
@@ -130,7 +130,7 @@ class Answers:
         self._least = least
         self._capacity = capacity
         self._older, self._newer = Automaton(), Automaton()
-        self._places: dict[Sequence, _Place] = {}
+        self._places: dict[Sequence, _Standing] = {}
 
     @property
     def tokens(self) -> int:
@@ -155,10 +155,10 @@ class Answers:
         older = self._older.match(place.matched, place.matched_length, limit, self._least)
         return max(best, found, older, key=_length)
 
-    def _follow(self, sequence: Sequence) -> _Place:
+    def _follow(self, sequence: Sequence) -> _Standing:
         """Take the new tokens of a sequence into the newer automaton, and return where it stands in both."""
         if (place := self._places.get(sequence)) is None:
-            place = self._places[sequence] = _Place(sequence.num_prompt)
+            place = self._places[sequence] = _Standing(sequence.num_prompt)
         for token in sequence.tokens[place.known :]:
             if self._newer.tokens >= self._capacity // 2:
                 self._older, self._newer = self._newer, Automaton()
@@ -170,7 +170,7 @@ class Answers:
         place.known = len(sequence.tokens)
         return place
 
-    def _settle(self, place: _Place, salt: str) -> None:
+    def _settle(self, place: _Standing, salt: str) -> None:
         """Move a place to the present automata: what was added to the one that is the older now is a match there."""
         if place.newer is self._newer:
             return

@@ -32,7 +32,7 @@ _CONTEXT = 4096
 """Tokens for each place of the batch that the draft model's KV cache has room for, if the context is longer."""
 
 
-class _Reader:
+class _Drafted:
     """What the draft model has computed of a sequence."""
 
     def __init__(self, admission: int) -> None:
@@ -66,16 +66,21 @@ class DraftModel:
             raise EngineFailure(f"SPECULATIVE_MODEL: the model in {folder} has sliding windows; a draft model has none")
         self._pool = BlockPool(self._runner.groups[0].num_blocks, config.kv_block_size, reuse=False, publish=_ignore)
         self._known = min(target.vocab_size, self._runner.vocab_size)
-        self._readers: dict[Sequence, _Reader] = {}
+        self._readers: dict[Sequence, _Drafted] = {}
         self._admissions = itertools.count(1)
         log.info("the model in %s drafts for the one in %s", folder, config.model)
+
+    @property
+    def used_blocks(self) -> int:
+        """Number of KV blocks that sequences have."""
+        return self._pool.used
 
     def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[Draft]:
         """See `Drafter`."""
         drafts = [Draft([], []) for _ in sequences]
         fresh: dict[int, list[int]] = {}
         for index, (sequence, limit) in enumerate(zip(sequences, limits, strict=True)):
-            reader = self._readers.setdefault(sequence, _Reader(next(self._admissions)))
+            reader = self._readers.setdefault(sequence, _Drafted(next(self._admissions)))
             right = _common(reader.tokens, sequence.tokens)
             del reader.tokens[right:]
             new = sequence.tokens[right : right + _CATCH_UP]
@@ -100,7 +105,7 @@ class DraftModel:
         if (reader := self._readers.pop(sequence, None)) is not None:
             self._pool.release(reader.table)
 
-    def _make_room(self, reader: _Reader, end: int) -> bool:
+    def _make_room(self, reader: _Drafted, end: int) -> bool:
         """Give a sequence blocks up to a position; return whether there are enough, and the model reads as far."""
         missing = -(-end // self._pool.block_size) - len(reader.table)
         if end > self._runner.context_length or missing > self._pool.available:

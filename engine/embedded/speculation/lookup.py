@@ -25,7 +25,7 @@ class Match(NamedTuple):
     draft: list[int]
 
 
-class Text:
+class KnownText:
     """A prediction, if the request has one, then the prompt and the output so far."""
 
     def __init__(self, prediction: Many[int], least: int) -> None:
@@ -92,7 +92,7 @@ class Lookup:
 
     def __init__(self, least: int) -> None:
         self._least = least
-        self._texts: dict[Sequence, tuple[Text, int]] = {}
+        self._texts: dict[Sequence, tuple[KnownText, int]] = {}
         """What is followed of each sequence, and how many of its tokens are in it."""
 
     def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[Draft]:
@@ -102,7 +102,7 @@ class Lookup:
     def match(self, sequence: Sequence, limit: int) -> Match:
         """Return what follows the longest match of the sequence's end."""
         if (entry := self._texts.get(sequence)) is None:
-            text, known = Text(sequence.request.prediction, self._least), sequence.num_prompt
+            text, known = KnownText(sequence.request.prediction, self._least), sequence.num_prompt
             text.append(sequence.tokens[:known], follow=False)
         else:
             text, known = entry

@@ -68,7 +68,8 @@ def test_a_draft_model_changes_nothing(tiny_model: Path, draft_folder: Path, ove
     if itself:
         assert stats.num_accepted_tokens == stats.num_draft_tokens
         assert core.stats().iteration < sum(map(len, plain)) / 4
-    assert core._speculator is not None and core._speculator.drafter._pool.used == 0  # type: ignore[attr-defined]
+    assert core.speculator is not None and isinstance(core.speculator.drafter, DraftModel)
+    assert core.speculator.drafter.used_blocks == 0
 
 
 def test_a_draft_model_of_another_tokenizer_stops_the_start(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Whatever is drafted, a sequence gets the tokens, log-probabilities and ends that it gets without drafts."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from engine.embedded.sequence import Sequence
 from engine.embedded.speculation.drafter import Draft
 from engine.embedded.speculation.speculator import Speculator
 from engine.kit.logits import register
+from engine.kv_events import KvEvent
 from engine.types import Delta, GenerateRequest, Guide, SamplingParams
 
 VOCAB, EOS, CONTEXT, BLOCK = 256, 2, 128, 8
@@ -134,7 +135,9 @@ def processor() -> None:
     register("counting", Counting)
 
 
-def make_core(folder: Path, guesser: Guesser | None = None, **options: Any) -> EngineCore:
+def make_core(
+    folder: Path, guesser: Guesser | None = None, publish: Callable[[KvEvent], None] = lambda _: None, **options: Any
+) -> EngineCore:
     config = EmbeddedConfig(
         model=str(folder),
         **{"dtype": "float32", "threads": 1, "num_blocks": 200, "kv_block_size": BLOCK, **options},
@@ -143,7 +146,7 @@ def make_core(folder: Path, guesser: Guesser | None = None, **options: Any) -> E
         if guesser is not None:
             speculator = Speculator(guesser, most=8, min_speedup=0, context_length=CONTEXT)
             patch.setattr(module, "create_speculator", lambda *_: speculator)
-        return EngineCore(config, lambda _: None)
+        return EngineCore(config, publish)
 
 
 def add(core: EngineCore, name: str, prompt: tuple[int, ...] = PROMPT, **asked: Any) -> None:
@@ -251,8 +254,8 @@ def test_any_draft_gives_the_same(
 ) -> None:
     core = cores[overlap]
     guesser = Guesser(answers, lengths, wrongs)
-    assert core._speculator is not None
-    core._speculator.drafter = guesser
+    assert core.speculator is not None
+    core.speculator.drafter = guesser
     for name in names:
         add(core, name, **REQUESTS[name])
     found = run(core)
@@ -268,8 +271,7 @@ def test_the_prefix_cache_has_no_rejected_tokens(folder: Path, answers: dict[str
     """A second request finds the first one's blocks, and says the same."""
     stored: list[Any] = []
     guesser = Guesser(answers | {"again": answers["long"]}, [8], [3, 0, 5])
-    core = make_core(folder, guesser)
-    core._publish_event = stored.append  # type: ignore[method-assign]
+    core = make_core(folder, guesser, stored.append)
     add(core, "long", **REQUESTS["long"])
     run(core)
     whole = [*PROMPT, *answers["long"]]
