@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from protocol.common import MAX_MESSAGES, Int32, Int64, LongUrl, ModelFields, SamplingFields, Wire
 
@@ -112,6 +112,12 @@ class ResponsesTool(Wire):
     """What the input of a custom tool must be. Example: {"type": "text"}"""
 
 
+def _bare(tool: Any) -> Any:
+    """Reduce a tool that OpenAI runs to its type: it is ignored, and so are its fields."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return {"type": kind} if isinstance(kind, str) and kind not in ("function", "custom") else tool
+
+
 class TextFormat(Wire):
     """What the text must match."""
 
@@ -175,7 +181,7 @@ class ContextFields(ModelFields):
     conversation: Annotated[str, Field(min_length=1, max_length=128)] | ConversationRef | None = None
     """A conversation to continue; an id not used before begins one. Not together with `previous_response_id`.
     Example: "conv_1" """
-    tools: Annotated[list[ResponsesTool], Field(max_length=1 << 12)] | None = None
+    tools: Annotated[list[Annotated[ResponsesTool, BeforeValidator(_bare)]], Field(max_length=1 << 12)] | None = None
     """Tools that the model may call. Example: [{"type": "function", "name": "get_weather"}]"""
     tool_choice: str | dict[str, Any] | None = None
     """`none`, `auto`, `required` (at least one call), the tool to call, or `allowed_tools`. Example: "auto" """

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 COUNT_PATH = "/v1/messages/count_tokens"
 BODIES = (CountTokensRequest,)
-_FIELDS = {"prompt": "messages", "stop": "stop_sequences", "default_max_tokens": "max_tokens"}
+_FIELDS = {"prompt": "messages", "stop": "stop_sequences"}
 _SAME = ("model", "stream", "temperature", "top_p", "top_k")
 _BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE)
 """What Claude Code writes before its system prompt; it differs from request to request."""
@@ -178,8 +178,7 @@ class _Said:
             found["content"] = "\n".join(map(str, self.parts))
         if self.calls:
             found["tool_calls"] = self.calls
-        if self.reasoning:
-            reasoning = "\n".join(self.reasoning)
+        if reasoning := "\n".join(filter(None, self.reasoning)):
             found |= {"reasoning_content": reasoning, "thinking": reasoning}
         return found
 

@@ -5,6 +5,7 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -46,16 +47,26 @@ def impossible(settings: Settings, machine: Machine, folder: Path | None) -> Ite
     if not machine.torch:
         yield Finding("problem", "the embedded engine needs PyTorch, which is not installed", _TORCH)
         return
+    weights, facts = weight_bytes(folder) if folder is not None else 0, None
+    with suppress(EngineFailure):  # the engine says what is wrong with it
+        facts = read_model_facts(folder) if folder is not None else None
+        if folder is None and Path(settings.model).expanduser().is_file():
+            weights, facts = _of_gguf(Path(settings.model).expanduser())
     if on_gpu(settings, machine):
         yield from _gpu_problems(settings, machine)
     else:
-        yield from _cpu_problems(settings, machine, folder)
-    try:
-        facts = read_model_facts(folder) if folder is not None else None
-    except EngineFailure:  # the engine says what is wrong with it
-        return
+        yield from _cpu_problems(settings, machine, weights)
     if facts is not None and (sentence := too_long(settings, facts)):
         yield Finding("problem", sentence, f"MAX_SEQ_LEN={facts.context_length} at most, or 0 for the model's")
+
+
+def _of_gguf(path: Path) -> tuple[int, ModelFacts]:
+    """Return the size that the weights of a GGUF file will have, and its facts, before it is converted. Raises
+    EngineFailure."""
+    from engine.checkpoints.gguf.convert import check  # noqa: PLC0415 - imports numpy
+
+    model = check(path)
+    return 2 * model.file.weights, ModelFacts(model.settings(), folder=path)
 
 
 def too_long(settings: Settings, facts: ModelFacts) -> str:
@@ -97,14 +108,13 @@ def _gpu_problems(settings: Settings, machine: Machine) -> Iterator[Finding]:
             yield Finding("problem", text, "pip install 'trellis[gpu]'")
 
 
-def _cpu_problems(settings: Settings, machine: Machine, folder: Path | None) -> Iterator[Finding]:
+def _cpu_problems(settings: Settings, machine: Machine, weights: int) -> Iterator[Finding]:
     if fp8 := _fp8(settings):
         text = f"{fp8} needs an NVIDIA GPU of compute capability {_FP8_CAPABILITY}, and this runs on the CPU"
         yield Finding("problem", text, "leave it out")
     if settings.attention == "flashinfer":
         text = "ATTENTION=flashinfer needs an NVIDIA GPU, and this runs on the CPU"
         yield Finding("problem", text, "leave it out")
-    weights = weight_bytes(folder) if folder is not None else 0
     if settings.load_format == "dummy":
         weights = 0
     cache = settings.kv_cache_memory_mb * MIB

@@ -27,6 +27,7 @@ LINKED = [
     *(path for folder in ("benchmarks", "deploy", "smolvision") for path in sorted(ROOT.glob(f"{folder}/**/*.md"))),
 ]
 FOREIGN_VARIABLES = {
+    "HF_HUB_OFFLINE",
     "CUDA_VISIBLE_DEVICES",
     "HF_HOME",
     "HF_TOKEN",

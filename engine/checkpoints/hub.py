@@ -85,7 +85,7 @@ def _fetch_weights(model: str, bar: type) -> None:
 def _fetch(url: str, size: int, blob: Path, name: str, bar: type) -> None:
     """Fetch a file, or its rest, into a partial file beside its place. Processes that want the same one take turns."""
     from huggingface_hub.file_download import http_get  # noqa: PLC0415
-    from huggingface_hub.utils import build_hf_headers  # noqa: PLC0415
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # noqa: PLC0415
 
     part = blob.with_name(f"{blob.name}.trellis")
     with part.open("ab") as lock:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from multimodal.answers.responses import Asked
@@ -125,7 +126,7 @@ def tools_of(body: ContextFields) -> tuple[Tools | None, list[dict[str, Any]]]:
     schemas: list[str] = []
     for place, tool in enumerate(body.tools or ()):
         if tool.type not in ("function", "custom"):
-            log.warning("ignoring a tool of type %r: only functions and custom tools are supported", shown(tool.type))
+            _warn(shown(tool.type))
             continue
         param = f"tools.{place}"
         if tool.name is None:
@@ -145,6 +146,11 @@ def tools_of(body: ContextFields) -> tuple[Tools | None, list[dict[str, Any]]]:
     parallel = body.parallel_tool_calls is not False
     tools = chosen_tools(offered, mode, allowed, parallel=parallel, field="tool_choice", param="tools", schemas=schemas)
     return tools, template_tools(functions)
+
+
+@lru_cache(100)
+def _warn(kind: str) -> None:
+    log.warning("ignoring tools of type %r: only functions and custom tools are supported; this is said once", kind)
 
 
 def _function(tool: ResponsesTool) -> FunctionDefinition:

@@ -283,6 +283,19 @@ async def test_background_responses_are_polled_and_followed(tmp_path: Path) -> N
             assert (await refused).status_code == 400
 
 
+async def test_another_process_follows_and_cancels_what_runs_in_the_background(tmp_path: Path) -> None:
+    async with served(tmp_path, fake_token_delay_ms=20) as runs, served(tmp_path) as other:
+        made = await ask(runs, background=True, max_output_tokens=20_000)
+        path = f"{PATH}/{made['id']}"
+        following = asyncio.create_task(other.get(path, params={"stream": True}))
+        async with asyncio.timeout(20 * slowness()):
+            while (await other.get(path)).json()["status"] != "in_progress":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert (await other.post(f"{path}/cancel")).json()["status"] == "cancelled"
+            events = events_of((await following).text)
+        assert events[-1]["response"] == (await runs.get(path)).json()
+
+
 @pytest.mark.parametrize("how", ["cancel", "delete"])
 async def test_background_responses_can_be_ended(how: str, tmp_path: Path) -> None:
     async with served(tmp_path, fake_token_delay_ms=20) as client:
@@ -409,10 +422,11 @@ async def test_errors_name_the_field(tmp_path: Path) -> None:
 
 
 async def test_hosted_tools_are_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with served(tmp_path, "Yes.") as client:
-        response = await ask(client, tools=[{"type": "web_search"}, WEATHER])
-    assert types(response["tools"]) == ["function"]
-    assert "ignoring a tool of type 'web_search'" in caplog.text
+    hosted = {"type": "file_search", "vector_store_ids": ["vs_1"]}
+    async with served(tmp_path, "Yes.", strict_fields=True) as client:
+        for _ in range(2):
+            assert types((await ask(client, tools=[hosted, WEATHER]))["tools"]) == ["function"]
+    assert caplog.text.count("ignoring tools of type 'file_search'") == 1
 
 
 async def test_guides_and_choices_reach_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from server.compose.sizing import GIB, Machine
 from server.preflight import impossible
 from server.process.gpus import Gpu
 from server.settings import Settings
+from tests.support.gguf_files import write_gguf
 
 CPU = Machine((), 0, "2.13.0+cpu", cores=2, memory=8 * GIB, free=6 * GIB)
 H200 = Machine((Gpu("NVIDIA H200", "580.1", 9.0, 140 * GIB),), 0, "2.13.0", cores=16, memory=8 * GIB, free=6 * GIB)
@@ -67,6 +68,18 @@ def test_what_is_possible_is_no_problem(folder: Path, monkeypatch: pytest.Monkey
     assert problems(replace(CPU, torch=""), engine="fake") == []
     assert problems(CPU, folder, engine="trtllm", max_seq_len=10000) == [], "TensorRT-LLM has rules of its own"
     assert problems(CPU, folder, disaggregation_mode="router", max_seq_len=10000) == []
+
+
+def test_a_gguf_file_is_judged_before_it_is_converted(tmp_path: Path) -> None:
+    model = str(write_gguf(tmp_path / "mine.gguf"))
+    assert problems(CPU, model=model) == []
+    assert problems(CPU, model=model, max_seq_len=513) == [
+        "MAX_SEQ_LEN=513 is longer than the model's context of 512 tokens"
+    ]
+    (small,) = problems(replace(CPU, memory=1000), model=model)
+    assert "the weights take 0.0 GiB" in small
+    (tmp_path / "mine.gguf").write_bytes(b"GGUF")  # what is wrong with it is said when it is opened
+    assert problems(CPU, model=model, max_seq_len=513) == []
 
 
 def test_weights_count(folder: Path) -> None:
