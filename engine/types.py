@@ -154,6 +154,9 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt: PromptReport | None = None
     held: Held | None = None
     """Set for a `prefill_only` request that its first token did not end: its KV blocks wait to be read."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    """Tokens that speculation drafted for this delta, and those of them that are in it."""
     performance: Performance | None = None
     """With the last delta, from a backend that measures."""
 
@@ -262,6 +265,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     prefill_only: bool = False
     """Compute the prompt and one token. If that does not end the request, its delta carries `held` and the stream stays
     open, idle: the KV blocks are held until it is closed."""
+    prediction: tuple[int, ...] = ()
+    """What the output may be: speculation proposes its tokens."""
     dp_rank: int | None = None
     """Data-parallel rank whose KV cache has most of the prompt, as a router knows it; None leaves the choice to the
     replica."""

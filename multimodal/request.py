@@ -147,6 +147,8 @@ class Ask:
     skip_save: bool = False
     """Do not keep KV blocks on the host or the disk."""
     priority: int = 0
+    prediction: str | None = None
+    """What the output may be; it only makes the output come sooner."""
 
     # Sampling.
     max_tokens: int | None = None

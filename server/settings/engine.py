@@ -179,6 +179,51 @@ class BatchSettings(Section):
         return value
 
 
+class SpeculationSettings(Section):
+    """Speculative decoding: tokens that are likely to come next are checked in one step. No output depends on it."""
+
+    group = "Speculative decoding"
+
+    speculative: Literal["none", "ngram", "suffix", "draft"] = EMBEDDED.speculative
+    """What proposes tokens: ngram looks for the end of the text in prompt, output and prediction; suffix also in
+    earlier answers; draft is a small model (SPECULATIVE_MODEL). TensorRT-LLM has ngram and draft of its own.
+    """
+    speculative_model: str = EMBEDDED.speculative_model
+    """Draft model: Hugging Face folder or id, with the tokenizer of MODEL."""
+    speculative_tokens: int = Field(EMBEDDED.speculative_tokens, ge=1, le=64)
+    """Maximum number of proposed tokens of a sequence in one step."""
+    speculative_min_match: int = Field(EMBEDDED.speculative_min_match, ge=1, le=16)
+    """Tokens that ngram and suffix have to find again before they propose what followed them."""
+    speculative_answer_tokens: int = Field(EMBEDDED.speculative_answer_tokens, ge=1024, le=1 << 20)
+    """Tokens of earlier answers that suffix keeps, about 0.5 kB each."""
+    speculative_min_speedup: float = Field(EMBEDDED.speculative_min_speedup, ge=0, le=10)
+    """Check proposals if that is expected to make a step so many times as fast, by measured acceptance and times of
+    steps; 0 checks all of them.
+    """
+
+    @field_validator("speculative", mode="after")
+    @classmethod
+    def _can_speculate(cls, value: str, info: ValidationInfo) -> str:
+        engine = info.data.get("engine", "embedded")
+        if value != "none" and engine == "fake":
+            raise ValueError("the fake engine does not speculate")
+        if value == "suffix" and engine == "trtllm":
+            raise ValueError(
+                "TensorRT-LLM has no drafts from earlier answers: take ngram or draft, or its own kinds by"
+                " speculative_config (EXTRA_ENGINE_ARGS)"
+            )
+        return value
+
+    @field_validator("speculative_model", mode="after")
+    @classmethod
+    def _drafts(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("speculative") == "draft" and not value:
+            raise ValueError("SPECULATIVE=draft needs a draft model")
+        if value and info.data.get("speculative") != "draft":
+            raise ValueError("is for SPECULATIVE=draft")
+        return value
+
+
 class TrtllmSettings(Section):
     """Settings of TensorRT-LLM."""
 

@@ -23,6 +23,7 @@ from tests.support.engine_cases import (
     EOS,
     KINDS,
     NEWEST_KINDS,
+    SPECULATING_KINDS,
     TIERED_KINDS,
     VOCABULARY,
     Subject,
@@ -41,7 +42,9 @@ from tests.support.engine_cases import (
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[*KINDS, *NEWEST_KINDS, *TIERED_KINDS])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[*KINDS, *NEWEST_KINDS, *TIERED_KINDS, *SPECULATING_KINDS]
+)
 async def subject(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIterator[Subject]:
     async with engine_of(request.param, config_of(request.param, tiny_model)) as engine:
         await engine.start()
@@ -57,7 +60,7 @@ def engine(subject: Subject) -> Engine:
     return subject.engine
 
 
-@pytest.fixture(params=[*KINDS, *NEWEST_KINDS, *TIERED_KINDS])
+@pytest.fixture(params=[*KINDS, *NEWEST_KINDS, *TIERED_KINDS, *SPECULATING_KINDS])
 def fresh(request: pytest.FixtureRequest, tiny_model: Path) -> AbstractAsyncContextManager[Engine]:
     return engine_of(request.param, config_of(request.param, tiny_model))
 
