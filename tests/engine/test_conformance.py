@@ -137,7 +137,7 @@ async def test_a_reset_forgets_what_is_cached(engine: Engine) -> None:
     await generate(engine, request)
     before = await generate(engine, request)
     assert before[0].prompt is not None and before[0].prompt.cached_tokens == 3 * BLOCK
-    if engine.info.backend == "tensorrt_llm":
+    if engine.info.backend == "trtllm":
         with pytest.raises(InvalidRequest, match="restart"):
             await engine.reset_prefix_cache()
         return
