@@ -2,11 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import orjson
@@ -77,8 +76,8 @@ class Responses:
             raise RequestError("This server stores no responses (RESPONSES_STORE_MB).", None, "unsupported_parameter")
         return self.store
 
-    async def history(self, owner: str, body: ContextFields, local: Mapping[str, Record] | None = None) -> History:
-        """Return what comes before a request; `local` has responses that are not stored. Raises RequestError."""
+    async def history(self, owner: str, body: ContextFields) -> History:
+        """Return what comes before a request. Raises RequestError."""
         previous, conversation = body.previous_response_id, conversation_of(body)
         if previous is not None and conversation is not None:
             raise RequestError("'conversation' and 'previous_response_id' exclude each other.", "conversation")
@@ -87,33 +86,23 @@ class Responses:
             previous = await self.stored().last(owner, conversation)
         if previous is None:
             return History([], own, None)
-        records = await self._chain(owner, previous, local or {})
-        size = sum(record.size for record in records)
-        earlier = await off_loop(
-            size, lambda: [*map(InputItem.model_validate, chain.from_iterable(map(_items, records)))]
-        )
+        records = await self._chain(owner, previous)
+        earlier = await off_loop(_size(records), lambda: [InputItem.model_validate(item) for item in _items(records)])
         return History(earlier, own, previous)
 
     async def get(self, owner: str, response: str) -> Record:
         """Return a stored response; one whose process has died meanwhile has failed. Raises ResponseNotFound."""
-        store = self.stored()
-        record = await store.get(owner, response)
+        record = await self.stored().get(owner, response)
         if record is None:
             raise ResponseNotFound(response)
-        silent = time.time() - record.beat > STALE_SECONDS
-        if record.status not in FINAL and silent and response not in self._runs:
-            error = {"code": "server_error", "message": "The server ended while it generated the response."}
-            failed = orjson.loads(record.response) | {"status": "failed", "error": error}
-            record = replace(record, status="failed", response=orjson.dumps(failed))
-            await store.put(record)
-        return record
+        return await self._current(record)
 
     async def items(self, owner: str, response: str) -> list[dict[str, Any]]:
         """Return the items that a stored response was made of, oldest first. Raises ResponseNotFound."""
         record = await self.get(owner, response)
-        earlier = await self._chain(owner, record.previous, {}) if record.previous is not None else []
-        size = sum(one.size for one in [*earlier, record])
-        return await off_loop(size, lambda: [*chain.from_iterable(map(_items, earlier)), *orjson.loads(record.items)])
+        earlier = await self._chain(owner, record.previous) if record.previous is not None else []
+        size = _size([*earlier, record])
+        return await off_loop(size, lambda: [*_items(earlier), *orjson.loads(record.items)])
 
     async def save(self, record: Record, shape: ResponsesShape) -> bool:
         """Store what has become of a response, and return whether that succeeded."""
@@ -165,8 +154,7 @@ class Responses:
             run = self._runs.get(response)
             changed = run.changed if run is not None else None
             known = await store.get(owner, response)
-            if known is not None:
-                record = await self.get(owner, response)
+            record = await self._current(known or record)
             events = await store.events(response, after)
             for event in events:
                 after += 1
@@ -181,7 +169,8 @@ class Responses:
                 await asyncio.wait_for(waiting, BEAT_SECONDS)
         if not last or orjson.loads(last[0])["type"] not in _LAST:  # its process has died, or it was deleted
             failed = {"type": "response.failed", "sequence_number": after + 1}
-            yield orjson.dumps({**failed, "response": orjson.loads(record.response)})
+            status = record.status if record.status in FINAL else "cancelled"
+            yield orjson.dumps({**failed, "response": orjson.loads(record.response) | {"status": status}})
         elif after == first:
             raise RequestError("'starting_after' is the last event, or none.", "starting_after")
 
@@ -220,23 +209,27 @@ class Responses:
             run.cancelled = True
             run.stop.set()
 
-    async def _chain(self, owner: str, response: str, local: Mapping[str, Record]) -> list[Record]:
+    async def _current(self, record: Record) -> Record:
+        """Return a response; as failed if its process has died."""
+        silent = time.time() - record.beat > STALE_SECONDS
+        if record.status in FINAL or not silent or record.id in self._runs:
+            return record
+        error = {"code": "server_error", "message": "The server ended while it generated the response."}
+        failed = orjson.loads(record.response) | {"status": "failed", "error": error}
+        record = replace(record, status="failed", response=orjson.dumps(failed))
+        await self.stored().put(record)
+        return record
+
+    async def _chain(self, owner: str, response: str) -> list[Record]:
         """Return a response after those that it continues. Raises RequestError."""
-        found: list[Record] = []
-        following: str | None = response
-        while following is not None and (record := local.get(following)) is not None:
-            found.insert(0, record)
-            following = record.previous
-        if following is not None:
-            try:
-                stored = await self.store.chain(owner, following, self.max_bytes) if self.store is not None else None
-            except ContextOverflow as error:
-                raise error.at("previous_response_id") from error
-            if stored is None:
-                said = f"Previous response with id '{shown(response)}' not found."
-                raise RequestError(said, "previous_response_id", "previous_response_not_found")
-            found = stored + found
-        if found[-1].status not in FINAL:
+        try:
+            found = await self.store.chain(owner, response, self.max_bytes) if self.store is not None else None
+        except ContextOverflow as error:
+            raise error.at("previous_response_id") from error
+        if found is None:
+            said = f"Previous response with id '{shown(response)}' not found."
+            raise RequestError(said, "previous_response_id", "previous_response_not_found")
+        if (await self._current(found[-1])).status not in FINAL:
             raise RequestError(f"The response '{shown(response)}' has not ended yet.", "previous_response_id")
         return found
 
@@ -325,13 +318,20 @@ def _now(record: Record, shape: ResponsesShape) -> Record:
     return replace(record, status=response["status"], response=orjson.dumps(response))
 
 
-def _items(record: Record) -> list[dict[str, Any]]:
-    """Return the items that a response adds to a conversation: its own input, and its output."""
-    return [*orjson.loads(record.items), *orjson.loads(record.response)["output"]]
+def _size(records: Sequence[Record]) -> int:
+    return sum(record.size for record in records)
+
+
+def _items(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
+    """Yield the input and output items of responses."""
+    for record in records:
+        yield from orjson.loads(record.items)
+        yield from orjson.loads(record.response)["output"]
 
 
 def _sized(record: Record) -> dict[str, tuple[InputItem, int]]:
-    return {item["id"]: (InputItem.model_validate(item), len(orjson.dumps(item))) for item in _items(record)}
+    """Return the items of a response by their ids, each with its bytes."""
+    return {item["id"]: (InputItem.model_validate(item), len(orjson.dumps(item))) for item in _items([record])}
 
 
 def numbered(items: list[InputItem], unique: str) -> bytes:
