@@ -216,6 +216,9 @@ class ResponsesRequest(ContextFields, SamplingFields):
 
     max_output_tokens: Int64 | None = None
     """Maximum number of tokens to generate, reasoning included. Default: all that fit the context. Example: 64"""
+    thinking_token_budget: Annotated[Int32, Field(ge=-1)] | None = None
+    """Most tokens of reasoning, as in chats: its end is then forced. -1 is no limit. Default: the server's setting.
+    Example: 1024"""
     top_logprobs: Int32 | None = None
     """Number of most likely tokens to return with each token of the text. Example: 0"""
     store: bool | None = None

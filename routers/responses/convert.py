@@ -14,7 +14,12 @@ from routers.fields import sampling_of
 from routers.responses.history import InputEntry, Messages, known_name
 from routers.tools import chosen_tools, template_tools
 
-_FIELDS = {"prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+_FIELDS = {
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "reasoning_budget": "thinking_token_budget",
+}
 
 _TYPES = ("function", "custom", "namespace")
 _MAX_NAME = 128
@@ -37,6 +42,7 @@ def convert(body: ResponsesRequest, history: Sequence[InputItem] = ()) -> Ask:
         tools=ask.tools,
         fields=_FIELDS | {"guide": "text.format"},
         guides=tuple(_guides(body)),
+        reasoning_budget=body.thinking_token_budget,
         **own,
     )
 

@@ -153,6 +153,9 @@ async def test_reasoning_and_what_seals_it(tmp_path: Path) -> None:
         sealed = {"type": "reasoning", "id": reasoning["id"], "summary": []}
         sealed["encrypted_content"] = reasoning["encrypted_content"]
         await ask(client, input=[sealed, text, {"role": "user", "content": "Sure?"}])
+        short = await ask(client, thinking_token_budget=4)
+        assert [item["content"][0]["text"] for item in short["output"]] == ["Hm,", "Yes."]
+        assert short["usage"]["output_tokens_details"]["reasoning_tokens"] == 4
         foreign = await client.post(PATH, json={"input": [sealed | {"encrypted_content": "gAAAA"}]})
         assert foreign.json()["error"]["param"] == "input.0.encrypted_content"
 
