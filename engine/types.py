@@ -154,6 +154,9 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt: PromptReport | None = None
     held: Held | None = None
     """Set for a `prefill_only` request that its first token did not end: its KV blocks wait to be read."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    """Tokens that speculation drafted for this delta, and those of them that are in it."""
     performance: Performance | None = None
     """With the last delta, from a backend that measures."""
 
@@ -186,6 +189,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float = 0.0
     kv_bytes: int = 0
     """Memory of the KV blocks; 0 where the backend cannot say."""
+    host_kv_bytes: int = 0
+    """Memory of the host for KV blocks that the device has no room for."""
+    disk_kv_bytes: int = 0
+    """Disk space for KV blocks that the host has no room for."""
     threads: int = 0
     """Compute threads on a CPU; 0 on other devices."""
     compute_path: str = ""
@@ -193,6 +200,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     instruction_set: str = ""
     """Instruction set of that code: a level of CPU_ISA, or torch's name for its own on a CPU (avx2, avx512 …) and a GPU
     (sm_90)."""
+    quantization: str = ""
+    """How the embedded engine's weights are quantised: fp8 or int8; empty if they are not."""
     guides: tuple[GuideKind, ...] = ()
     """Kinds of guided decoding this engine can do."""
     refused_parameters: tuple[tuple[str, str], ...] = ()
@@ -246,6 +255,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Number of sequences of the group."""
     priority: int = 0
     cache_salt: str = ""
+    skip_save: bool = False
+    """Do not copy the KV blocks of this request to the host or the disk."""
     media: PromptMedia | None = None
     """The prompt's images: encoded, as files for the backend to encode, or encoded elsewhere in the backend's own
     terms."""
@@ -254,6 +265,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     prefill_only: bool = False
     """Compute the prompt and one token. If that does not end the request, its delta carries `held` and the stream stays
     open, idle: the KV blocks are held until it is closed."""
+    prediction: tuple[int, ...] = ()
+    """What the output may be: speculation proposes its tokens."""
     dp_rank: int | None = None
     """Data-parallel rank whose KV cache has most of the prompt, as a router knows it; None leaves the choice to the
     replica."""

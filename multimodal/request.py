@@ -144,7 +144,11 @@ class Ask:
     echo: bool = False
     """Repeat the prompt before the output."""
     cache_salt: str = ""
+    skip_save: bool = False
+    """Do not keep KV blocks on the host or the disk."""
     priority: int = 0
+    prediction: str | None = None
+    """What the output may be; it only makes the output come sooner."""
 
     # Sampling.
     max_tokens: int | None = None

@@ -42,6 +42,15 @@ def model_folder(settings: Settings) -> Path | None:
     return resolve_model(settings.model, settings.cache_dir, weights=_needs_weights(settings))
 
 
+def draft_folder(settings: Settings) -> Path | None:
+    """Return the folder of the draft model, downloaded and converted first if needed; None without one."""
+    if not settings.speculative_model:
+        return None
+    from engine.checkpoints.store import resolve_model  # noqa: PLC0415 - most replicas do without
+
+    return resolve_model(settings.speculative_model, settings.cache_dir, weights=_needs_weights(settings))
+
+
 def model_here(settings: Settings) -> Path | None:
     """Return the folder of the model if it needs neither download nor conversion."""
     from engine.checkpoints.conversions import ModelError  # noqa: PLC0415

@@ -23,6 +23,8 @@ from tests.support.engine_cases import (
     EOS,
     KINDS,
     NEWEST_KINDS,
+    SPECULATING_KINDS,
+    TIERED_KINDS,
     VOCABULARY,
     Subject,
     collect,
@@ -40,7 +42,9 @@ from tests.support.engine_cases import (
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[*KINDS, *NEWEST_KINDS])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[*KINDS, *NEWEST_KINDS, *TIERED_KINDS, *SPECULATING_KINDS]
+)
 async def subject(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIterator[Subject]:
     async with engine_of(request.param, config_of(request.param, tiny_model)) as engine:
         await engine.start()
@@ -56,7 +60,7 @@ def engine(subject: Subject) -> Engine:
     return subject.engine
 
 
-@pytest.fixture(params=[*KINDS, *NEWEST_KINDS])
+@pytest.fixture(params=[*KINDS, *NEWEST_KINDS, *TIERED_KINDS, *SPECULATING_KINDS])
 def fresh(request: pytest.FixtureRequest, tiny_model: Path) -> AbstractAsyncContextManager[Engine]:
     return engine_of(request.param, config_of(request.param, tiny_model))
 
@@ -126,6 +130,21 @@ async def test_min_tokens_come_before_any_end(engine: Engine) -> None:
     tokens = tokens_of(deltas)
     assert EOS not in tokens[:5] and tokens[5:] == [EOS]
     assert deltas[-1].finish_reason == "stop"
+
+
+async def test_a_reset_forgets_what_is_cached(engine: Engine) -> None:
+    request = request_for(prompt_of(4 * BLOCK))
+    await generate(engine, request)
+    before = await generate(engine, request)
+    assert before[0].prompt is not None and before[0].prompt.cached_tokens == 3 * BLOCK
+    if engine.info.backend == "tensorrt_llm":
+        with pytest.raises(InvalidRequest, match="restart"):
+            await engine.reset_prefix_cache()
+        return
+    await engine.reset_prefix_cache()
+    after = await generate(engine, request)
+    assert after[0].prompt is not None and after[0].prompt.cached_tokens == 0
+    assert tokens_of(after) == tokens_of(before)
 
 
 async def test_closing_frees_what_fifty_requests_hold(engine: Engine) -> None:
