@@ -71,6 +71,21 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     enable_cuda_graphs: bool = True
     cpu_isa: CpuIsa = "auto"
     """Instruction set of the compiled path on a CPU."""
+    kv_host_cache_mb: int = 0
+    kv_disk_cache_mb: int = 0
+    kv_disk_cache_dir: str = ""
+    kv_offload_min_requests: int = 1
+    speculative: Literal["none", "ngram", "suffix", "draft"] = "none"
+    speculative_model: str = ""
+    """Folder of the draft model."""
+    speculative_tokens: int = 16
+    """Most drafted tokens of a sequence in a step."""
+    speculative_min_match: int = 2
+    """Tokens that must be found again before what followed them is drafted."""
+    speculative_answer_tokens: int = 32768
+    """Tokens of answers that `suffix` keeps."""
+    speculative_min_speedup: float = 1.05
+    """Drafts are computed if they are expected to make a step so many times as fast; 0 computes all of them."""
     guide_timeout_seconds: float = 15.0
     guide_workers: int = 2
     """Processes that compile grammars, for each library."""

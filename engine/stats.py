@@ -32,6 +32,17 @@ class InflightBatchingStats(Struct, frozen=True, kw_only=True, rename="camel"):
     avg_num_decoded_tokens_per_iter: float = 0.0
 
 
+class SpecDecodingStats(Struct, frozen=True, kw_only=True, rename="camel"):
+    """What speculation has done since the start of the engine."""
+
+    num_drafts: int = 0
+    """Drafts that were computed: several tokens of a sequence in one step."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    """Accepted tokens by their place in the draft."""
+
+
 class RankStats(Struct, frozen=True, kw_only=True):
     """One of several data-parallel ranks, after one step."""
 
@@ -39,6 +50,28 @@ class RankStats(Struct, frozen=True, kw_only=True):
     num_active_requests: int
     num_queued_requests: int
     kv_cache_stats: KvCacheStats
+
+
+class TierStats(Struct, frozen=True):
+    """A KV tier below the device. Counters count from the engine's start."""
+
+    tier: str
+    """`host` or `disk`."""
+    capacity_bytes: int
+    """0 if the tier failed and was given up."""
+    used_bytes: int
+    num_blocks: int
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    hit_blocks: int = 0
+    """Blocks that were loaded instead of computed."""
+    load_seconds: float = 0.0
+    """Sum over them; threads that load at the same time count each."""
+    avoided_blocks: int = 0
+    """Blocks that were computed because that is faster than loading them."""
+    evicted_blocks: int = 0
+    failures: int = 0
+    """Blocks that could not be written or read, or that were damaged."""
 
 
 class IterationStats(Struct, frozen=True, kw_only=True, rename="camel"):
@@ -67,6 +100,8 @@ class IterationStats(Struct, frozen=True, kw_only=True, rename="camel"):
     """Prompts whose KV blocks are kept for another replica to read."""
     num_held_blocks: int = 0
     """Their blocks, also counted as used; one that two of them share counts twice."""
+    spec_decoding_stats: SpecDecodingStats | None = None
+    """None without speculation. The embedded engine's counts are over its life."""
     num_fetching_requests: int = 0
     """Sequences whose KV blocks are being read from another replica; they are active requests too."""
     kv_transfer_success_total: int = 0
@@ -76,3 +111,5 @@ class IterationStats(Struct, frozen=True, kw_only=True, rename="camel"):
     """Read by the transfers that succeeded."""
     kv_transfer_latency_seconds: float = 0.0
     """Sum over the transfers that succeeded, each from its first read to its last byte."""
+    tiers: tuple[TierStats, ...] = ()
+    """KV tiers below the device, if there are any."""

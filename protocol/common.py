@@ -5,7 +5,7 @@ The docstring below a field is its description at /openapi.json, and the JSON af
 Ranges and defaults are added from where they are applied: `multimodal/request.py`.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 
@@ -91,6 +91,13 @@ class ResponseFormat(Wire):
     """Texts with which tags of `structures` begin. Example: ["<f"]"""
 
 
+class KvTransferParams(Wire):
+    """How the KV blocks of a request are kept, as LMCache spells it for vLLM."""
+
+    skip_save: bool | None = Field(None, alias="lmcache.skip_save")
+    """Do not copy the request's KV blocks to the host or the disk. Example: true"""
+
+
 class StructuredOutputs(Wire):
     """What the output must match, as vLLM spells it; one field at most."""
 
@@ -107,6 +114,24 @@ class StructuredOutputs(Wire):
     structural_tag: dict[str, Any] | str | None = None
     """A structural tag of xgrammar, as an object or as text.
     Example: {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"type": "object"}}}"""
+
+
+class PredictionPart(Wire):
+    """A part of a prediction."""
+
+    type: Literal["text"]
+    """Always `text`. Example: "text" """
+    text: str
+    """The text. Example: "Hello" """
+
+
+class Prediction(Wire):
+    """What the answer may be."""
+
+    type: Literal["content"]
+    """Always `content`. Example: "content" """
+    content: str | Annotated[list[PredictionPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    """The text, or the parts of it. Example: "Hello" """
 
 
 class ModelFields(Wire):
@@ -162,6 +187,8 @@ class SamplingFields(ModelFields):
     """Requests with lower numbers are served first: 1 waits as if it had come 10 seconds later. Example: 0"""
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     """Only requests with the same salt share cached prompts. Example: "tenant-1" """
+    kv_transfer_params: KvTransferParams | None = None
+    """How the KV blocks of the request are kept. Example: {"lmcache.skip_save": true}"""
 
 
 class GenerationFields(SamplingFields):
@@ -204,6 +231,10 @@ class GenerationFields(SamplingFields):
     """The same as `guided_grammar`. Example: "root ::= \\"yes\\" | \\"no\\"" """
     choice: Strings | None = None
     """The same as `guided_choice`. Example: ["yes", "no"]"""
+    prediction: Prediction | None = None
+    """Text that much of the answer may repeat. With speculation (SPECULATIVE=ngram or suffix) its tokens are proposed
+    to the model, so that they come sooner; the answer does not depend on it.
+    Example: {"type": "content", "content": "def add(a, b):\\n    return a + b"}"""
     request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")] | None = None
     """Becomes part of the answer's `id`, instead of the header x-request-id. Example: "request-1" """
 
@@ -226,8 +257,6 @@ class GenerationFields(SamplingFields):
     """Accepted and ignored. Example: {}"""
     verbosity: Any = None
     """Accepted and ignored. Example: "low" """
-    prediction: Any = None
-    """Accepted and ignored. Example: {"type": "content", "content": "text"}"""
     parallel_tool_calls: Any = None
     """Accepted and ignored. Example: true"""
     spaces_between_special_tokens: Any = None
@@ -252,8 +281,6 @@ class GenerationFields(SamplingFields):
     """Not supported."""
     disaggregated_params: Any = None
     """Not supported: a server's role decides."""
-    kv_transfer_params: Any = None
-    """Not supported: a server's role decides."""
 
 
 class PromptTokensDetails(BaseModel):
@@ -270,6 +297,10 @@ class CompletionTokensDetails(BaseModel):
 
     reasoning_tokens: int
     """Tokens of reasoning before the answer."""
+    accepted_prediction_tokens: int | None = None
+    """With a `prediction`: tokens that speculation proposed and the model generated, too."""
+    rejected_prediction_tokens: int | None = None
+    """With a `prediction`: tokens that speculation proposed in vain. They are not in `completion_tokens`."""
 
 
 class Usage(BaseModel):

@@ -36,7 +36,11 @@ class Runtime(BaseModel):
     kv_block_size: int | None = None
     """Tokens in a KV block."""
     total_kv_blocks: int | None = None
-    """Number of KV blocks, for each data-parallel rank, as are the two that follow."""
+    """Number of KV blocks, for each data-parallel rank, as are most sequences and tokens of a step."""
+    kv_host_cache_bytes: int | None = None
+    """Memory of the host for KV blocks that the device has no room for."""
+    kv_disk_cache_bytes: int | None = None
+    """Disk space for KV blocks that the host has no room for."""
     max_num_seqs: int | None = None
     """Most sequences in one step."""
     max_num_batched_tokens: int | None = None

@@ -9,7 +9,7 @@ from typing import Any, cast
 from engine.types import GuideKind
 from multimodal.errors import ModelNotFound, RequestError, shown
 from multimodal.request import Ask, AskedGuide, Conversation
-from protocol.common import GenerationFields, ModelFields, ResponseFormat, SamplingFields, Wire
+from protocol.common import GenerationFields, ModelFields, Prediction, ResponseFormat, SamplingFields, Wire
 from protocol.messages import PromptFields
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,6 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "logits_processors": ([],),
     "lora_request": (),
     "disaggregated_params": (),
-    "kv_transfer_params": (),
     "modalities": (["text"], []),
     "audio": (),
     "web_search_options": (),
@@ -53,7 +52,10 @@ GUIDES: dict[str, GuideKind] = {
 }
 """The same for other fields."""
 _SAME = tuple(
-    sorted({entry.name for entry in dataclasses.fields(Ask)} & GenerationFields.model_fields.keys() - {"stop"})
+    sorted(
+        {entry.name for entry in dataclasses.fields(Ask)}
+        & GenerationFields.model_fields.keys() - {"stop", "prediction"}
+    )
 )
 """Fields that are the same here and there; null means the default of `Ask`."""
 _MAX_UNKNOWN = 100
@@ -97,6 +99,9 @@ class FieldCheck:
                 harmless = (body.n or 1,)
             if value is not None and value not in harmless:
                 raise _unsupported(name)
+        asked = body.kv_transfer_params if isinstance(body, SamplingFields) else None
+        if asked is not None and asked.model_extra:
+            raise _unsupported("kv_transfer_params")
         for name in _unknown_fields(body):
             self._note_unknown(shown(name))
         if isinstance(body, GenerationFields) and body.stream_options is not None and not body.stream:
@@ -122,6 +127,7 @@ def to_ask(
         guides=guides,
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+        prediction=_prediction(body.prediction),
         **sampling_of(body) | own,
     )
 
@@ -130,7 +136,16 @@ def sampling_of(body: SamplingFields) -> dict[str, Any]:
     """Return the fields of a body that are the same for all APIs, as `Ask` has them."""
     names = (name for name in _SAME if name in type(body).model_fields)
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
-    return given | {"stop": (body.stop,) if isinstance(body.stop, str) else body.stop or ()}
+    stop = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
+    kept = body.kv_transfer_params
+    return given | {"stop": stop, "skip_save": bool(kept and kept.skip_save)}
+
+
+def _prediction(prediction: Prediction | None) -> str | None:
+    if prediction is None:
+        return None
+    content = prediction.content
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _unsupported(name: str) -> RequestError:

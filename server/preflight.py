@@ -3,8 +3,11 @@
 `serve` refuses them before anything is loaded, `doctor` lists them.
 """
 
+import os
 import re
+import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -46,16 +49,27 @@ def impossible(settings: Settings, machine: Machine, folder: Path | None) -> Ite
     if not machine.torch:
         yield Finding("problem", "the embedded engine needs PyTorch, which is not installed", _TORCH)
         return
+    weights, facts = weight_bytes(folder) if folder is not None else 0, None
+    with suppress(EngineFailure):  # the engine says what is wrong with it
+        facts = read_model_facts(folder) if folder is not None else None
+        if folder is None and Path(settings.model).expanduser().is_file():
+            weights, facts = _of_gguf(Path(settings.model).expanduser())
     if on_gpu(settings, machine):
         yield from _gpu_problems(settings, machine)
     else:
-        yield from _cpu_problems(settings, machine, folder)
-    try:
-        facts = read_model_facts(folder) if folder is not None else None
-    except EngineFailure:  # the engine says what is wrong with it
-        return
+        yield from _cpu_problems(settings, machine, weights)
+    yield from _tier_problems(settings, machine)
     if facts is not None and (sentence := too_long(settings, facts)):
         yield Finding("problem", sentence, f"MAX_SEQ_LEN={facts.context_length} at most, or 0 for the model's")
+
+
+def _of_gguf(path: Path) -> tuple[int, ModelFacts]:
+    """Return the size that the weights of a GGUF file will have, and its facts, before it is converted. Raises
+    EngineFailure."""
+    from engine.checkpoints.gguf.convert import check  # noqa: PLC0415 - imports numpy
+
+    model = check(path)
+    return 2 * model.file.weights, ModelFacts(model.settings(), folder=path)
 
 
 def too_long(settings: Settings, facts: ModelFacts) -> str:
@@ -100,7 +114,7 @@ def _gpu_problems(settings: Settings, machine: Machine) -> Iterator[Finding]:
             yield Finding("problem", text, "pip install 'trellis[gpu]'")
 
 
-def _cpu_problems(settings: Settings, machine: Machine, folder: Path | None) -> Iterator[Finding]:
+def _cpu_problems(settings: Settings, machine: Machine, weights: int) -> Iterator[Finding]:
     if fp8 := _fp8(settings):
         text = f"{fp8} needs an NVIDIA GPU of compute capability {_FP8_CAPABILITY}, and this runs on the CPU"
         yield Finding("problem", text, "leave it out")
@@ -110,7 +124,6 @@ def _cpu_problems(settings: Settings, machine: Machine, folder: Path | None) -> 
     if settings.attention == "flashinfer":
         text = "ATTENTION=flashinfer needs an NVIDIA GPU, and this runs on the CPU"
         yield Finding("problem", text, "leave it out")
-    weights = weight_bytes(folder) if folder is not None else 0
     if settings.load_format == "dummy":
         weights = 0
     cache = settings.kv_cache_memory_mb * MIB
@@ -136,6 +149,43 @@ def _not_compiled(settings: Settings) -> str:
         "LOAD_FORMAT": settings.load_format == "dummy",
     }
     return " and ".join(f"{name}={getattr(settings, name.lower())}" for name, asked in rules_out.items() if asked)
+
+
+def _tier_problems(settings: Settings, machine: Machine) -> Iterator[Finding]:
+    host, disk = settings.kv_host_cache_mb * MIB, settings.kv_disk_cache_mb * MIB
+    cache = 0 if on_gpu(settings, machine) else settings.kv_cache_memory_mb * MIB
+    if host and host + cache > machine.memory:
+        asked = f"KV_HOST_CACHE_MB={settings.kv_host_cache_mb}"
+        if cache:
+            asked += f" and KV_CACHE_MEMORY_MB={settings.kv_cache_memory_mb}"
+        text = f"{asked} are more than this machine has: {machine.memory / GIB:.1f} GiB of memory"
+        yield Finding("problem", text, f"KV_HOST_CACHE_MB={max(0, machine.free - cache) // MIB} at most")
+    if not disk:
+        return
+    folder = settings.kv_disk_cache_dir
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        free, whole, taken = _disk(folder)
+    except OSError as error:
+        text = f"KV_DISK_CACHE_DIR={folder} cannot be used: {error.strerror}"
+        yield Finding("problem", text, "name a folder that this user can write to")
+        return
+    if not os.access(folder, os.W_OK | os.X_OK):
+        text = f"KV_DISK_CACHE_DIR={folder} cannot be written to"
+        yield Finding("problem", text, "name a folder that this user can write to")
+    elif disk > whole:
+        text = f"KV_DISK_CACHE_MB={settings.kv_disk_cache_mb} is more than the disk of {folder}: {whole / GIB:.1f} GiB"
+        yield Finding("problem", text, f"KV_DISK_CACHE_MB={(free + taken) // MIB} at most")
+    elif disk > free + taken:
+        text = f"KV_DISK_CACHE_MB={settings.kv_disk_cache_mb} is more than is free in {folder}: {free / GIB:.1f} GiB"
+        yield Finding("warning", text, f"KV_DISK_CACHE_MB={(free + taken) // MIB} at most, or make room")
+
+
+def _disk(folder: Path) -> tuple[int, int, int]:
+    """Return the bytes that are free on a folder's disk and those that it has, and the bytes of its files."""
+    usage = shutil.disk_usage(folder)
+    taken = sum(path.stat().st_size for path in folder.glob("*/*-*"))
+    return usage.free, usage.total, taken
 
 
 def _fp8(settings: Settings) -> str:

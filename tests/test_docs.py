@@ -27,6 +27,7 @@ LINKED = [
     *(path for folder in ("benchmarks", "deploy", "smolvision") for path in sorted(ROOT.glob(f"{folder}/**/*.md"))),
 ]
 FOREIGN_VARIABLES = {
+    "HF_HUB_OFFLINE",
     "CUDA_VISIBLE_DEVICES",
     "HF_HOME",
     "HF_TOKEN",
@@ -40,7 +41,7 @@ FOREIGN_VARIABLES = {
     "UCX_CUDA_IPC_CACHE",
     "UCX_TLS",
 }
-NO_VARIABLES = {"NIXL_ERR_REMOTE_DISCONNECT"}
+NO_VARIABLES = {"CPU_PINNED", "NIXL_ERR_REMOTE_DISCONNECT"}
 REFUSED_FIELDS: dict[str, tuple[str, Any]] = {
     "best_of": ("completions", 2),
     "use_beam_search": ("chat", True),

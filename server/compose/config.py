@@ -11,7 +11,7 @@ from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, TrtllmConfig
 from engine.errors import EngineFailure
 from engine.kit.processors import HelloWorld, ProcessorConfig
 from multimodal.text.tokenizer import Tokenizer, byte_tokenizer
-from server.compose.model import served_name
+from server.compose.model import draft_folder, served_name
 from server.compose.sizing import sizes, this_machine
 from server.preflight import too_long
 from server.roles import role_of
@@ -53,7 +53,11 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
         )
     if folder is not None and (sentence := too_long(settings, read_model_facts(folder))):
         raise EngineFailure(sentence)
-    return msgspec.structs.replace(embedded_config(settings, folder), processors=_processors(settings, folder))
+    return msgspec.structs.replace(
+        embedded_config(settings, folder),
+        processors=_processors(settings, folder),
+        speculative_model=str(draft_folder(settings) or ""),
+    )
 
 
 def _script(settings: Settings, folder: Path | None) -> tuple[tuple[int, ...], ...]:
@@ -72,6 +76,7 @@ def embedded_config(settings: Settings, folder: Path | None) -> EmbeddedConfig:
     """Return the configuration of the embedded engine, without processors. Its fields have the settings' names."""
     names = set(EmbeddedConfig.__struct_fields__) & set(Settings.model_fields) - {"model"}
     values = {name: getattr(settings, name) for name in names} | {"cache_dir": str(settings.cache_dir)}
+    values["kv_disk_cache_dir"] = str(settings.kv_disk_cache_dir)
     values |= {name: choice.value for name, choice in sizes(settings, folder, this_machine()).items()}
     if not role_of(settings).moves_kv_blocks:
         values["kv_transfer"] = ""

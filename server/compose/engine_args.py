@@ -43,6 +43,14 @@ _OF_KV_CACHE = {
     "kv_block_size": "tokens_per_block",
     "enable_block_reuse": "enable_block_reuse",
 }
+_OFFLOAD_PRIORITY = "secondary_offload_min_priority"
+_HOST_CACHE = "kv_cache_config.host_cache_size"
+"""In bytes; KV_HOST_CACHE_MB is in MiB."""
+
+
+_DRAFT_TOKENS = 4
+"""Drafted tokens with TensorRT-LLM unless SPECULATIVE_TOKENS is set: it computes as many for every sequence, right or
+wrong."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,8 @@ def effective(settings: Settings, folder: Path | None = None) -> Effective:
     if processors or settings.enable_test_logits_processor:
         setting = "TRTLLM_SAMPLING=processors" if processors else "ENABLE_TEST_LOGITS_PROCESSOR"
         faults += [f"{fault} ({setting})" for fault in processor_problems(found.arguments)]
+    if settings.thinking_token_budget >= 0 and not (processors or encoder):
+        faults += ["THINKING_TOKEN_BUDGET needs TRTLLM_SAMPLING=processors"]
     if faults:
         raise EngineArgsError([f"{_origin(found, fault)}: {fault}" for fault in faults])
     return taken(found, backend, encoder=encoder)
@@ -109,9 +119,16 @@ def from_files(found: Effective) -> dict[str, tuple[Any, str]]:
     """Return the settings that EXTRA_ENGINE_ARGS or OVERRIDE_ENGINE_ARGS override: the value and the layer."""
     paths = {name: name for name in _SAME_NAME} | _OTHER_NAME
     paths |= {ours: f"kv_cache_config.{theirs}" for ours, theirs in _OF_KV_CACHE.items()}
+    paths |= {"kv_host_cache_mb": _HOST_CACHE, "secondary_offload_min_priority": f"kv_cache_config.{_OFFLOAD_PRIORITY}"}
     files = ("EXTRA_ENGINE_ARGS", "OVERRIDE_ENGINE_ARGS")
+
+    def value(path: str) -> Any:
+        """Return an argument in the setting's unit."""
+        found_value = found.value(path)
+        return found_value >> 20 if path == _HOST_CACHE and found_value else found_value
+
     return {
-        name: (found.value(path), f"engine file ({layer})" if layer == files[0] else layer)
+        name: (value(path), f"engine file ({layer})" if layer == files[0] else layer)
         for name, path in paths.items()
         if (layer := found.origins.get(path)) in files
     }
@@ -132,8 +149,31 @@ def _from_settings(settings: Settings) -> dict[str, Any]:
     if "guided_decoding_backend" in said and settings.guided_decoding_backend != "auto":
         chosen = settings.guided_decoding_backend
         values["guided_decoding_backend"] = None if chosen == "none" else chosen
+    if settings.speculative != "none":
+        values["speculative_config"] = _speculation(settings)
     cache = {theirs: getattr(settings, ours) for ours, theirs in _OF_KV_CACHE.items() if ours in said}
+    if settings.kv_host_cache_mb:
+        cache["host_cache_size"] = settings.kv_host_cache_mb << 20
+    if settings.secondary_offload_min_priority >= 0:
+        cache[_OFFLOAD_PRIORITY] = settings.secondary_offload_min_priority
     return values | ({"kv_cache_config": cache} if cache else {})
+
+
+def _speculation(settings: Settings) -> dict[str, Any]:
+    """Return the settings of speculation as TensorRT-LLM's own. Raises EngineArgsError for those that it does not have:
+    it computes every draft, of a fixed length."""
+    said = settings.model_fields_set
+    if lost := sorted({"speculative_answer_tokens", "speculative_min_speedup"} & said):
+        raise EngineArgsError([f"{name.upper()}: TensorRT-LLM's speculation has no such setting" for name in lost])
+    length = settings.speculative_tokens if "speculative_tokens" in said else _DRAFT_TOKENS
+    if settings.speculative == "ngram":
+        size = settings.speculative_min_match
+        return {"decoding_type": "NGram", "max_draft_len": length, "max_matching_ngram_size": size}
+    return {
+        "decoding_type": versions.version_of(versions.found() or "").draft_target,
+        "max_draft_len": length,
+        "speculative_model": settings.speculative_model,
+    }
 
 
 def _from_file(settings: Settings) -> Mapping[str, Any]:

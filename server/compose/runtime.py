@@ -66,6 +66,8 @@ def _facts(info: EngineInfo) -> dict[str, object]:
         "context_length": info.context_length,
         "kv_block_size": info.block_size,
         "total_kv_blocks": info.num_blocks,
+        "kv_host_cache_bytes": info.host_kv_bytes,
+        "kv_disk_cache_bytes": info.disk_kv_bytes,
         "max_num_seqs": info.max_num_seqs,
         "max_num_batched_tokens": info.max_num_tokens,
         "tensor_parallel_size": info.tensor_parallel_size,

@@ -8,6 +8,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field
 
 from engine.config import CpuIsa, TrtllmConfig
 from multimodal.answers.parsers.choose import family
+from multimodal.answers.parsers.response_templates import RESPONSE_TEMPLATE
 from server.settings.types import EMBEDDED, ExpandedPath, PathOrNone, Section
 
 RoleName = Literal["aggregated", "prefill", "decode", "encode", "router"]
@@ -36,12 +37,14 @@ class ModelSettings(Section):
     """Jinja file used instead of the model's chat template."""
     tool_call_parser: str = "auto"
     """How the model writes tool calls: hermes, llama3_json, mistral or another name in docs/agents.md; auto decides by
-    chat template and model type, none has no tools.
+    chat template and model type, response_template takes the model's own, none has no tools.
     """
     reasoning_parser: str = "auto"
     """How the model writes its reasoning: deepseek_r1, qwen3 or another name in docs/agents.md; auto decides by chat
-    template and model type, none takes reasoning for text.
+    template and model type, response_template takes the model's own, none takes reasoning for text.
     """
+    thinking_token_budget: int = Field(-1, ge=-1)
+    """Most tokens of reasoning in a choice, where the request sets no limit: its end is then forced. -1 is no limit."""
     stream_tool_arguments: bool = True
     """Stream the arguments of tool calls as they come; false sends whole calls, and one that never completes as text.
     """
@@ -51,7 +54,7 @@ class ModelSettings(Section):
     @field_validator("tool_call_parser", "reasoning_parser", mode="after")
     @classmethod
     def _known_parser(cls, value: str, info: ValidationInfo) -> str:
-        if value not in ("auto", "none"):
+        if value not in ("auto", "none", RESPONSE_TEMPLATE):
             family(**{"tools" if info.field_name == "tool_call_parser" else "reasoning": value})
         return value
 
@@ -148,6 +151,77 @@ class BatchSettings(Section):
     """Reuse the KV blocks of equal prefixes."""
     enable_chunked_prefill: bool = EMBEDDED.enable_chunked_prefill
     """Split long prompts over several steps."""
+    kv_host_cache_mb: int = Field(EMBEDDED.kv_host_cache_mb, ge=0)
+    """Host memory for KV blocks that the device has no room for, in MiB; 0 is off. TensorRT-LLM's host_cache_size."""
+    kv_disk_cache_mb: int = Field(EMBEDDED.kv_disk_cache_mb, ge=0)
+    """Disk space for KV blocks that the host has no room for, in MiB, for all models in KV_DISK_CACHE_DIR; 0 is off.
+    Needs KV_HOST_CACHE_MB, and the embedded engine.
+    """
+    kv_disk_cache_dir: ExpandedPath = Path("~/.cache/trellis/kv")
+    """Folder for KV blocks on disk, which replicas of a host may share. They stay after the server has ended."""
+    kv_offload_min_requests: int = Field(EMBEDDED.kv_offload_min_requests, ge=1)
+    """Number of requests that have to ask for a KV block before the host, and the disk, keep it."""
+
+    @field_validator("kv_disk_cache_mb", mode="after")
+    @classmethod
+    def _below_the_host(cls, value: int, info: ValidationInfo) -> int:
+        if value and not info.data.get("kv_host_cache_mb"):
+            raise ValueError("blocks reach the disk by way of the host: set KV_HOST_CACHE_MB too")
+        if value and (engine := info.data.get("engine", "embedded")) != "embedded":
+            raise ValueError(f"the disk tier is the embedded engine's, not {engine}'s")
+        return value
+
+    @field_validator("kv_host_cache_mb", mode="after")
+    @classmethod
+    def _needs_reuse(cls, value: int, info: ValidationInfo) -> int:
+        if value and not info.data.get("enable_block_reuse", True):
+            raise ValueError("blocks are kept for reuse: leave it 0, or ENABLE_BLOCK_REUSE on")
+        return value
+
+
+class SpeculationSettings(Section):
+    """Speculative decoding: tokens that are likely to come next are checked in one step. No output depends on it."""
+
+    group = "Speculative decoding"
+
+    speculative: Literal["none", "ngram", "suffix", "draft"] = EMBEDDED.speculative
+    """What proposes tokens: ngram looks for the end of the text in prompt, output and prediction; suffix also in
+    earlier answers; draft is a small model (SPECULATIVE_MODEL). TensorRT-LLM has ngram and draft of its own.
+    """
+    speculative_model: str = EMBEDDED.speculative_model
+    """Draft model: Hugging Face folder or id, with the tokenizer of MODEL."""
+    speculative_tokens: int = Field(EMBEDDED.speculative_tokens, ge=1, le=64)
+    """Maximum number of proposed tokens of a sequence in one step."""
+    speculative_min_match: int = Field(EMBEDDED.speculative_min_match, ge=1, le=16)
+    """Tokens that ngram and suffix have to find again before they propose what followed them."""
+    speculative_answer_tokens: int = Field(EMBEDDED.speculative_answer_tokens, ge=1024, le=1 << 20)
+    """Tokens of earlier answers that suffix keeps, about 0.5 kB each."""
+    speculative_min_speedup: float = Field(EMBEDDED.speculative_min_speedup, ge=0, le=10)
+    """Check proposals if that is expected to make a step so many times as fast, by measured acceptance and times of
+    steps; 0 checks all of them.
+    """
+
+    @field_validator("speculative", mode="after")
+    @classmethod
+    def _can_speculate(cls, value: str, info: ValidationInfo) -> str:
+        engine = info.data.get("engine", "embedded")
+        if value != "none" and engine == "fake":
+            raise ValueError("the fake engine does not speculate")
+        if value == "suffix" and engine == "trtllm":
+            raise ValueError(
+                "TensorRT-LLM has no drafts from earlier answers: take ngram or draft, or its own kinds by"
+                " speculative_config (EXTRA_ENGINE_ARGS)"
+            )
+        return value
+
+    @field_validator("speculative_model", mode="after")
+    @classmethod
+    def _drafts(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("speculative") == "draft" and not value:
+            raise ValueError("SPECULATIVE=draft needs a draft model")
+        if value and info.data.get("speculative") != "draft":
+            raise ValueError("is for SPECULATIVE=draft")
+        return value
 
 
 class TrtllmSettings(Section):
@@ -174,6 +248,10 @@ class TrtllmSettings(Section):
     trtllm_sampling: Literal["native", "processors"] = TrtllmConfig(model="").sampling
     """Sampling parameters that TensorRT-LLM's sampler ignores (penalties, seed, min_p ...): native refuses them,
     processors computes them in logits processors, which need the overlap scheduler off and so cost throughput.
+    """
+    secondary_offload_min_priority: int = Field(-1, ge=-1, le=100)
+    """Least priority of KV blocks that are copied to the host (KV_HOST_CACHE_MB) before they are evicted; -1 takes
+    TensorRT-LLM's default. Requests of this server have its default priority, 35.
     """
     trust_remote_code: bool = False
     """Run code that comes with the model."""

@@ -272,8 +272,6 @@ def test_unknown_fields_are_found_at_any_depth(caplog: pytest.LogCaptureFixture)
     ("message", "param"),
     [
         ({"role": "assistant", "content": None, "audio": {"id": "a"}}, "messages"),
-        ({"role": "assistant", "function_call": {"arguments": "{}"}}, "messages.1.function_call"),
-        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages.1.tool_calls.0"),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
             "messages.1.tool_calls.0",
@@ -288,6 +286,12 @@ async def test_messages_that_cannot_be_shown_are_refused(setup: Setup, message: 
     with pytest.raises(RequestError) as caught:
         await setup.prepare({**CHAT, "messages": [*CHAT["messages"], message]})
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("calls", [{"function_call": {"arguments": "{}"}}, {"tool_calls": [{"id": "1"}]}])
+def test_calls_without_a_name_or_a_function_are_refused(calls: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="Field required"):
+        ask_of({**CHAT, "messages": [*CHAT["messages"], {"role": "assistant", **calls}]})
 
 
 def test_half_a_surrogate_pair_in_a_tool_call_is_refused() -> None:

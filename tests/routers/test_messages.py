@@ -117,6 +117,8 @@ async def test_text_and_calls_whole_and_streamed(tmp_path: Path) -> None:
     async with scripted(tmp_path, said, said) as client:
         whole = await ask(client, tools=[WEATHER, TIME])
         events = await stream(client, tools=[WEATHER, TIME])
+        page = (await client.get("/metrics")).text
+    assert 'http_requests_total{handler="/v1/messages",method="POST",status="2xx"} 2.0' in page
     assert [block.get("text") or (block["name"], block["input"]) for block in whole["content"]] == [
         "Let me look.",
         ("get_weather", {"city": "Paris"}),
@@ -136,7 +138,7 @@ async def test_reasoning_has_a_signature_and_can_be_left_out(tmp_path: Path) -> 
     template = tmp_path / "template.jinja"
     template.write_text(THINKING)
     thought = "It is noon.\n</think>\n\nSunny."
-    answers = (thought, thought, "Sunny.", thought)
+    answers = (thought, thought, thought, "Sunny.", thought)
     async with scripted(tmp_path, *answers, chat_template=template, reasoning_parser="qwen3") as client:
         whole = await ask(client, thinking={"type": "enabled", "budget_tokens": 1024})
         events = await stream(client)
@@ -147,6 +149,10 @@ async def test_reasoning_has_a_signature_and_can_be_left_out(tmp_path: Path) -> 
         assert whole["usage"]["output_tokens_details"]["thinking_tokens"] > 5
         kinds = [event["delta"]["type"] for event in events if event["type"] == "content_block_delta"]
         assert kinds.index("signature_delta") == kinds.index("text_delta") - 1
+        short = await ask(client, thinking={"type": "enabled", "budget_tokens": 5})
+        assert short["content"][0]["thinking"] == "It is", "the fifth token is a space"
+        assert short["usage"]["output_tokens_details"]["thinking_tokens"] <= 6
+        assert short["content"][1]["text"] == "Sunny."
         for thinking in ({"type": "disabled"}, {"type": "adaptive", "display": "omitted"}):
             assert [block["type"] for block in (await ask(client, thinking=thinking))["content"]] == ["text"]
 

@@ -121,6 +121,28 @@ async def test_text_and_calls_whole_and_streamed(tmp_path: Path) -> None:
     assert len(pieces) > 10, "the arguments come as they are written"
 
 
+async def test_tools_of_a_namespace(tmp_path: Path) -> None:
+    space = {"type": "namespace", "name": "paris", "description": "The city", "tools": [WEATHER, SHELL]}
+    calls = CALL.replace("get_weather", "paris__get_weather") + COMMAND.replace("shell", "paris__shell") + CALL
+    async with served(tmp_path, calls, "Yes.") as client:
+        response = check_adds_up(await stream(client, tools=[WEATHER, space]))
+        named = [(item["type"], item.get("namespace"), item["name"]) for item in response["output"]]
+        assert named == [
+            ("function_call", "paris", "get_weather"),
+            ("custom_tool_call", "paris", "shell"),
+            ("function_call", None, "get_weather"),
+        ]
+        assert types(response["tools"]) == ["function", "namespace"]
+        given = {"input": response["output"], "tools": [WEATHER, space]}
+        prompt = (await client.post(f"{PATH}/input_tokens", json=given)).json()["input_tokens"]
+        flat = [item | {"namespace": None} for item in response["output"]]
+        shorter = (await client.post(f"{PATH}/input_tokens", json=given | {"input": flat})).json()["input_tokens"]
+        assert prompt == shorter + 2 * len("paris__")
+        wrong = space | {"tools": [WEATHER, WEATHER]}
+        refused = await client.post(PATH, json={"input": "hi", "tools": [wrong]})
+        assert refused.json()["error"]["param"] == "tools.0.tools.1.name"
+
+
 async def test_reasoning_and_what_seals_it(tmp_path: Path) -> None:
     given = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
     async with served(tmp_path, "<think>\nHm, well.\n</think>\n\nYes.", "Yes.", **given) as client:
@@ -131,6 +153,9 @@ async def test_reasoning_and_what_seals_it(tmp_path: Path) -> None:
         sealed = {"type": "reasoning", "id": reasoning["id"], "summary": []}
         sealed["encrypted_content"] = reasoning["encrypted_content"]
         await ask(client, input=[sealed, text, {"role": "user", "content": "Sure?"}])
+        short = await ask(client, thinking_token_budget=4)
+        assert [item["content"][0]["text"] for item in short["output"]] == ["Hm,", "Yes."]
+        assert short["usage"]["output_tokens_details"]["reasoning_tokens"] == 4
         foreign = await client.post(PATH, json={"input": [sealed | {"encrypted_content": "gAAAA"}]})
         assert foreign.json()["error"]["param"] == "input.0.encrypted_content"
 
@@ -283,6 +308,19 @@ async def test_background_responses_are_polled_and_followed(tmp_path: Path) -> N
             assert (await refused).status_code == 400
 
 
+async def test_another_process_follows_and_cancels_what_runs_in_the_background(tmp_path: Path) -> None:
+    async with served(tmp_path, fake_token_delay_ms=20) as runs, served(tmp_path) as other:
+        made = await ask(runs, background=True, max_output_tokens=20_000)
+        path = f"{PATH}/{made['id']}"
+        following = asyncio.create_task(other.get(path, params={"stream": True}))
+        async with asyncio.timeout(20 * slowness()):
+            while (await other.get(path)).json()["status"] != "in_progress":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert (await other.post(f"{path}/cancel")).json()["status"] == "cancelled"
+            events = events_of((await following).text)
+        assert events[-1]["response"] == (await runs.get(path)).json()
+
+
 @pytest.mark.parametrize("how", ["cancel", "delete"])
 async def test_background_responses_can_be_ended(how: str, tmp_path: Path) -> None:
     async with served(tmp_path, fake_token_delay_ms=20) as client:
@@ -409,10 +447,11 @@ async def test_errors_name_the_field(tmp_path: Path) -> None:
 
 
 async def test_hosted_tools_are_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with served(tmp_path, "Yes.") as client:
-        response = await ask(client, tools=[{"type": "web_search"}, WEATHER])
-    assert types(response["tools"]) == ["function"]
-    assert "ignoring a tool of type 'web_search'" in caplog.text
+    hosted = {"type": "file_search", "vector_store_ids": ["vs_1"]}
+    async with served(tmp_path, "Yes.", strict_fields=True) as client:
+        for _ in range(2):
+            assert types((await ask(client, tools=[hosted, WEATHER]))["tools"]) == ["function"]
+    assert caplog.text.count("ignoring tools of type 'file_search'") == 1
 
 
 async def test_guides_and_choices_reach_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from server.compose.sizing import GIB, Machine
 from server.preflight import impossible
 from server.process.gpus import Gpu
 from server.settings import Settings
+from tests.support.gguf_files import write_gguf
 
 CPU = Machine((), 0, "2.13.0+cpu", cores=2, memory=8 * GIB, free=6 * GIB)
 H200 = Machine((Gpu("NVIDIA H200", "580.1", 9.0, 140 * GIB),), 0, "2.13.0", cores=16, memory=8 * GIB, free=6 * GIB)
@@ -56,6 +57,22 @@ def problems(machine: Machine, folder: Path | None = None, **settings: Any) -> l
         (CPU, {"attention": "flashinfer"}, "ATTENTION=flashinfer needs an NVIDIA GPU"),
         (CPU, {"max_seq_len": 513}, "MAX_SEQ_LEN=513 is longer than the model's context of 512 tokens"),
         (CPU, {"chat_template": "/none.jinja"}, "CHAT_TEMPLATE=/none.jinja is not a file"),
+        (CPU, {"kv_host_cache_mb": 9000}, "KV_HOST_CACHE_MB=9000 are more than this machine has: 8.0 GiB of memory"),
+        (
+            CPU,
+            {"kv_host_cache_mb": 5000, "kv_cache_memory_mb": 5000},
+            "KV_HOST_CACHE_MB=5000 and KV_CACHE_MEMORY_MB=5000 are more than",
+        ),
+        (
+            CPU,
+            {"kv_host_cache_mb": 9, "kv_disk_cache_mb": 9, "kv_disk_cache_dir": "/proc/kv"},
+            "KV_DISK_CACHE_DIR=/proc/kv cannot be used",
+        ),
+        (
+            CPU,
+            {"kv_host_cache_mb": 9, "kv_disk_cache_mb": 1 << 40, "kv_disk_cache_dir": "/tmp"},
+            "KV_DISK_CACHE_MB=1099511627776 is more than the disk of /tmp",
+        ),
         (replace(CPU, torch=""), {}, "the embedded engine needs PyTorch, which is not installed"),
     ],
 )
@@ -75,6 +92,18 @@ def test_what_is_possible_is_no_problem(folder: Path, monkeypatch: pytest.Monkey
     assert problems(replace(CPU, torch=""), engine="fake") == []
     assert problems(CPU, folder, engine="trtllm", max_seq_len=10000) == [], "TensorRT-LLM has rules of its own"
     assert problems(CPU, folder, disaggregation_mode="router", max_seq_len=10000) == []
+
+
+def test_a_gguf_file_is_judged_before_it_is_converted(tmp_path: Path) -> None:
+    model = str(write_gguf(tmp_path / "mine.gguf"))
+    assert problems(CPU, model=model) == []
+    assert problems(CPU, model=model, max_seq_len=513) == [
+        "MAX_SEQ_LEN=513 is longer than the model's context of 512 tokens"
+    ]
+    (small,) = problems(replace(CPU, memory=1000), model=model)
+    assert "the weights take 0.0 GiB" in small
+    (tmp_path / "mine.gguf").write_bytes(b"GGUF")  # what is wrong with it is said when it is opened
+    assert problems(CPU, model=model, max_seq_len=513) == []
 
 
 def test_weights_count(folder: Path) -> None:
@@ -124,3 +153,16 @@ def test_the_doctor_looks_at_packages_the_compiler_and_the_hub(monkeypatch: pyte
     hub = doctor.check_hub("owner/that-is-nowhere")
     assert hub.level == "problem" and "HF_TOKEN" in hub.cure
     assert doctor.check_machine(replace(CPU, free=GIB // 2)).level == "warning"
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"kv_disk_cache_mb": 9}, "set KV_HOST_CACHE_MB too"),
+        ({"kv_host_cache_mb": 9, "enable_block_reuse": False}, "ENABLE_BLOCK_REUSE"),
+        ({"kv_host_cache_mb": 9, "kv_disk_cache_mb": 9, "engine": "trtllm"}, "not trtllm's"),
+    ],
+)
+def test_tiers_that_could_not_work_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Settings(**settings)

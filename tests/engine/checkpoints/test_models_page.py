@@ -65,7 +65,7 @@ def compiled(model_type: str) -> bool:
 
 
 def blocks() -> str:
-    rows = ((f"`{name}`", f"{8 * kind.size / kind.weights:.4g}") for name, kind in BLOCK_TYPES.items())
+    rows = ((name, f"{8 * kind.size / kind.weights:.4g}") for name, kind in BLOCK_TYPES.items())
     return table(("type", "bits for a weight"), rows)
 
 

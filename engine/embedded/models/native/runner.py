@@ -65,7 +65,7 @@ class NativeRunner(PendingTokens):
         whole = (shared_zeros if config.kv_transfer else zeros)((math.prod(blocks) + _TAIL,), torch.float32)
         cache = whole[:-_TAIL].view(blocks)
         self.memory = KvMemory("blocks of heads", _attends(shape), [cache])
-        self._frequencies = 1.0 / (shape.rope_theta ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim))
+        self._frequencies = shape.frequencies
         threads = compute_threads(config.threads)
         self._decoder = code.decoder_new(self._weights.describe(cache, config.kv_block_size), threads)
         self._forward, self._threads = code.decoder_forward, code.decoder_threads

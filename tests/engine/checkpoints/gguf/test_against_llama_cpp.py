@@ -39,13 +39,19 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+VARIANTS = {"llama tied", "llama linear", "llama yarn", "gemma3 soft"}
+"""What `make test` leaves to `make test-slow`."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in MODELS]
+)
 def test_greedy_tokens(tmp_path: Path, name: str) -> None:
     """Across windows of 16 tokens, and with prompts of 7, 40 and 90."""
     file = GgufFile(write_gguf(tmp_path / "model.gguf", **MODELS[name]))
     convert(file, tmp_path, lambda *_: None)
     core = make_core(tmp_path, max_num_tokens=64, kv_cache_memory_mb=8)
-    assert isinstance(core.runner, NativeRunner) == (name in ("llama", "llama tied", "qwen2"))
+    assert isinstance(core.runner, NativeRunner) == (name.startswith(("llama", "qwen2")) and name != "llama yarn")
     for index, prompt in enumerate(KNOWN["prompts"]):
         add(core, str(index), prompt, max_tokens=16, ignore_eos=True)
     deltas = run(core)

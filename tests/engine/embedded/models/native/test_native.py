@@ -216,6 +216,34 @@ def test_weights_that_bfloat16_holds_may_be_of_any_type(tmp_path: Path) -> None:
     assert torch.equal(narrow.forward(step), load(tmp_path / "wide").forward(step))
 
 
+SCALED: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 4.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+]
+
+
+@pytest.mark.parametrize("rope", SCALED, ids=lambda rope: rope["rope_type"])
+def test_scaled_positions_are_those_of_transformers(rope: dict[str, Any], tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, rope_parameters={"rope_theta": 1e4, **rope})
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = tokens_of(150, 1)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    logits = load(folder).forward(step_of([Part(tokens, list(range(3, 8)), 0, 150)]))
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"]["factor"] = "8"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="does not know these scaled rotary positions"):
+        load(folder)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
