@@ -70,6 +70,14 @@ class Engine(Protocol):
         """
         ...
 
+    async def reset_prefix_cache(self) -> None:
+        """Forget every KV block that could be reused, on the device, the host and the disk. Running sequences keep
+        theirs.
+
+        Raises EngineNotReady, and InvalidRequest from a backend that cannot do it.
+        """
+        ...
+
     async def close(self) -> None:
         """Abort running requests, stop the engine and free its resources."""
         ...
@@ -97,6 +105,9 @@ class EngineAround:
 
     def stats(self) -> AsyncIterator[IterationStats]:
         return self.inner.stats()
+
+    async def reset_prefix_cache(self) -> None:
+        await self.inner.reset_prefix_cache()
 
 
 class DeltaStream:

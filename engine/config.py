@@ -9,6 +9,9 @@ from engine.kit.processors import ProcessorConfig
 MAX_IMAGE_PIXELS = 64_000_000
 """Default limit for the size of an image, width times height, of all its frames."""
 
+CpuIsa = Literal["auto", "portable", "avx2", "avx_vnni", "avx512", "avx512_vnni"]
+"""`auto`, or a level of `engine/embedded/models/native/levels.py`."""
+
 
 class _BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     extra_stop_seconds: ClassVar[float] = 0.0
@@ -66,8 +69,12 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     attention: str = "auto"
     overlap_scheduler: str = "auto"
     enable_cuda_graphs: bool = True
-    cpu_isa: Literal["auto", "portable", "avx2", "avx512"] = "auto"
+    cpu_isa: CpuIsa = "auto"
     """Instruction set of the compiled path on a CPU."""
+    kv_host_cache_mb: int = 0
+    kv_disk_cache_mb: int = 0
+    kv_disk_cache_dir: str = ""
+    kv_offload_min_requests: int = 1
     speculative: Literal["none", "ngram", "suffix", "draft"] = "none"
     speculative_model: str = ""
     """Folder of the draft model."""

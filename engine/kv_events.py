@@ -17,7 +17,7 @@ class StoredBlock(msgspec.Struct, frozen=True, tag="stored_block", tag_field="ty
     block_hash: int
     tokens: tuple[UniqueToken, ...]
     cache_level: int = 0
-    """0 is the device, 1 the host."""
+    """0 is the device, 1 the host; 2, the disk, is an addition of ours."""
     priority: int = 35
     mm_keys: tuple[dict[str, int | str], ...] = ()
 
@@ -52,7 +52,8 @@ class EventDiff(msgspec.Struct, frozen=True, tag="event_diff", tag_field="type")
 
 
 class Updated(msgspec.Struct, frozen=True, tag="updated", tag_field="type"):
-    """A block moved to another cache level, or its priority changed; what did not change is None."""
+    """A block is at another cache level now, or its priority changed; what did not change is None. A block that several
+    tiers have counts at the fastest."""
 
     block_hash: int
     cache_level: EventDiff | None = None

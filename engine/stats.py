@@ -52,6 +52,28 @@ class RankStats(Struct, frozen=True, kw_only=True):
     kv_cache_stats: KvCacheStats
 
 
+class TierStats(Struct, frozen=True):
+    """A KV tier below the device. Counters count from the engine's start."""
+
+    tier: str
+    """`host` or `disk`."""
+    capacity_bytes: int
+    """0 if the tier failed and was given up."""
+    used_bytes: int
+    num_blocks: int
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    hit_blocks: int = 0
+    """Blocks that were loaded instead of computed."""
+    load_seconds: float = 0.0
+    """Sum over them; threads that load at the same time count each."""
+    avoided_blocks: int = 0
+    """Blocks that were computed because that is faster than loading them."""
+    evicted_blocks: int = 0
+    failures: int = 0
+    """Blocks that could not be written or read, or that were damaged."""
+
+
 class IterationStats(Struct, frozen=True, kw_only=True, rename="camel"):
     """The engine after one step. Counters count from its start; `timestamp` is in seconds since the epoch.
 
@@ -89,3 +111,5 @@ class IterationStats(Struct, frozen=True, kw_only=True, rename="camel"):
     """Read by the transfers that succeeded."""
     kv_transfer_latency_seconds: float = 0.0
     """Sum over the transfers that succeeded, each from its first read to its last byte."""
+    tiers: tuple[TierStats, ...] = ()
+    """KV tiers below the device, if there are any."""

@@ -32,6 +32,24 @@ class Guide(msgspec.Struct, frozen=True):
     spec: str = ""
 
 
+class ReasoningBudget(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A limit on the tokens generated inside reasoning, of which the engine knows where it begins and ends.
+
+    `engine/kit/reasoning.py` follows it, `multimodal/answers/budgets.py` makes it. Each state of the output has a
+    number, 0 outside of reasoning and 1 inside at first; odd ones are inside.
+    """
+
+    tokens: int
+    close: tuple[int, ...]
+    """Ids that are forced when the budget is spent inside reasoning; they end it."""
+    avoid: tuple[int, ...] = ()
+    """Ids that do not come right after `close`: they would begin reasoning again."""
+    inside: bool = False
+    """Whether the output begins inside reasoning."""
+    steps: dict[int, dict[int, int]] = {}
+    """The next state, by state and id. An id that a state does not list leads where it leads from state 0 or 1."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one sequence is sampled and when it stops.
 
@@ -68,6 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     guide: Guide | None = None
     processors: tuple[str, ...] = ()
     """Names of registered logits processors (`engine/kit/logits.py`), applied in order."""
+    reasoning_budget: ReasoningBudget | None = None
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
@@ -170,6 +189,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float = 0.0
     kv_bytes: int = 0
     """Memory of the KV blocks; 0 where the backend cannot say."""
+    host_kv_bytes: int = 0
+    """Memory of the host for KV blocks that the device has no room for."""
+    disk_kv_bytes: int = 0
+    """Disk space for KV blocks that the host has no room for."""
     threads: int = 0
     """Compute threads on a CPU; 0 on other devices."""
     compute_path: str = ""
@@ -177,6 +200,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     instruction_set: str = ""
     """Instruction set of that code: a level of CPU_ISA, or torch's name for its own on a CPU (avx2, avx512 …) and a GPU
     (sm_90)."""
+    quantization: str = ""
+    """How the embedded engine's weights are quantised: fp8 or int8; empty if they are not."""
     guides: tuple[GuideKind, ...] = ()
     """Kinds of guided decoding this engine can do."""
     refused_parameters: tuple[tuple[str, str], ...] = ()
@@ -230,6 +255,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Number of sequences of the group."""
     priority: int = 0
     cache_salt: str = ""
+    skip_save: bool = False
+    """Do not copy the KV blocks of this request to the host or the disk."""
     media: PromptMedia | None = None
     """The prompt's images: encoded, as files for the backend to encode, or encoded elsewhere in the backend's own
     terms."""

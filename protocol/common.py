@@ -91,6 +91,13 @@ class ResponseFormat(Wire):
     """Texts with which tags of `structures` begin. Example: ["<f"]"""
 
 
+class KvTransferParams(Wire):
+    """How the KV blocks of a request are kept, as LMCache spells it for vLLM."""
+
+    skip_save: bool | None = Field(None, alias="lmcache.skip_save")
+    """Do not copy the request's KV blocks to the host or the disk. Example: true"""
+
+
 class StructuredOutputs(Wire):
     """What the output must match, as vLLM spells it; one field at most."""
 
@@ -180,6 +187,8 @@ class SamplingFields(ModelFields):
     """Requests with lower numbers are served first: 1 waits as if it had come 10 seconds later. Example: 0"""
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     """Only requests with the same salt share cached prompts. Example: "tenant-1" """
+    kv_transfer_params: KvTransferParams | None = None
+    """How the KV blocks of the request are kept. Example: {"lmcache.skip_save": true}"""
 
 
 class GenerationFields(SamplingFields):
@@ -271,8 +280,6 @@ class GenerationFields(SamplingFields):
     lora_request: Any = None
     """Not supported."""
     disaggregated_params: Any = None
-    """Not supported: a server's role decides."""
-    kv_transfer_params: Any = None
     """Not supported: a server's role decides."""
 
 

@@ -28,13 +28,19 @@ class Runtime(BaseModel):
     compute_path: str | None = None
     """Code of the embedded engine that computes: native, cuda or transformers."""
     instruction_set: str | None = None
-    """Which that path uses: portable, avx2, avx512, or a GPU's compute capability."""
+    """Which that path uses: a level of CPU_ISA, such as avx2, or a GPU's compute capability."""
+    quantization: str | None = None
+    """How weights are quantised: fp8 or int8; null if they are not."""
     context_length: int | None = None
     """Most tokens of one sequence, prompt and output together."""
     kv_block_size: int | None = None
     """Tokens in a KV block."""
     total_kv_blocks: int | None = None
-    """Number of KV blocks, for each data-parallel rank, as are the two that follow."""
+    """Number of KV blocks, for each data-parallel rank, as are most sequences and tokens of a step."""
+    kv_host_cache_bytes: int | None = None
+    """Memory of the host for KV blocks that the device has no room for."""
+    kv_disk_cache_bytes: int | None = None
+    """Disk space for KV blocks that the host has no room for."""
     max_num_seqs: int | None = None
     """Most sequences in one step."""
     max_num_batched_tokens: int | None = None

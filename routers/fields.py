@@ -22,7 +22,6 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "logits_processors": ([],),
     "lora_request": (),
     "disaggregated_params": (),
-    "kv_transfer_params": (),
     "modalities": (["text"], []),
     "audio": (),
     "web_search_options": (),
@@ -100,6 +99,9 @@ class FieldCheck:
                 harmless = (body.n or 1,)
             if value is not None and value not in harmless:
                 raise _unsupported(name)
+        asked = body.kv_transfer_params if isinstance(body, SamplingFields) else None
+        if asked is not None and asked.model_extra:
+            raise _unsupported("kv_transfer_params")
         for name in _unknown_fields(body):
             self._note_unknown(shown(name))
         if isinstance(body, GenerationFields) and body.stream_options is not None and not body.stream:
@@ -134,7 +136,9 @@ def sampling_of(body: SamplingFields) -> dict[str, Any]:
     """Return the fields of a body that are the same for all APIs, as `Ask` has them."""
     names = (name for name in _SAME if name in type(body).model_fields)
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
-    return given | {"stop": (body.stop,) if isinstance(body.stop, str) else body.stop or ()}
+    stop = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
+    kept = body.kv_transfer_params
+    return given | {"stop": stop, "skip_save": bool(kept and kept.skip_save)}
 
 
 def _prediction(prediction: Prediction | None) -> str | None:

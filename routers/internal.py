@@ -1,4 +1,5 @@
 """/prefill, for decode replicas: one frame with the handoff, after which the open answer is the lease of the KV blocks.
+And /reset_prefix_cache, for operators.
 
 Nothing here is in the OpenAPI document, and the middleware admits only clients with the internal secret.
 """
@@ -18,9 +19,11 @@ from protocol.internal import MAX_EMBEDDING_BYTES, MEDIA_TYPE, PrefillRequest, h
 from routers.body import converted
 from routers.errors import WrongReplica
 from routers.leased import LeasedAnswer, check_fits, read_message
-from routers.state import PrefillServiceDep, ReplicaDep, StateDep
+from routers.state import EngineServiceDep, PrefillServiceDep, ReplicaDep, StateDep
 
 router = APIRouter(include_in_schema=False)
+cache_router = APIRouter(include_in_schema=False)
+"""Of every replica with an engine."""
 
 _envelopes = msgspec.msgpack.Decoder(PrefillRequest)
 _requests = msgspec.msgpack.Decoder(GenerateRequest)
@@ -45,6 +48,13 @@ async def prefill(request: Request, state: StateDep, service: PrefillServiceDep)
     model = state["replica"].model_name
     wanted = await converted(state, lambda: _read(body, model))
     return LeasedAnswer(_PrefillWork(wanted, service.engine), state)
+
+
+@cache_router.post("/reset_prefix_cache")
+async def reset_prefix_cache(service: EngineServiceDep) -> Response:
+    """Forget every KV block that could be reused, on the device, the host and the disk."""
+    await service.engine.reset_prefix_cache()
+    return Response()
 
 
 def no_public_routes(what: str) -> APIRouter:

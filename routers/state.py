@@ -232,6 +232,7 @@ async def _request_id(request: Request) -> str:
 StateDep = Annotated[State, Depends(_state)]
 ReplicaDep = Annotated[ReplicaState, Depends(_replica)]
 ChatServiceDep = Annotated[ChatService, Depends(_service)]
+EngineServiceDep = Annotated[ChatService | PrefillService, Depends(_service)]
 PrefillServiceDep = Annotated[PrefillService, Depends(_service)]
 EncodingDep = Annotated[PrefillService | EncodeService, Depends(_service)]
 RouterServiceDep = Annotated[RouterService, Depends(_service)]

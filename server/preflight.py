@@ -3,7 +3,9 @@
 `serve` refuses them before anything is loaded, `doctor` lists them.
 """
 
+import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,6 +58,7 @@ def impossible(settings: Settings, machine: Machine, folder: Path | None) -> Ite
         yield from _gpu_problems(settings, machine)
     else:
         yield from _cpu_problems(settings, machine, weights)
+    yield from _tier_problems(settings, machine)
     if facts is not None and (sentence := too_long(settings, facts)):
         yield Finding("problem", sentence, f"MAX_SEQ_LEN={facts.context_length} at most, or 0 for the model's")
 
@@ -95,6 +98,9 @@ def _gpu_problems(settings: Settings, machine: Machine) -> Iterator[Finding]:
         yield Finding("problem", text, "install a build of torch with CUDA, or DEVICE=cpu")
     elif machine.gpus is None:  # the engine finds out
         return
+    elif settings.quantization == "int8":
+        text = f"QUANTIZATION=int8 is for a CPU, and DEVICE={settings.device} takes the GPU"
+        yield Finding("problem", text, "QUANTIZATION=fp8 from compute capability 9.0 on, or DEVICE=cpu")
     elif index >= len(machine.gpus):
         text = f"DEVICE={settings.device}, but {len(machine.gpus)} GPUs are visible"
         yield Finding("problem", text, f"DEVICE=cuda:{len(machine.gpus) - 1} at most")
@@ -112,6 +118,9 @@ def _cpu_problems(settings: Settings, machine: Machine, weights: int) -> Iterato
     if fp8 := _fp8(settings):
         text = f"{fp8} needs an NVIDIA GPU of compute capability {_FP8_CAPABILITY}, and this runs on the CPU"
         yield Finding("problem", text, "leave it out")
+    if settings.quantization == "int8" and (against := _not_compiled(settings)):
+        text = f"QUANTIZATION=int8 needs the compiled path, which {against} rules out"
+        yield Finding("problem", text, "leave one of them out")
     if settings.attention == "flashinfer":
         text = "ATTENTION=flashinfer needs an NVIDIA GPU, and this runs on the CPU"
         yield Finding("problem", text, "leave it out")
@@ -130,6 +139,53 @@ def _cpu_problems(settings: Settings, machine: Machine, weights: int) -> Iterato
         asked = f"weights of {weights / GIB:.1f} GiB and KV_CACHE_MEMORY_MB={settings.kv_cache_memory_mb}"
         text = f"{asked} are more than this machine has: {have}"
         yield Finding("problem", text, "KV_CACHE_MEMORY_MB=0 to fit the machine, or a smaller model")
+
+
+def _not_compiled(settings: Settings) -> str:
+    """Return the settings that keep a CPU from its compiled path; empty if none does."""
+    rules_out = {
+        "ATTENTION": settings.attention == "sdpa",
+        "DTYPE": settings.dtype not in ("auto", "float32"),
+        "LOAD_FORMAT": settings.load_format == "dummy",
+    }
+    return " and ".join(f"{name}={getattr(settings, name.lower())}" for name, asked in rules_out.items() if asked)
+
+
+def _tier_problems(settings: Settings, machine: Machine) -> Iterator[Finding]:
+    host, disk = settings.kv_host_cache_mb * MIB, settings.kv_disk_cache_mb * MIB
+    cache = 0 if on_gpu(settings, machine) else settings.kv_cache_memory_mb * MIB
+    if host and host + cache > machine.memory:
+        asked = f"KV_HOST_CACHE_MB={settings.kv_host_cache_mb}"
+        if cache:
+            asked += f" and KV_CACHE_MEMORY_MB={settings.kv_cache_memory_mb}"
+        text = f"{asked} are more than this machine has: {machine.memory / GIB:.1f} GiB of memory"
+        yield Finding("problem", text, f"KV_HOST_CACHE_MB={max(0, machine.free - cache) // MIB} at most")
+    if not disk:
+        return
+    folder = settings.kv_disk_cache_dir
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        free, whole, taken = _disk(folder)
+    except OSError as error:
+        text = f"KV_DISK_CACHE_DIR={folder} cannot be used: {error.strerror}"
+        yield Finding("problem", text, "name a folder that this user can write to")
+        return
+    if not os.access(folder, os.W_OK | os.X_OK):
+        text = f"KV_DISK_CACHE_DIR={folder} cannot be written to"
+        yield Finding("problem", text, "name a folder that this user can write to")
+    elif disk > whole:
+        text = f"KV_DISK_CACHE_MB={settings.kv_disk_cache_mb} is more than the disk of {folder}: {whole / GIB:.1f} GiB"
+        yield Finding("problem", text, f"KV_DISK_CACHE_MB={(free + taken) // MIB} at most")
+    elif disk > free + taken:
+        text = f"KV_DISK_CACHE_MB={settings.kv_disk_cache_mb} is more than is free in {folder}: {free / GIB:.1f} GiB"
+        yield Finding("warning", text, f"KV_DISK_CACHE_MB={(free + taken) // MIB} at most, or make room")
+
+
+def _disk(folder: Path) -> tuple[int, int, int]:
+    """Return the bytes that are free on a folder's disk and those that it has, and the bytes of its files."""
+    usage = shutil.disk_usage(folder)
+    taken = sum(path.stat().st_size for path in folder.glob("*/*-*"))
+    return usage.free, usage.total, taken
 
 
 def _fp8(settings: Settings) -> str:

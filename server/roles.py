@@ -96,7 +96,7 @@ _ENCODE_SECRET = Need(
 
 
 def _public() -> tuple[APIRouter, ...]:
-    from routers import messages, models, tokenize  # noqa: PLC0415
+    from routers import internal, messages, models, tokenize  # noqa: PLC0415
     from routers.batches import routes as batches  # noqa: PLC0415
     from routers.endpoints import ENDPOINTS  # noqa: PLC0415
 
@@ -106,13 +106,14 @@ def _public() -> tuple[APIRouter, ...]:
         batches.router,
         models.router,
         tokenize.router,
+        internal.cache_router,
     )
 
 
 def _prefill() -> tuple[APIRouter, ...]:
     from routers import encode, internal  # noqa: PLC0415
 
-    return internal.router, encode.router, internal.no_public_routes("a prefill replica")
+    return internal.router, internal.cache_router, encode.router, internal.no_public_routes("a prefill replica")
 
 
 def _encode() -> tuple[APIRouter, ...]:

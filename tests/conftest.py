@@ -71,6 +71,7 @@ SLOW = (
     "engine/embedded/models/cuda/",
     "engine/embedded/speculation/test_draft_model.py",
     "engine/embedded/test_images_requests.py",
+    "engine/embedded/test_tiered_engine.py",
     "engine/embedded/test_windows.py",
     "engine/embedded/vision/",
     "engine/kit/test_processors.py",

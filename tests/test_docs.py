@@ -41,7 +41,7 @@ FOREIGN_VARIABLES = {
     "UCX_CUDA_IPC_CACHE",
     "UCX_TLS",
 }
-NO_VARIABLES = {"NIXL_ERR_REMOTE_DISCONNECT"}
+NO_VARIABLES = {"CPU_PINNED", "NIXL_ERR_REMOTE_DISCONNECT"}
 REFUSED_FIELDS: dict[str, tuple[str, Any]] = {
     "best_of": ("completions", 2),
     "use_beam_search": ("chat", True),

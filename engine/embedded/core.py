@@ -2,11 +2,13 @@
 drives it."""
 
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 
@@ -17,9 +19,13 @@ from engine.embedded.handoff.remote_source import RemoteSource
 from engine.embedded.handoff.state import held_of, layout_of
 from engine.embedded.handoff.words import LeaseWords
 from engine.embedded.kv.blocks import BlockPool, EventData
+from engine.embedded.kv.disk_tier import digest_of
 from engine.embedded.kv.groups import BlockGroups
+from engine.embedded.kv.source import Source
+from engine.embedded.kv.tiers import Tiers, host_slots, open_tiers
 from engine.embedded.models.embeddings import NO_IMAGES, PromptImages
 from engine.embedded.models.load import load_runner
+from engine.embedded.models.runner import StepInput
 from engine.embedded.sampling.sampler import Drawn, Sampler, prompt_logprobs
 from engine.embedded.scheduler import Scheduler
 from engine.embedded.sequence import Sequence, SequenceStatus
@@ -37,6 +43,10 @@ CPU_PROMPT_TOKENS = 64
 """Most prompt tokens in a step on a CPU, for which every decode waits; larger steps are hardly more efficient there."""
 CPU_REST_AFTER = 512
 """Tokens of a prompt on a CPU after which it leaves half of the time to others."""
+
+_TIERS_PAUSE = 0.02
+_TRIALS = 2
+"""Steps that are timed to know what computing a prompt takes."""
 
 Outputs = list[tuple[str, Delta | EngineFailure | EngineUnavailable]]
 """Output of a step for each request id that it touched."""
@@ -84,6 +94,10 @@ class EngineCore:
         """Chooses drafts; None without speculation."""
         self._publish_event = publish
         self._event_id = 0
+        num_blocks = [group.num_blocks for group in self.runner.groups]
+        lower_blocks = [0] * len(num_blocks)
+        if config.kv_host_cache_mb:
+            lower_blocks = [*host_slots(config.kv_host_cache_mb << 20, num_blocks, self.runner.memory.block_bytes)]
         self.blocks = BlockGroups(
             [
                 BlockPool(
@@ -92,13 +106,17 @@ class EngineCore:
                     reuse=config.enable_block_reuse,
                     publish=partial(self._publish, group.window or self.runner.context_length),
                     window=group.window,
+                    lower_blocks=lower,
                 )
-                for group in self.runner.groups
+                for group, lower in zip(self.runner.groups, lower_blocks, strict=True)
             ]
         )
         self.layout = layout_of(config.model, self.runner.vocab_size, config.kv_block_size, self.runner.memory)
         self.remote = self._remote_source(config)
         """Other replicas as a source of KV blocks; None if this one moves none."""
+        self.tiers = self._open_tiers(config)
+        """The host and disk tiers; None without."""
+        sources: list[Source] = [source for source in (self.remote, self.tiers) if source is not None]
         on_cpu = self.runner.device.type == "cpu"
         self.scheduler = Scheduler(
             self.blocks,
@@ -107,7 +125,8 @@ class EngineCore:
             max_prompt_tokens=CPU_PROMPT_TOKENS if on_cpu else config.max_num_tokens,
             rest_after=CPU_REST_AFTER if on_cpu else None,
             chunked_prefill=config.enable_chunked_prefill,
-            sources=[self.remote] if self.remote is not None else [],
+            sources=sources,
+            offload=self.tiers,
         )
         self._fetches = Fetches(self.scheduler, config.transfer_timeout_seconds)
         self._sampler = self.runner.sampler or Sampler(self.runner.vocab_size, self.runner.device)
@@ -148,6 +167,8 @@ class EngineCore:
     @property
     def poll_seconds(self) -> float | None:
         """The longest pause between two calls of `poll`; None if there is nothing to poll."""
+        if self._fetches.poll_seconds is None and self.tiers is not None and self.tiers.working:
+            return _TIERS_PAUSE
         return self._fetches.poll_seconds
 
     def add(self, sequence: Sequence) -> None:
@@ -189,17 +210,27 @@ class EngineCore:
             self.scheduler.audit()
 
     def poll(self) -> bool:
-        """Take note of readings that have ended; return whether one has."""
+        """Take note of readings that have ended, and of what tiers have done; return whether there was anything."""
+        changed = self.tiers is not None and self.tiers.poll()
         ended = self._fetches.poll()
         if ended:
             self._stalled = False
-        return ended
+        return ended or changed
 
     def close(self) -> None:
         """End all transfers and wait for that, since they write to the runner's memory; the core is of no use
         afterwards."""
         if self.remote is not None:
             self.remote.transfers.close()
+        if self.tiers is not None:
+            self.tiers.close()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every reusable block, in all tiers; sequences that run keep theirs."""
+        if self.tiers is not None:
+            self.tiers.clear()
+        for pool in self.blocks.pools:
+            pool.clear()
 
     def step(self) -> Outputs:
         """Run one step, and return what is known by then.
@@ -249,6 +280,7 @@ class EngineCore:
             num_held_requests=len(scheduler.held),
             num_held_blocks=scheduler.held_blocks,
             num_fetching_requests=len(scheduler.fetching),
+            tiers=() if self.tiers is None else self.tiers.stats(),
             spec_decoding_stats=None if self.speculator is None else self.speculator.stats(),
             **self._fetches.stats(),
         )
@@ -259,6 +291,50 @@ class EngineCore:
         words = LeaseWords(self.runner.device)
         regions = [*self.runner.memory.regions, words.region]
         return RemoteSource(Transfers(regions, config.kv_transfer, config.kv_transfer_port), words)
+
+    def _open_tiers(self, config: EmbeddedConfig) -> Tiers | None:
+        if not config.kv_host_cache_mb:
+            return None
+        runner = self.runner
+
+        def digest() -> bytes:
+            # Weights that are made at random belong to this engine alone.
+            own = secrets.token_hex() if config.load_format == "dummy" else ""
+            computed = runner.compute_path, runner.instruction_set, str(runner.dtype), config.quantization, own
+            return digest_of(Path(config.model), str(self.layout), *computed)
+
+        tiers = open_tiers(config, runner.device, self.blocks, runner.memory, digest)
+        tiers.measure(config.kv_block_size * self._prompt_seconds(config))
+        return tiers
+
+    def _prompt_seconds(self, config: EmbeddedConfig) -> float:
+        """Return the seconds that computing a token of a prompt takes, and leave all blocks empty."""
+        most = CPU_PROMPT_TOKENS if self.runner.device.type == "cpu" else config.max_num_tokens
+        room = config.kv_block_size * min(pool.num_blocks for pool in self.blocks.pools)
+        count = min(most, room, self.runner.context_length, self.blocks.max_chunk)
+        blocks = list(range(-(-count // config.kv_block_size)))
+        seconds = float("inf")
+        for _ in range(_TRIALS):
+            started = time.perf_counter()
+            self.runner.forward(
+                StepInput(
+                    tokens=[0] * count,
+                    positions=list(range(count)),
+                    starts=[0],
+                    lengths=[count],
+                    slots=[0],
+                    admissions=[0],
+                    tables=[[blocks] * len(self.blocks.pools)],
+                    sampled=[0],
+                    rows=[count - 1],
+                )
+            )
+            if self.runner.device.type == "cuda":
+                torch.cuda.synchronize(self.runner.device)
+            seconds = min(seconds, (time.perf_counter() - started) / count)
+        for cache in self.runner.memory.blocks:
+            cache[: len(blocks)].zero_()
+        return seconds
 
     def _publish(self, window: int, data: EventData) -> None:
         self._publish_event(KvEvent(self._event_id, data, window_size=window))

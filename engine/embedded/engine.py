@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -27,6 +28,7 @@ from engine.kv_events import KvEvent
 from engine.stats import IterationStats
 from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest, Guide
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _SHORTEST_PAUSE, _LONGER_PAUSE = 0.0002, 1.2
@@ -97,6 +99,18 @@ class EmbeddedEngine:
 
     def stats(self) -> AsyncIterator[IterationStats]:
         return self._stats.values()
+
+    async def reset_prefix_cache(self) -> None:
+        if not self.healthy:
+            raise EngineNotReady("the engine is not running")
+        done: asyncio.Future[None] = self._loop.create_future()
+
+        def reset(core: EngineCore) -> None:
+            core.reset_prefix_cache()
+            self._call(_settle, done, None)
+
+        self._commands.put(reset)
+        await done
 
     async def close(self) -> None:
         if self._thread is not None:
@@ -253,6 +267,7 @@ class EmbeddedEngine:
             device=str(runner.device),
             compute_path=runner.compute_path,
             instruction_set=runner.instruction_set,
+            quantization=config.quantization.replace("none", ""),
             context_length=runner.context_length,
             vocab_size=runner.vocab_size,
             eos_token_ids=runner.eos_token_ids,
@@ -262,6 +277,8 @@ class EmbeddedEngine:
             max_num_tokens=config.max_num_tokens,
             load_seconds=time.monotonic() - started,
             kv_bytes=sum(blocks.nbytes for blocks in runner.memory.blocks),
+            host_kv_bytes=config.kv_host_cache_mb << 20,
+            disk_kv_bytes=config.kv_disk_cache_mb << 20,
             threads=compute_threads(config.threads) if runner.device.type == "cpu" else 0,
             guides=GUIDE_KINDS,
             capacity=self._capacity if self._capacity < runner.context_length else 0,
@@ -302,11 +319,11 @@ class EmbeddedEngine:
             stream.fail(error)
 
 
-def _settle(loaded: "asyncio.Future[EngineInfo]", outcome: EngineInfo | EngineFailure) -> None:
-    """Give the outcome of loading to `start`, unless that was cancelled meanwhile."""
-    if loaded.done():
+def _settle(future: "asyncio.Future[T]", outcome: T | EngineFailure) -> None:
+    """Give an outcome to whoever awaits it, unless that was cancelled meanwhile."""
+    if future.done():
         return
-    if isinstance(outcome, EngineInfo):
-        loaded.set_result(outcome)
+    if isinstance(outcome, EngineFailure):
+        future.set_exception(outcome)
     else:
-        loaded.set_exception(outcome)
+        future.set_result(outcome)

@@ -64,7 +64,7 @@ class Fetches:
             try:
                 reading = fetch.source.read(fetch.sequence, fetch.missing)
             except TransferError as error:
-                self._scheduler.release_orphan(self._compute_here(fetch.sequence, str(error)))
+                self._scheduler.release_orphan(self._compute_here(fetch, str(error)))
             else:
                 self._running.append(_ActiveFetch(fetch, reading, started))
 
@@ -88,32 +88,32 @@ class Fetches:
     def _ended(self, entry: _ActiveFetch) -> bool:
         """Return whether a reading has succeeded, failed or taken too long, having done what follows from that."""
         elapsed = time.monotonic() - entry.started
-        sequence = entry.fetch.sequence
         try:
             done = entry.reading.done()
         except TransferError as error:
-            self._scheduler.release_orphan(self._compute_here(sequence, str(error)))
+            self._scheduler.release_orphan(self._compute_here(entry.fetch, str(error)))
             return True
         if done:
             self._scheduler.fetched(entry.fetch)
-            self._succeeded += 1
-            self._bytes += entry.reading.num_bytes
-            self._seconds += elapsed
+            if entry.fetch.source.is_transfer:
+                self._succeeded += 1
+                self._bytes += entry.reading.num_bytes
+                self._seconds += elapsed
             return True
         if elapsed > self._timeout_seconds:
-            self._cancel(entry.reading, self._compute_here(sequence, f"not done after {elapsed:.1f} s"))
+            self._cancel(entry.reading, self._compute_here(entry.fetch, f"not done after {elapsed:.1f} s"))
             return True
         return False
 
-    def _compute_here(self, sequence: Sequence, reason: str) -> list[Table]:
+    def _compute_here(self, fetch: Fetch, reason: str) -> list[Table]:
         """Queue a sequence again, as after a preemption; return the blocks that it leaves."""
         log.warning(
             "could not read the KV blocks of request %s; computing its prompt here: %s",
-            sequence.request.request_id,
+            fetch.sequence.request.request_id,
             reason,
         )
-        self._failed += 1
-        return self._scheduler.abandon(sequence, again=True)
+        self._failed += fetch.source.is_transfer
+        return self._scheduler.abandon(fetch.sequence, again=True)
 
     def _cancel(self, reading: Reading, tables: list[Table]) -> None:
         reading.cancel()

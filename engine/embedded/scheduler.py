@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from engine.embedded.kv.groups import MISSING, BlockGroups, Table
-from engine.embedded.kv.source import Source
+from engine.embedded.kv.source import Offload, Source
 from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.embedded.step import Chunk
 
@@ -56,10 +56,11 @@ class Scheduler:
         chunked_prefill: bool,
         rest_after: int | None = None,
         sources: abc.Sequence[Source] = (),
+        offload: Offload | None = None,
     ) -> None:
         """A step takes `max_num_tokens`, at most `max_prompt_tokens` of them of prompts if these are chunked. Chunked
         prompts rest once `rest_after` of their tokens have been computed; None: they never do. `sources` are asked in
-        this order for prompts that are not in the pools."""
+        this order for prompts that are not in the pools; `offload` is told what has been computed."""
         self.blocks = blocks
         self.waiting: list[Sequence] = []
         """In order of rank."""
@@ -73,6 +74,7 @@ class Scheduler:
         """Blocks of no sequence that a source may still write to."""
         self.preemptions = 0
         self._sources = sources
+        self._offload = offload
         self._admissions = 0
         self._fetches: list[Fetch] = []
         self._slots = list(range(max_num_seqs - 1, -1, -1))
@@ -121,6 +123,7 @@ class Scheduler:
         keys = sequence.extend_keys(size)[: fetch.position // size]
         self.blocks.store(sequence.tables, keys, sequence.tokens, 0, sequence.mm_keys, sequence.request.cache_salt)
         sequence.stored = len(keys)
+        self._note_admission(sequence)
 
     def abandon(self, sequence: Sequence, *, again: bool) -> list[Table]:
         """Take out a FETCHING sequence and leave its blocks to `orphans`, until `release_orphan`; with `again` it is
@@ -199,7 +202,9 @@ class Scheduler:
                 keys = sequence.extend_keys(size)[:full]
                 salt = sequence.request.cache_salt
                 self.blocks.store(sequence.tables, keys, sequence.tokens, sequence.stored, sequence.mm_keys, salt)
-                sequence.stored = full
+                before, sequence.stored = sequence.stored, full
+                if self._offload is not None:
+                    self._offload.offload(sequence, before, full)
             self.blocks.leave_behind(sequence.tables, end)
 
     def verified(self, chunk: Chunk, taken: int) -> Chunk:
@@ -299,6 +304,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.status is SequenceStatus.RUNNING
+        if self._offload is not None:
+            self._offload.offload(sequence, 0, sequence.stored, always=True)
         self._take_out(sequence, SequenceStatus.WAITING)
         self.blocks.release(sequence.tables)
         sequence.tables = []
@@ -360,6 +367,11 @@ class Scheduler:
         self._release_sources(sequence)
         self._seat(sequence, matched, sequence.computed + length)
         self._run(sequence, sequence.computed)
+        self._note_admission(sequence)
+
+    def _note_admission(self, sequence: Sequence) -> None:
+        if self._offload is not None:
+            self._offload.admitted(sequence)
 
     def _run(self, sequence: Sequence, computed: int) -> None:
         """Have a sequence run that has a slot and blocks, of which `computed` tokens are filled."""
@@ -388,6 +400,8 @@ class Scheduler:
         """Return the first source that offers blocks which are not here, the end of its offer, and tables up to
         there."""
         if not self._sources or sequence.wants_prompt_logprobs:
+            return None
+        if sequence.lacks_grammar and not self._may_run_ahead():
             return None
         size = self.blocks.block_size
         for source in self._sources:

@@ -76,6 +76,12 @@ class FakeBlocks:
                 del self._users[key]
                 self._idle[key] = None
 
+    def clear(self) -> None:
+        """Forget the blocks that no sequence references."""
+        if self._idle:
+            self.publish(Removed(tuple(self._idle)))
+        self._idle.clear()
+
     def stats(self) -> KvCacheStats:
         looked_up = self._reused + self._missed
         return KvCacheStats(

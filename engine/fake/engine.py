@@ -100,6 +100,9 @@ class FakeEngine:
     def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
         return self._blocks.events.batches()
 
+    async def reset_prefix_cache(self) -> None:
+        self._blocks.clear()
+
     @property
     def waiting(self) -> int:
         """Requests that wait for the next step."""

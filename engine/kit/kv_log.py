@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from engine.base import EventFeed
-from engine.kv_events import Cleared, Created, KvEvent, Removed, Stored, StoredBlock, UniqueToken, Updated
+from engine.kv_events import Cleared, Created, EventDiff, KvEvent, Removed, Stored, StoredBlock, UniqueToken, Updated
 from engine.media import MmKeys
 
 EventData = Created | Stored | Removed | Updated | Cleared
@@ -26,9 +26,11 @@ class _Block(NamedTuple):
     tokens: "array[int]"
     mm_keys: MmKeys
     cache_salt: str
+    cache_level: int
 
     def stored(self) -> Stored:
-        block = StoredBlock(self.block_hash, tuple(map(UniqueToken, self.tokens)), mm_keys=self.mm_keys)
+        tokens = tuple(map(UniqueToken, self.tokens))
+        block = StoredBlock(self.block_hash, tokens, self.cache_level, mm_keys=self.mm_keys)
         return Stored(self.parent, (block,), self.cache_salt)
 
 
@@ -48,12 +50,14 @@ class _WindowLog:
                 for block in data.blocks:
                     tokens = array("i", [token.token_id for token in block.tokens])
                     self.blocks[block.block_hash] = _Block(
-                        block.block_hash, parent, tokens, block.mm_keys, data.cache_salt
+                        block.block_hash, parent, tokens, block.mm_keys, data.cache_salt, block.cache_level
                     )
                     parent = block.block_hash
             case Removed():
                 for block_hash in data.block_hashes:
                     self.blocks.pop(block_hash, None)
+            case Updated(block_hash, EventDiff(level)) if block_hash in self.blocks:
+                self.blocks[block_hash] = self.blocks[block_hash]._replace(cache_level=level)
             case Cleared():
                 self.blocks.clear()
 

@@ -250,6 +250,9 @@ class EngineClient(ServiceClient[EngineInfo]):
         self.subscribe("stats", self._stats.publish)
         return self._stats.values()
 
+    async def reset_prefix_cache(self) -> None:
+        await self.call("reset_prefix_cache", True)
+
     def _put_events(self, events: list[KvEvent]) -> None:
         for event in events:
             self._events.put(event)

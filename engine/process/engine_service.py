@@ -11,6 +11,12 @@ from engine.types import Delta, EngineInfo, GenerateRequest
 _STATS_SECONDS = 0.1
 """Each report wakes five threads of two processes, which a step on a few cores feels."""
 
+
+async def _reset(engine: Engine) -> bool:
+    await engine.reset_prefix_cache()
+    return True
+
+
 ENGINE: Interface[EngineConfig, Engine] = Interface(
     name="engine.process.engine_service:ENGINE",
     noun="engine",
@@ -26,7 +32,8 @@ ENGINE: Interface[EngineConfig, Engine] = Interface(
             GenerateRequest.attach,
             too_large="the prompt, images included, is too large",
             parameter="prompt",
-        )
+        ),
+        "reset_prefix_cache": Method(bool, bool, lambda engine, _: _reset(engine)),
     },
     topics={
         "stats": Topic(IterationStats, lambda engine: engine.stats(), _STATS_SECONDS),

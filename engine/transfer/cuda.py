@@ -20,6 +20,7 @@ STREAM_NON_BLOCKING = 1
 EVENT_BLOCKING_SYNC = 1
 EVENT_DISABLE_TIMING = 2
 IPC_LAZY_ENABLE_PEER_ACCESS = 1
+HOST_ALLOC_WRITE_COMBINED = 4
 
 
 class Handle(ctypes.Structure):
@@ -30,6 +31,8 @@ SIGNATURES: dict[str, list[Any]] = {
     "cudaGetDevice": [c_void_p],
     "cudaSetDevice": [c_int],
     "cudaFree": [c_void_p],
+    "cudaHostAlloc": [c_void_p, c_size_t, c_uint],
+    "cudaFreeHost": [c_void_p],
     "cudaIpcGetMemHandle": [c_void_p, c_void_p],
     "cudaIpcOpenMemHandle": [c_void_p, Handle, c_uint],
     "cudaIpcCloseMemHandle": [c_void_p],
@@ -102,6 +105,17 @@ class Cuda:
     def close(self, address: int) -> None:
         self._call("cudaIpcCloseMemHandle", address)
 
+    def allocate_host(self, size: int, *, write_combined: bool) -> int:
+        """Return the address of new pinned memory of the host, until `free_host`. The processor reads write-combined
+        memory very slowly."""
+        address = c_void_p()
+        self._call("cudaHostAlloc", byref(address), size, HOST_ALLOC_WRITE_COMBINED if write_combined else 0)
+        assert address.value is not None
+        return address.value
+
+    def free_host(self, address: int) -> None:
+        self._call("cudaFreeHost", address)
+
     @contextlib.contextmanager
     def stream(self) -> "Iterator[Stream]":
         """Yield a new stream on the current device. Its work has ended when the block ends, in whatever way."""
@@ -132,7 +146,7 @@ class Stream:
         self._event = event
 
     def copy(self, to: int, source: int, size: int) -> None:
-        """Copy between two addresses in device memory, of one GPU or two; does not wait."""
+        """Copy between two addresses in device memory, of one GPU or two, or in pinned memory; does not wait."""
         self._cuda._check(self._cuda._copy(to, source, size, COPY_KIND_BY_POINTERS, self._stream), "cudaMemcpyAsync")
 
     def wait(self) -> None:

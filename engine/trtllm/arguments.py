@@ -259,6 +259,22 @@ def _contradictions(arguments: Mapping[str, Any]) -> Iterator[str]:
         and _get(arguments, "kv_cache_config", "enable_block_reuse") is False
     ):
         yield "kv_cache_config.event_buffer_max_size: KV-cache events need enable_block_reuse"
+    yield from _offload_contradictions(arguments)
+
+
+def _offload_contradictions(arguments: Mapping[str, Any]) -> Iterator[str]:
+    cache = arguments.get("kv_cache_config") or {}
+    if cache.get("host_cache_size") and cache.get("enable_block_reuse") is False:
+        yield "kv_cache_config.host_cache_size: blocks are kept for reuse, which enable_block_reuse turns off"
+    priority = cache.get("secondary_offload_min_priority")
+    if priority is not None and not 0 <= priority <= 100:
+        yield "kv_cache_config.secondary_offload_min_priority: must be from 0 to 100"
+    if priority is not None and not cache.get("host_cache_size"):
+        yield "kv_cache_config.secondary_offload_min_priority: nothing is offloaded without host_cache_size"
+    if arguments.get("kv_connector_config"):
+        policy = _get(arguments, "scheduler_config", "capacity_scheduler_policy")
+        if policy not in (None, "GUARANTEED_NO_EVICT"):
+            yield "kv_connector_config: a KV connector needs the scheduler policy GUARANTEED_NO_EVICT"
 
 
 def _update(target: dict[str, Any], values: Mapping[str, Any], layer: str, origins: dict[str, str], path: str) -> None:

@@ -213,6 +213,9 @@ class TrtllmEngine:
     def stats(self) -> AsyncIterator[IterationStats]:
         return self._stats.values()
 
+    async def reset_prefix_cache(self) -> None:
+        raise InvalidRequest("TensorRT-LLM cannot be told to forget its KV blocks: restart the replica")
+
     async def close(self) -> None:
         self._dead = True
         if self._watch is not None:

@@ -76,6 +76,7 @@ def embedded_config(settings: Settings, folder: Path | None) -> EmbeddedConfig:
     """Return the configuration of the embedded engine, without processors. Its fields have the settings' names."""
     names = set(EmbeddedConfig.__struct_fields__) & set(Settings.model_fields) - {"model"}
     values = {name: getattr(settings, name) for name in names} | {"cache_dir": str(settings.cache_dir)}
+    values["kv_disk_cache_dir"] = str(settings.kv_disk_cache_dir)
     values |= {name: choice.value for name, choice in sizes(settings, folder, this_machine()).items()}
     if not role_of(settings).moves_kv_blocks:
         values["kv_transfer"] = ""

@@ -43,6 +43,9 @@ _OF_KV_CACHE = {
     "kv_block_size": "tokens_per_block",
     "enable_block_reuse": "enable_block_reuse",
 }
+_OFFLOAD_PRIORITY = "secondary_offload_min_priority"
+_HOST_CACHE = "kv_cache_config.host_cache_size"
+"""In bytes; KV_HOST_CACHE_MB is in MiB."""
 
 
 _DRAFT_TOKENS = 4
@@ -92,6 +95,8 @@ def effective(settings: Settings, folder: Path | None = None) -> Effective:
     if processors or settings.enable_test_logits_processor:
         setting = "TRTLLM_SAMPLING=processors" if processors else "ENABLE_TEST_LOGITS_PROCESSOR"
         faults += [f"{fault} ({setting})" for fault in processor_problems(found.arguments)]
+    if settings.thinking_token_budget >= 0 and not (processors or encoder):
+        faults += ["THINKING_TOKEN_BUDGET needs TRTLLM_SAMPLING=processors"]
     if faults:
         raise EngineArgsError([f"{_origin(found, fault)}: {fault}" for fault in faults])
     return taken(found, backend, encoder=encoder)
@@ -114,9 +119,16 @@ def from_files(found: Effective) -> dict[str, tuple[Any, str]]:
     """Return the settings that EXTRA_ENGINE_ARGS or OVERRIDE_ENGINE_ARGS override: the value and the layer."""
     paths = {name: name for name in _SAME_NAME} | _OTHER_NAME
     paths |= {ours: f"kv_cache_config.{theirs}" for ours, theirs in _OF_KV_CACHE.items()}
+    paths |= {"kv_host_cache_mb": _HOST_CACHE, "secondary_offload_min_priority": f"kv_cache_config.{_OFFLOAD_PRIORITY}"}
     files = ("EXTRA_ENGINE_ARGS", "OVERRIDE_ENGINE_ARGS")
+
+    def value(path: str) -> Any:
+        """Return an argument in the setting's unit."""
+        found_value = found.value(path)
+        return found_value >> 20 if path == _HOST_CACHE and found_value else found_value
+
     return {
-        name: (found.value(path), f"engine file ({layer})" if layer == files[0] else layer)
+        name: (value(path), f"engine file ({layer})" if layer == files[0] else layer)
         for name, path in paths.items()
         if (layer := found.origins.get(path)) in files
     }
@@ -140,6 +152,10 @@ def _from_settings(settings: Settings) -> dict[str, Any]:
     if settings.speculative != "none":
         values["speculative_config"] = _speculation(settings)
     cache = {theirs: getattr(settings, ours) for ours, theirs in _OF_KV_CACHE.items() if ours in said}
+    if settings.kv_host_cache_mb:
+        cache["host_cache_size"] = settings.kv_host_cache_mb << 20
+    if settings.secondary_offload_min_priority >= 0:
+        cache[_OFFLOAD_PRIORITY] = settings.secondary_offload_min_priority
     return values | ({"kv_cache_config": cache} if cache else {})
 
 

@@ -10,8 +10,8 @@ from starlette.types import Scope
 
 from multimodal.errors import shown
 
-INTERNAL = frozenset({"/prefill", "/encode"})
-"""Routes between replicas, never for outside clients."""
+INTERNAL = frozenset({"/prefill", "/encode", "/reset_prefix_cache"})
+"""Routes for replicas and operators, never for outside clients."""
 _LACKING = frozenset(
     {"assistants", "audio", "batches", "chatkit", "containers", "conversations", "embeddings", "engines", "evals"}
     | {"files", "fine-tunes", "fine_tuning", "images", "moderations", "organization", "realtime"}

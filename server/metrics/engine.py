@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine.stats import IterationStats, RankStats
+from engine.stats import IterationStats, RankStats, TierStats
 from engine.types import EngineInfo
 
 Rows = list[tuple[str, str, float]]
@@ -84,6 +84,7 @@ def stats_metrics(stats: IterationStats, queued: float, speed: float, model_name
     yield from _families(GaugeMetricFamily, gauges, model_name)
     yield from _families(CounterMetricFamily, counters, model_name)
     yield from _rank_metrics(stats.ranks, model_name)
+    yield from _tier_metrics(stats.tiers, model_name)
 
 
 def _by_position(accepted: Sequence[int], model_name: str) -> Metric:
@@ -113,6 +114,37 @@ def _rank_metrics(ranks: Sequence[RankStats], model_name: str) -> Iterator[Metri
         family = GaugeMetricFamily(f"trtllm_rank_{name}", text, labels=["model_name", "dp_rank"])
         for rank in ranks:
             family.add_metric([model_name, str(rank.rank)], value(rank))
+        yield family
+
+
+def _tier_metrics(tiers: Sequence[TierStats], model_name: str) -> Iterator[Metric]:
+    """Yield figures of KV tiers below the device; without samples where there are none."""
+    rows: list[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, Callable[[TierStats], float]]] = [
+        (
+            GaugeMetricFamily,
+            "max_bytes",
+            "Bytes that the tier may use; 0 if it failed",
+            lambda tier: tier.capacity_bytes,
+        ),
+        (GaugeMetricFamily, "used_bytes", "Bytes that the tier uses", lambda tier: tier.used_bytes),
+        (GaugeMetricFamily, "blocks", "KV blocks in the tier", lambda tier: tier.num_blocks),
+        (CounterMetricFamily, "stored_bytes", "Bytes copied to the tier", lambda tier: tier.stored_bytes),
+        (CounterMetricFamily, "loaded_bytes", "Bytes loaded from the tier", lambda tier: tier.loaded_bytes),
+        (CounterMetricFamily, "hit_blocks", "KV blocks loaded instead of computed", lambda tier: tier.hit_blocks),
+        (CounterMetricFamily, "load_seconds", "Seconds that loading blocks took", lambda tier: tier.load_seconds),
+        (
+            CounterMetricFamily,
+            "avoided_blocks",
+            "KV blocks computed since that is faster than loading them",
+            lambda tier: tier.avoided_blocks,
+        ),
+        (CounterMetricFamily, "evicted_blocks", "KV blocks that made way for others", lambda tier: tier.evicted_blocks),
+        (CounterMetricFamily, "failures", "KV blocks lost to errors or damage", lambda tier: tier.failures),
+    ]
+    for kind, name, text, value in rows:
+        family = kind(f"trtllm_kv_tier_{name}", text, labels=["model_name", "tier"])
+        for tier in tiers:
+            family.add_metric([model_name, tier.tier], value(tier))
         yield family
 
 

@@ -60,6 +60,9 @@ def _facts(settings: Settings, replica: ReplicaState, url: str) -> Iterator[tupl
         yield "device", f"{_computing(info).removeprefix(', ') or 'none'}{threads}"
         memory = f"{size_text(info.kv_bytes)}, " if info.kv_bytes else ""
         yield "KV cache", f"{memory}{info.num_blocks * info.block_size:,} tokens"
+        tiers = {"host": info.host_kv_bytes, "disk": info.disk_kv_bytes}
+        if below := ", ".join(f"{size_text(size)} on the {tier}" for tier, size in tiers.items() if size):
+            yield "KV tiers", below
         yield "limits", f"context {info.context_length:,} tokens, {info.max_num_seqs} sequences at once"
     yield "API", f"{url}{replica.entrance}"
     if settings.shows_page and role_of(settings).has_text:
@@ -76,5 +79,5 @@ def _facts(settings: Settings, replica: ReplicaState, url: str) -> Iterator[tupl
 
 def _computing(info: EngineInfo) -> str:
     """Return the type, device and code that an engine computes with; nothing for the fake one."""
-    how = ", ".join(filter(None, (info.compute_path, info.instruction_set)))
+    how = ", ".join(filter(None, (info.compute_path, info.instruction_set, info.quantization)))
     return "" if info.dtype == "none" else f", {info.dtype} on {info.device}" + (f" ({how})" if how else "")

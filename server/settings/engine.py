@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator
 
-from engine.config import TrtllmConfig
+from engine.config import CpuIsa, TrtllmConfig
 from multimodal.answers.parsers.choose import family
+from multimodal.answers.parsers.response_templates import RESPONSE_TEMPLATE
 from server.settings.types import EMBEDDED, ExpandedPath, PathOrNone, Section
 
 RoleName = Literal["aggregated", "prefill", "decode", "encode", "router"]
@@ -36,12 +37,14 @@ class ModelSettings(Section):
     """Jinja file used instead of the model's chat template."""
     tool_call_parser: str = "auto"
     """How the model writes tool calls: hermes, llama3_json, mistral or another name in docs/agents.md; auto decides by
-    chat template and model type, none has no tools.
+    chat template and model type, response_template takes the model's own, none has no tools.
     """
     reasoning_parser: str = "auto"
     """How the model writes its reasoning: deepseek_r1, qwen3 or another name in docs/agents.md; auto decides by chat
-    template and model type, none takes reasoning for text.
+    template and model type, response_template takes the model's own, none takes reasoning for text.
     """
+    thinking_token_budget: int = Field(-1, ge=-1)
+    """Most tokens of reasoning in a choice, where the request sets no limit: its end is then forced. -1 is no limit."""
     stream_tool_arguments: bool = True
     """Stream the arguments of tool calls as they come; false sends whole calls, and one that never completes as text.
     """
@@ -51,7 +54,7 @@ class ModelSettings(Section):
     @field_validator("tool_call_parser", "reasoning_parser", mode="after")
     @classmethod
     def _known_parser(cls, value: str, info: ValidationInfo) -> str:
-        if value not in ("auto", "none"):
+        if value not in ("auto", "none", RESPONSE_TEMPLATE):
             family(**{"tools" if info.field_name == "tool_call_parser" else "reasoning": value})
         return value
 
@@ -84,8 +87,8 @@ class ComputeSettings(Section):
     """PyTorch device; auto takes CUDA when it is available."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = EMBEDDED.dtype
     """Type of weights and KV cache; auto takes bfloat16 on a GPU and float32 on any CPU."""
-    quantization: Literal["none", "fp8"] = EMBEDDED.quantization
-    """Quantize weights at load (embedded engine, NVIDIA GPUs from compute capability 9.0): none or fp8."""
+    quantization: Literal["none", "fp8", "int8"] = EMBEDDED.quantization
+    """Quantize weights at load (embedded engine): fp8 on NVIDIA GPUs from compute capability 9.0, int8 on a CPU."""
     kv_cache_dtype: Literal["auto", "fp8"] = EMBEDDED.kv_cache_dtype
     """Type of the KV cache, on the same GPUs: auto takes the weights' type, fp8 holds twice as many tokens."""
     attention: Literal["auto", "sdpa", "flashinfer"] = EMBEDDED.attention
@@ -102,9 +105,9 @@ class ComputeSettings(Section):
     """Compute threads of the embedded engine, at most 16 or four for each core; 0 takes the available cores, within
     the container's CPU quota.
     """
-    cpu_isa: Literal["auto", "portable", "avx2", "avx512"] = EMBEDDED.cpu_isa
-    """Instruction set of the embedded engine's compiled path on a CPU; auto takes the fastest that the processor
-    has.
+    cpu_isa: CpuIsa = EMBEDDED.cpu_isa
+    """Instruction set of the embedded engine's compiled path on a CPU; auto takes the fastest that the processor has.
+    Those with vnni multiply quantised weights faster.
     """
 
     @field_validator("threads", mode="after")
@@ -119,9 +122,9 @@ class ComputeSettings(Section):
     @classmethod
     def _embedded_only(cls, value: str, info: ValidationInfo) -> str:
         engine = info.data.get("engine", "embedded")
-        if value == "fp8" and engine != "embedded":
+        if value in ("fp8", "int8") and engine != "embedded":
             more = "; TensorRT-LLM's own are arguments (EXTRA_ENGINE_ARGS)" if engine == "trtllm" else ""
-            raise ValueError(f"fp8 is for the embedded engine, not for {engine}{more}")
+            raise ValueError(f"{value} is for the embedded engine, not for {engine}{more}")
         return value
 
 
@@ -148,6 +151,32 @@ class BatchSettings(Section):
     """Reuse the KV blocks of equal prefixes."""
     enable_chunked_prefill: bool = EMBEDDED.enable_chunked_prefill
     """Split long prompts over several steps."""
+    kv_host_cache_mb: int = Field(EMBEDDED.kv_host_cache_mb, ge=0)
+    """Host memory for KV blocks that the device has no room for, in MiB; 0 is off. TensorRT-LLM's host_cache_size."""
+    kv_disk_cache_mb: int = Field(EMBEDDED.kv_disk_cache_mb, ge=0)
+    """Disk space for KV blocks that the host has no room for, in MiB, for all models in KV_DISK_CACHE_DIR; 0 is off.
+    Needs KV_HOST_CACHE_MB, and the embedded engine.
+    """
+    kv_disk_cache_dir: ExpandedPath = Path("~/.cache/trellis/kv")
+    """Folder for KV blocks on disk, which replicas of a host may share. They stay after the server has ended."""
+    kv_offload_min_requests: int = Field(EMBEDDED.kv_offload_min_requests, ge=1)
+    """Number of requests that have to ask for a KV block before the host, and the disk, keep it."""
+
+    @field_validator("kv_disk_cache_mb", mode="after")
+    @classmethod
+    def _below_the_host(cls, value: int, info: ValidationInfo) -> int:
+        if value and not info.data.get("kv_host_cache_mb"):
+            raise ValueError("blocks reach the disk by way of the host: set KV_HOST_CACHE_MB too")
+        if value and (engine := info.data.get("engine", "embedded")) != "embedded":
+            raise ValueError(f"the disk tier is the embedded engine's, not {engine}'s")
+        return value
+
+    @field_validator("kv_host_cache_mb", mode="after")
+    @classmethod
+    def _needs_reuse(cls, value: int, info: ValidationInfo) -> int:
+        if value and not info.data.get("enable_block_reuse", True):
+            raise ValueError("blocks are kept for reuse: leave it 0, or ENABLE_BLOCK_REUSE on")
+        return value
 
 
 class SpeculationSettings(Section):
@@ -219,6 +248,10 @@ class TrtllmSettings(Section):
     trtllm_sampling: Literal["native", "processors"] = TrtllmConfig(model="").sampling
     """Sampling parameters that TensorRT-LLM's sampler ignores (penalties, seed, min_p ...): native refuses them,
     processors computes them in logits processors, which need the overlap scheduler off and so cost throughput.
+    """
+    secondary_offload_min_priority: int = Field(-1, ge=-1, le=100)
+    """Least priority of KV blocks that are copied to the host (KV_HOST_CACHE_MB) before they are evicted; -1 takes
+    TensorRT-LLM's default. Requests of this server have its default priority, 35.
     """
     trust_remote_code: bool = False
     """Run code that comes with the model."""

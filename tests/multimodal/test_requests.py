@@ -115,7 +115,7 @@ EXTENSIONS = {
     "include_stop_str_in_output": True, "skip_special_tokens": False, "bad_words": ["no"],
     "allowed_token_ids": [50, 51],
     "prompt_logprobs": 1, "return_token_ids": True, "truncate_prompt_tokens": 5, "priority": 1, "cache_salt": "s",
-    "request_id": "mine",
+    "request_id": "mine", "kv_transfer_params": {"lmcache.skip_save": True},
     "add_special_tokens": False, "spaces_between_special_tokens": True,
 }  # fmt: skip
 
@@ -158,6 +158,12 @@ async def test_extensions_and_nulls_are_taken(setup: Setup, base: dict[str, Any]
     assert answer["id"].endswith("-mine")
     fields = (ChatCompletionRequest if base is CHAT else CompletionRequest).model_fields
     await setup.complete({**dict.fromkeys(fields), **base, "max_tokens": 2})
+
+
+async def test_a_request_keeps_its_blocks_from_tiers(setup: Setup) -> None:
+    for asked in (True, False, None):
+        generation = await setup.prepare({**CHAT, "kv_transfer_params": {"lmcache.skip_save": asked}})
+        assert [choice.request.skip_save for choice in generation.choices] == [bool(asked)]
 
 
 async def test_unknown_fields_are_ignored_or_with_strict_fields_refused(

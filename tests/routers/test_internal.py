@@ -32,6 +32,20 @@ async def test_internal_routes_take_the_internal_secret_alone() -> None:
         assert (await client.get("/v1/models", headers={"Authorization": "Bearer key"})).status_code == 200
 
 
+async def test_a_reset_forgets_cached_prompts() -> None:
+    async with application(internal_secret=SECRET) as (client, _):
+        cached = []
+        for reset in (False, False, True):
+            if reset:
+                assert (await client.post("/reset_prefix_cache")).status_code == 401
+                done = await client.post("/reset_prefix_cache", headers=BEARER)
+                assert (done.status_code, done.content) == (200, b"")
+            body = {"prompt": "long enough for a block " * 9, "max_tokens": 1}
+            usage = (await client.post("/v1/completions", json=body)).json()["usage"]
+            cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+        assert cached[0] == cached[2] == 0 < cached[1]
+
+
 async def test_without_a_secret_nobody_uses_them_and_without_keys_the_rest_is_open() -> None:
     async with application() as (client, _):
         assert (await client.post("/prefill", headers={"Authorization": "Bearer "})).status_code == 401

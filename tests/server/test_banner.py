@@ -1,7 +1,9 @@
 """What a ready server says of itself."""
 
+import msgspec
 import pytest
 
+from engine.admission import AdmissionEngine
 from server.process.banner import banner, warning
 from server.settings import Settings
 from tests.support.servers import application
@@ -20,6 +22,12 @@ async def test_the_banner_says_what_runs_where_and_how_to_stop_it() -> None:
         assert found["docs"] == "http://127.0.0.1:1/docs" and found["metrics"] == "http://127.0.0.1:1/metrics"
         assert found["access"] == "2 API keys: requests need one"
         assert found["stop"].startswith("Ctrl-C")
+        assert "tiers" not in text
+        info = msgspec.structs.replace(state["replica"].engine.info, host_kv_bytes=3 << 30, disk_kv_bytes=5 << 30)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(AdmissionEngine, "info", info)
+            text = banner(Settings(engine="fake"), state["replica"], "http://127.0.0.1:1", 1.25)
+            assert "KV tiers  3.2 GB on the host, 5.4 GB on the disk" in text
         bare = banner(Settings(engine="fake", docs=False, host="0.0.0.0"), state["replica"], "http://127.0.0.1:1", 1.0)
         assert "/docs" not in bare and "page" not in bare
         assert "no API key needed, by whoever reaches this machine" in bare

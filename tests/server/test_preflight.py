@@ -47,9 +47,32 @@ def problems(machine: Machine, folder: Path | None = None, **settings: Any) -> l
         (CPU, {"quantization": "fp8"}, "QUANTIZATION=fp8 needs an NVIDIA GPU of compute capability 9.0"),
         (H200, {"kv_cache_dtype": "fp8", "device": "cpu"}, "KV_CACHE_DTYPE=fp8 needs an NVIDIA GPU"),
         (A100, {"quantization": "fp8"}, "QUANTIZATION=fp8 needs compute capability 9.0, and NVIDIA A100 has 8.0"),
+        (H200, {"quantization": "int8"}, "QUANTIZATION=int8 is for a CPU, and DEVICE=auto takes the GPU"),
+        (
+            CPU,
+            {"quantization": "int8", "attention": "sdpa"},
+            "int8 needs the compiled path, which ATTENTION=sdpa rules",
+        ),
+        (CPU, {"quantization": "int8", "dtype": "float16"}, "needs the compiled path, which DTYPE=float16 rules out"),
         (CPU, {"attention": "flashinfer"}, "ATTENTION=flashinfer needs an NVIDIA GPU"),
         (CPU, {"max_seq_len": 513}, "MAX_SEQ_LEN=513 is longer than the model's context of 512 tokens"),
         (CPU, {"chat_template": "/none.jinja"}, "CHAT_TEMPLATE=/none.jinja is not a file"),
+        (CPU, {"kv_host_cache_mb": 9000}, "KV_HOST_CACHE_MB=9000 are more than this machine has: 8.0 GiB of memory"),
+        (
+            CPU,
+            {"kv_host_cache_mb": 5000, "kv_cache_memory_mb": 5000},
+            "KV_HOST_CACHE_MB=5000 and KV_CACHE_MEMORY_MB=5000 are more than",
+        ),
+        (
+            CPU,
+            {"kv_host_cache_mb": 9, "kv_disk_cache_mb": 9, "kv_disk_cache_dir": "/proc/kv"},
+            "KV_DISK_CACHE_DIR=/proc/kv cannot be used",
+        ),
+        (
+            CPU,
+            {"kv_host_cache_mb": 9, "kv_disk_cache_mb": 1 << 40, "kv_disk_cache_dir": "/tmp"},
+            "KV_DISK_CACHE_MB=1099511627776 is more than the disk of /tmp",
+        ),
         (replace(CPU, torch=""), {}, "the embedded engine needs PyTorch, which is not installed"),
     ],
 )
@@ -63,6 +86,7 @@ def test_each_impossible_setting_is_one_problem(
 def test_what_is_possible_is_no_problem(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "_installed", lambda package: True)
     assert problems(CPU, folder, max_seq_len=512, kv_cache_memory_mb=8000) == []
+    assert problems(CPU, folder, quantization="int8", dtype="float32") == []
     assert problems(H200, folder, quantization="fp8", kv_cache_memory_mb=9000) == [], "a GPU's cache is elsewhere"
     assert problems(replace(H200, gpus=None), folder, device="cuda:1") == [], "nvidia-smi did not answer"
     assert problems(replace(CPU, torch=""), engine="fake") == []
@@ -129,3 +153,16 @@ def test_the_doctor_looks_at_packages_the_compiler_and_the_hub(monkeypatch: pyte
     hub = doctor.check_hub("owner/that-is-nowhere")
     assert hub.level == "problem" and "HF_TOKEN" in hub.cure
     assert doctor.check_machine(replace(CPU, free=GIB // 2)).level == "warning"
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"kv_disk_cache_mb": 9}, "set KV_HOST_CACHE_MB too"),
+        ({"kv_host_cache_mb": 9, "enable_block_reuse": False}, "ENABLE_BLOCK_REUSE"),
+        ({"kv_host_cache_mb": 9, "kv_disk_cache_mb": 9, "engine": "trtllm"}, "not trtllm's"),
+    ],
+)
+def test_tiers_that_could_not_work_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Settings(**settings)

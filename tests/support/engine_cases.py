@@ -34,6 +34,8 @@ SPECULATING_KINDS = [pytest.param(f"embedded-{how}", marks=pytest.mark.slow) for
 """The embedded engine with every draft computed."""
 NEWEST_KINDS = [pytest.param("trtllm-newest", marks=pytest.mark.slow)]
 """TensorRT-LLM's main, whose stand-in differs from 1.2.1's."""
+TIERED_KINDS = [pytest.param("embedded-tiers", marks=pytest.mark.slow)]
+"""The embedded engine with few blocks on the device, and tiers on the host and on disk."""
 HANDING_OVER = [*KINDS, "embedded-ngram"]
 """The kinds that prefill for each other; one engine is both sides here."""
 REAL = {"fake", "embedded", "embedded-ngram", "trtllm", "trtllm-newest"}
@@ -63,6 +65,9 @@ def fake_trtllm(version: str = OLDEST) -> Iterator[None]:
 
 
 def config_of(kind: str, tiny_model: Path) -> EngineConfig:
+    if kind == "embedded-tiers":
+        tiers = {"kv_host_cache_mb": 1, "kv_disk_cache_mb": 8, "kv_disk_cache_dir": str(tiny_model.parent / "kv")}
+        return EmbeddedConfig(model=str(tiny_model), kv_transfer="auto", **EMBEDDED | tiers | {"num_blocks": 96})
     if kind.startswith("embedded"):
         how = kind.partition("-")[2]
         drafts = {"speculative": how, "speculative_min_match": 1, "speculative_min_speedup": 0}

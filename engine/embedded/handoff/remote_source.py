@@ -34,6 +34,8 @@ class _RemoteReading:
 class RemoteSource:
     """The replica that has computed a sequence's prompt (`Sequence.remote`): it offers all of the prompt, once."""
 
+    is_transfer = True
+
     def __init__(self, transfers: Transfers, words: LeaseWords) -> None:
         self.transfers = transfers
         self.words = words

@@ -17,11 +17,11 @@ from types import MappingProxyType
 
 from blake3 import blake3
 
-from engine.kv_events import Cleared, Created, Removed, Stored, StoredBlock, UniqueToken
+from engine.kv_events import Cleared, Created, EventDiff, Removed, Stored, StoredBlock, UniqueToken, Updated
 from engine.media import MmKeys, Overlap
 
 BlockKey = bytes
-EventData = Created | Stored | Removed | Cleared
+EventData = Created | Stored | Removed | Updated | Cleared
 
 
 def root_key(cache_salt: str) -> BlockKey:
@@ -56,12 +56,16 @@ class BlockPool:
         reuse: bool,
         publish: Callable[[EventData], None],
         window: int | None = None,
+        lower_blocks: int = 0,
     ) -> None:
+        """`lower_blocks` is the number of blocks that the host tier holds, for the first event."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.reuse = reuse
         self.window = window
         """Number of tokens, itself included, that a token of these layers attends to; None for all."""
+        self.below: Callable[[BlockKey], int] = _nowhere
+        """Called when a block is evicted: returns the cache level where it stays, 0 if it is gone."""
         self._publish = publish
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -70,7 +74,7 @@ class BlockPool:
         self._block_of: dict[BlockKey, int] = {}
         self.alloc_total = 0
         self.alloc_new = 0
-        publish(Created((num_blocks, 0)))
+        publish(Created((num_blocks, lower_blocks)))
 
     @property
     def available(self) -> int:
@@ -128,7 +132,7 @@ class BlockPool:
         assert count <= self.available, "allocate must be preceded by a look at `available`"
         evicted = [self._cached.popitem(last=False)[0] for _ in range(count - len(self._free))]
         if evicted:
-            self._publish(Removed(tuple(event_hash(self._forget(block)) for block in evicted)))
+            self.publish_level(0, [(key, self.below(key)) for key in map(self._forget, evicted)])
             self._free.extend(reversed(evicted))
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
@@ -179,6 +183,21 @@ class BlockPool:
         if run:
             self._publish(Stored(None if parent is None else event_hash(parent), tuple(run), cache_salt))
 
+    def publish_level(self, old: int, moved: Iterable[tuple[BlockKey, int]]) -> None:
+        """Publish at which cache level blocks are now that were at level `old`; 0 if they are gone."""
+        gone = []
+        for key, level in moved:
+            if level:
+                self._publish(Updated(event_hash(key), EventDiff(level, old)))
+            else:
+                gone.append(event_hash(key))
+        if gone:
+            self._publish(Removed(tuple(gone)))
+
+    def publish_found(self, parent: BlockKey | None, block: StoredBlock, cache_salt: str) -> None:
+        """Publish that a block is at a lower cache level, which no event has said before."""
+        self._publish(Stored(None if parent is None else event_hash(parent), (block,), cache_salt))
+
     def _forget(self, block: int) -> BlockKey:
         key = self._key_of.pop(block)
         del self._block_of[key]
@@ -206,3 +225,7 @@ class BlockPool:
         )
         assert self._cached.keys() <= self._key_of.keys(), "a cached block has no key"
         assert {key: block for block, key in self._key_of.items()} == self._block_of, "keys and blocks disagree"
+
+
+def _nowhere(_: BlockKey) -> int:
+    return 0

@@ -1,5 +1,5 @@
-"""The seam for reading keys and values of a prompt instead of computing them: `Source`, and the `Reading` of some
-blocks from one."""
+"""The seams for keys and values of a prompt that are read instead of computed: `Source`, the `Reading` of some blocks
+from one, and `Offload`, which keeps blocks for later."""
 
 from __future__ import annotations
 
@@ -38,12 +38,15 @@ class Source(Protocol):
     prompt is computed here, unless it has another offer.
     """
 
+    is_transfer: bool
+    """Whether its readings count as transfers between replicas."""
+
     def offer(self, sequence: Sequence) -> int:
-        """Return how many leading tokens of a waiting sequence have their keys and values here, 0 for none.
+        """Return how many leading tokens of a waiting sequence should be read from here, 0 for none.
 
         Always less than its tokens, since one has to be computed for its logits. A source that keeps blocks by their
-        keys looks up `sequence.extend_keys(block_size)`, and offers whole blocks. Must be cheap and have no effect: it
-        is asked again and again.
+        keys looks up `sequence.extend_keys(block_size)`, and offers whole blocks. Must be cheap and change no other
+        answer: it is asked again and again.
         """
         ...
 
@@ -62,4 +65,17 @@ class Source(Protocol):
         A reading that goes on after that keeps what it needs itself. A source whose reading failed must not repeat that
         offer.
         """
+        ...
+
+
+class Offload(Protocol):
+    """A place that keeps computed blocks, so that a `Source` has them when the device does not. Nothing here waits."""
+
+    def admitted(self, sequence: Sequence) -> None:
+        """A sequence runs from now on; its first `sequence.stored` blocks are computed."""
+        ...
+
+    def offload(self, sequence: Sequence, start: int, stop: int, *, always: bool = False) -> None:
+        """The blocks from index `start` to `stop` of a sequence's tables are computed; with `always` they are about to
+        be given up, and will be needed again."""
         ...

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Iterator
-from itertools import takewhile
+from itertools import groupby, takewhile
+from operator import attrgetter
 
 from blake3 import blake3
 
-from engine.kv_events import Cleared, Created, KvEvent, Removed, Stored
+from engine.kv_events import Cleared, Created, EventDiff, KvEvent, Removed, Stored, StoredBlock, Updated
 from engine.media import MmKeys
 from engine.replicas.publisher.messages import (
     AllBlocksCleared,
@@ -15,6 +16,7 @@ from engine.replicas.publisher.messages import (
     MmInfo,
     MmObject,
     WireEvent,
+    medium,
     signed,
 )
 
@@ -38,6 +40,8 @@ class Converter:
         self._started = False
         """Whether there was any other event."""
         self._withheld: set[int] = set()
+        self._levels: dict[int, int] = {}
+        """Cache levels of the blocks that are not on the device."""
 
     def convert(self, event: KvEvent) -> Iterator[WireEvent]:
         """Yield what routers have to know of `event`."""
@@ -45,6 +49,7 @@ class Converter:
             self._window = 0
             self._started = False
             self._withheld.clear()
+            self._levels.clear()
             yield AllBlocksCleared()
         elif self._last_id is not None:
             self.lost += event.event_id - self._last_id - 1
@@ -58,8 +63,11 @@ class Converter:
                 yield from self._stored(event.data)
             case Removed():
                 yield from self._removed(event.data)
+            case Updated(block_hash, EventDiff(level)) if block_hash not in self._withheld:
+                yield from self._moved(block_hash, level)
             case Cleared():
                 self._withheld.clear()
+                self._levels.clear()
                 yield AllBlocksCleared()
 
     def _is_first(self, event: KvEvent) -> bool:
@@ -68,27 +76,53 @@ class Converter:
             return True
         return self._started and isinstance(event.data, Created)
 
-    def _stored(self, data: Stored) -> Iterator[BlockStored]:
+    def _stored(self, data: Stored) -> Iterator[WireEvent]:
         full = list(takewhile(lambda block: len(block.tokens) == self._block_size, data.blocks))
         self._withheld.update(block.block_hash for block in data.blocks[len(full) :])
         if not full:
             return
         self._withheld.difference_update(block.block_hash for block in full)
-        infos = [_mm_info(block.mm_keys) for block in full]
-        yield BlockStored(
-            block_hashes=[signed(block.block_hash) for block in full],
-            parent_block_hash=None if data.parent_hash is None else signed(data.parent_hash),
-            token_ids=[token.token_id for block in full for token in block.tokens],
+        parent = data.parent_hash
+        for level, group in groupby(full, key=attrgetter("cache_level")):
+            blocks = list(group)
+            yield self._stored_at(level, parent, blocks, data.cache_salt)
+            yield from self._left(blocks, level)
+            parent = blocks[-1].block_hash
+
+    def _stored_at(self, level: int, parent: int | None, blocks: list[StoredBlock], cache_salt: str) -> BlockStored:
+        infos = [_mm_info(block.mm_keys) for block in blocks]
+        return BlockStored(
+            block_hashes=[signed(block.block_hash) for block in blocks],
+            parent_block_hash=None if parent is None else signed(parent),
+            token_ids=[token.token_id for block in blocks for token in block.tokens],
             block_size=self._block_size,
-            cache_salt=data.cache_salt or None,
+            cache_salt=cache_salt or None,
             block_mm_infos=infos if any(infos) else None,
+            medium=medium(level),
         )
 
+    def _left(self, blocks: list[StoredBlock], level: int) -> Iterator[BlockRemoved]:
+        """Yield the removal of blocks from the levels where they were; they are at `level` from now on."""
+        for block in blocks:
+            before = self._levels.pop(block.block_hash, level)
+            if level:
+                self._levels[block.block_hash] = level
+            if before != level:
+                yield BlockRemoved([signed(block.block_hash)], medium(before))
+
+    def _moved(self, block_hash: int, level: int) -> Iterator[WireEvent]:
+        before = self._levels.pop(block_hash, 0)
+        if level:
+            self._levels[block_hash] = level
+        if before != level:
+            yield BlockStored([signed(block_hash)], None, [], self._block_size, medium=medium(level))
+            yield BlockRemoved([signed(block_hash)], medium(before))
+
     def _removed(self, data: Removed) -> Iterator[BlockRemoved]:
-        known = [signed(block_hash) for block_hash in data.block_hashes if block_hash not in self._withheld]
+        known = [block_hash for block_hash in data.block_hashes if block_hash not in self._withheld]
         self._withheld.difference_update(data.block_hashes)
-        if known:
-            yield BlockRemoved(known)
+        for level, hashes in groupby(known, key=lambda block_hash: self._levels.pop(block_hash, 0)):
+            yield BlockRemoved([signed(block_hash) for block_hash in hashes], medium(level))
 
 
 def _mm_info(mm_keys: MmKeys) -> MmInfo | None:

@@ -35,12 +35,16 @@ class BlockStored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStore
     """Only requests with the same salt share these blocks."""
     block_mm_infos: list[MmInfo | None] | None = None
     """One for each block, if any of them has images."""
+    medium: str | None = None
+    """Where the blocks are, as Dynamo spells it: CPU_PINNED or DISK; None for the device. A block that comes to another
+    medium is known already, and its event may lack tokens and parent."""
 
 
-class BlockRemoved(msgspec.Struct, frozen=True, tag_field="type", tag="BlockRemoved"):
-    """Blocks can no longer be reused."""
+class BlockRemoved(msgspec.Struct, frozen=True, tag_field="type", tag="BlockRemoved", omit_defaults=True):
+    """Blocks can no longer be reused from a medium."""
 
     block_hashes: list[int]
+    medium: str | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag_field="type", tag="AllBlocksCleared"):
@@ -66,3 +70,8 @@ decode = msgspec.msgpack.Decoder(EventBatch).decode
 def signed(block_hash: int) -> int:
     """Convert an unsigned 64-bit hash to two's complement."""
     return block_hash - (1 << 64) if block_hash >= 1 << 63 else block_hash
+
+
+def medium(level: int) -> str | None:
+    """Return the medium of a cache level."""
+    return None if not level else "CPU_PINNED" if level == 1 else "DISK"

@@ -41,7 +41,7 @@ class StoredEvent:
     hashes: tuple[int, ...]
     parent: int | None
     tokens: tuple[int, ...]
-    """Tokens of all blocks, `block_size` of each."""
+    """Tokens of all blocks, `block_size` of each; none if the blocks are known already, from another tier."""
     block_size: int
     namespace: tuple[str, str] = ("", "")
     """Cache salt and LoRA adapter: requests with the same may share blocks."""
@@ -111,7 +111,7 @@ def _stored(fields: dict[str, Any], tier: Hashable) -> StoredEvent:
     parent = fields.get("parent_block_hash")
     if not isinstance(size, int) or size < 1 or not isinstance(parent, int | None):
         raise ValueError("a stored event must have a block_size, and a number for its parent if it has one")
-    whole = min(len(hashes), len(tokens) // size)
+    whole = len(hashes) if tier is not None and not tokens else min(len(hashes), len(tokens) // size)
     if tokens and not (min(tokens) >= -(1 << 31) and max(tokens) < 1 << 32):
         raise ValueError("a token id is out of range")
     infos = fields.get("block_mm_infos") or fields.get("extra_keys") or ()

@@ -10,6 +10,12 @@ from itertools import chain, islice, repeat
 from engine.replicas.block_keys import block_keys, root_key
 from engine.replicas.routing.events import CacheEvent, ClearedEvent, RemovedEvent, StoredEvent
 
+WEIGHTS = {"CPU": 0.75, "CPU_PINNED": 0.75, "CPU_TIER1": 0.75}
+"""What a token in a block counts that is on a tier below the device, by the names of vLLM and Dynamo."""
+MEDIA = (*WEIGHTS, "DISK", "CPU_TIER2")
+"""Media on which blocks may be known that come to another one."""
+LOWEST_WEIGHT = 0.25
+"""The same for a block on disk, or anywhere else."""
 MAX_BLOCKS = 1 << 19
 """Blocks remembered for one replica; beyond that the oldest eighth is forgotten."""
 
@@ -17,15 +23,22 @@ MAX_BLOCKS = 1 << 19
 class _Blocks:
     """The blocks of one replica."""
 
-    __slots__ = ("keys", "shared", "size")
+    __slots__ = ("keys", "lower", "shared", "size")
 
     def __init__(self) -> None:
         self.keys: dict[Hashable, int] = {}
         """By the replica's own hash, oldest first: a number in the first rank's device memory, else (tier, number)."""
         self.shared: dict[int, int] = {}
         """For each key that the replica has under several hashes, how many more than one."""
+        self.lower: dict[int, list[float]] = {}
+        """For each key that tiers below the device have, their weights."""
         self.size = 0
         """Tokens in a block; 0 before the first."""
+
+    def weight(self, key: int) -> float:
+        """Return what a token of a block that the replica has counts: 1 on the device."""
+        weights = self.lower.get(key, ())
+        return max(weights) if len(weights) > self.shared.get(key, 0) else 1.0
 
 
 class PrefixIndex:
@@ -69,7 +82,8 @@ class PrefixIndex:
                 self._drop(replica, blocks, name)
 
     def overlaps(self, tokens: Sequence[int], namespace: tuple[str, str] = ("", "")) -> dict[int, int]:
-        """Return how many tokens of a prompt each replica has: whole blocks, from the first one on."""
+        """Return how many tokens of a prompt each replica has: whole blocks, from the first one on. Those on a tier
+        below the device count less."""
         found: dict[int, int] = {}
         for size in self.block_sizes:
             mask = sum(1 << replica for replica, blocks in self._replicas.items() if blocks.size == size)
@@ -81,9 +95,16 @@ class PrefixIndex:
                 if not mask:
                     break
             _note(found, mask, len(tokens) // size * size)
+            for replica in [number for number in found if self._replicas[number].lower]:
+                blocks = self._replicas[replica]
+                if blocks.size == size:
+                    keys = islice(block_keys(tokens, size, root_key(*namespace)), found[replica] // size)
+                    found[replica] -= int(sum((1 - blocks.weight(key)) * size for key in keys))
         return found
 
     def _store(self, replica: int, blocks: _Blocks, event: StoredEvent) -> int:
+        if not event.tokens:
+            return self._move(replica, blocks, event)
         parent = root_key(*event.namespace) if event.parent is None else self._parent(blocks, event)
         if parent is None:
             return len(event.hashes)
@@ -96,11 +117,27 @@ class PrefixIndex:
                 self._add(replica, blocks, name, key)
         return 0
 
+    def _move(self, replica: int, blocks: _Blocks, event: StoredEvent) -> int:
+        """Add blocks to a tier whose tokens were said when they came to another one; return how many are unknown."""
+        unknown = 0
+        for block_hash in event.hashes:
+            key, name = self._known(blocks, block_hash, event.tier), _name(block_hash, event.tier)
+            if key is None:
+                unknown += 1
+            elif name not in blocks.keys:
+                self._add(replica, blocks, name, key)
+        return unknown
+
     def _parent(self, blocks: _Blocks, event: StoredEvent) -> int | None:
-        """The key of the block before, which may be on another tier than its child; None if it is not known."""
+        """Return the key of the block before, which may be on another tier than its child; None if it is not known."""
         assert event.parent is not None
-        same = blocks.keys.get(_name(event.parent, event.tier))
-        return same if same is not None or event.tier is None else blocks.keys.get(event.parent)
+        return self._known(blocks, event.parent, event.tier)
+
+    def _known(self, blocks: _Blocks, block_hash: int, tier: Hashable) -> int | None:
+        """Return the key of a block that is on this tier or another one of the same rank; None if it is not known."""
+        rank = tier[0] if isinstance(tier, tuple) else 0
+        tiers = dict.fromkeys([tier, None if rank == 0 else (rank, None), *((rank, name) for name in MEDIA)])
+        return next((key for one in tiers if (key := blocks.keys.get(_name(block_hash, one))) is not None), None)
 
     def _add(self, replica: int, blocks: _Blocks, name: Hashable, key: int) -> None:
         if len(blocks.keys) >= self._max_blocks:
@@ -112,11 +149,17 @@ class PrefixIndex:
             blocks.shared[key] = blocks.shared.get(key, 0) + 1
         else:
             self._holders[key] = holders | 1 << replica
+        if (weight := _weight(name)) is not None:
+            blocks.lower.setdefault(key, []).append(weight)
 
     def _drop(self, replica: int, blocks: _Blocks, name: Hashable) -> None:
         key = blocks.keys.pop(name, None)
         if key is None:
             return
+        if (weight := _weight(name)) is not None:
+            blocks.lower[key].remove(weight)
+            if not blocks.lower[key]:
+                del blocks.lower[key]
         if more := blocks.shared.pop(key, 0):
             if more > 1:
                 blocks.shared[key] = more - 1
@@ -128,6 +171,12 @@ def _name(block_hash: int, tier: Hashable) -> Hashable:
     """Hashes come signed from some replicas and unsigned from others; a single replica may mix them."""
     number = block_hash & 0xFFFFFFFFFFFFFFFF
     return number if tier is None else (tier, number)
+
+
+def _weight(name: Hashable) -> float | None:
+    """Return the weight of the tier that is part of a name; None for the device's."""
+    medium = name[0][1] if isinstance(name, tuple) else None
+    return None if medium is None else WEIGHTS.get(medium, LOWEST_WEIGHT)
 
 
 def _rank(name: Hashable) -> int:

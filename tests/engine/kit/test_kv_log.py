@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from engine.config import FakeConfig
 from engine.create import create_engine
 from engine.kit.kv_log import KvEventLog
-from engine.kv_events import Cleared, Created, KvEvent, Removed, Stored
+from engine.kv_events import Cleared, Created, EventDiff, KvEvent, Removed, Stored, Updated
 from engine.media import MediaSpan
 from engine.replicas.publisher.convert import Converter
 from engine.replicas.publisher.messages import AllBlocksCleared
@@ -27,6 +27,14 @@ def log_of(*events: KvEvent) -> KvEventLog:
     for event in events:
         log.put(event)
     return log
+
+
+async def test_a_late_consumer_learns_on_which_tier_a_block_is() -> None:
+    log = log_of(stored(0, 1), stored(1, 2), KvEvent(2, Updated(1, EventDiff(2, 0)), WINDOW))
+    log.put(KvEvent(3, Updated(2, None, EventDiff(1, 0)), WINDOW))
+    data = [event.data for event in await told(log)]
+    levels = {one.block_hash: one.cache_level for stored in data if isinstance(stored, Stored) for one in stored.blocks}
+    assert levels == {1: 2, 2: 0}
 
 
 def chains(events: Sequence[KvEvent]) -> list[tuple[int | None, int]]:

@@ -94,6 +94,30 @@ def test_the_defaults_are_valid_and_unknown_names_are_not() -> None:
             {"kv_cache_config": {"event_buffer_max_size": 1, "enable_block_reuse": False}},
             "kv_cache_config.event_buffer_max_size",
         ),
+        (
+            {"kv_cache_config": {"host_cache_size": 1 << 30, "enable_block_reuse": False}},
+            "kv_cache_config.host_cache_size",
+        ),
+        (
+            {"kv_cache_config": {"secondary_offload_min_priority": 35}},
+            "kv_cache_config.secondary_offload_min_priority",
+        ),
+        (
+            {"kv_cache_config": {"host_cache_size": 1, "secondary_offload_min_priority": 101}},
+            "kv_cache_config.secondary_offload_min_priority",
+        ),
+        ({"kv_connector_config": {"connector_module": "lmcache"}}, "kv_connector_config"),
+        (
+            {
+                "kv_connector_config": {
+                    "connector_module": "m",
+                    "connector_scheduler_class": "S",
+                    "connector_worker_class": "W",
+                },
+                "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+            },
+            "kv_connector_config",
+        ),
         ({"tensor_parallel_size": "many"}, "tensor_parallel_size"),
         ({"cache_transceiver_config": {"backend": "TCP"}}, "cache_transceiver_config.backend"),
         ({"model_kwargs": {}}, "model_kwargs"),
@@ -243,6 +267,17 @@ def test_settings_of_all_engines_reach_this_one_too() -> None:
     assert {"load_format", "cuda_graph_config"} & effective(
         read_settings(["--engine", "trtllm"])
     ).arguments.keys() == set()
+
+
+def test_the_host_cache_is_a_setting_that_files_override(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--engine", "trtllm", "--kv-host-cache-mb", "2048", "--secondary-offload-min-priority", "10"]
+    cache = effective(read_settings(flags)).arguments["kv_cache_config"]
+    assert (cache["host_cache_size"], cache["secondary_offload_min_priority"]) == (2 << 30, 10)
+    assert (
+        main(["config", *flags, "--override-engine-args", '{"kv_cache_config": {"host_cache_size": 1073741824}}']) == 0
+    )
+    out = capsys.readouterr().out
+    assert "KV_HOST_CACHE_MB=1024 " in out and "kv_cache_config.host_cache_size: 1073741824" in out
 
 
 @pytest.mark.parametrize(

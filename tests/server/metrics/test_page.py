@@ -16,13 +16,14 @@ import httpx
 import pytest
 import yaml
 from msgspec.structs import replace
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.admission import AdmissionEngine
 from engine.config import FakeConfig
 from engine.fake.engine import FakeEngine
-from engine.stats import InflightBatchingStats, IterationStats, KvCacheStats, SpecDecodingStats
+from engine.stats import InflightBatchingStats, IterationStats, KvCacheStats, SpecDecodingStats, TierStats
 from engine.types import GenerateRequest, Guide, SamplingParams
 from multimodal.metrics import GenerationMetrics
 from server.health.canary import tiny_image
@@ -151,6 +152,28 @@ def test_requests_with_a_grammar_are_counted() -> None:
             GenerateRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1, guide=guide))
         )
     assert registry.get_sample_value("trtllm_request_type_structured_output_total", {"model_name": "m"}) == 1
+
+
+def test_tiers_have_figures_of_their_own() -> None:
+    tiers = (TierStats("host", 100, 50, 5, hit_blocks=3, load_seconds=0.5), TierStats("disk", 0, 7, 1, failures=8))
+    stats = replace(_stats(1, 0, 0), tiers=tiers)
+
+    class Collector:
+        def collect(self) -> Iterator[Metric]:
+            return stats_metrics(stats, 0, 0, "m")
+
+    registry = CollectorRegistry()
+    registry.register(Collector())
+    found = {
+        (sample.name, sample.labels["tier"]): sample.value
+        for sample in samples(generate_latest(registry).decode())
+        if "tier" in sample.labels
+    }
+    assert found["trtllm_kv_tier_max_bytes", "host"] == 100 and found["trtllm_kv_tier_max_bytes", "disk"] == 0
+    assert found["trtllm_kv_tier_hit_blocks_total", "host"] == 3
+    assert found["trtllm_kv_tier_load_seconds_total", "host"] == 0.5
+    assert found["trtllm_kv_tier_failures_total", "disk"] == 8
+    assert len(found) == 20
 
 
 async def test_steps_and_the_speed_of_transfers() -> None:

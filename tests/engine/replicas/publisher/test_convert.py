@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from engine.kv_events import Cleared, Created, EventDiff, KvEvent, Removed, Stored, Updated
 from engine.replicas.publisher.convert import Converter
@@ -123,9 +124,41 @@ def test_only_the_widest_window_is_told() -> None:
     assert said == [AllBlocksCleared(), BlockStored([1], None, [1, 2, 3, 4], BLOCK)]
 
 
-def test_updates_are_not_told_and_clearing_is() -> None:
-    said = converted(stored(1, 1), KvEvent(2, Updated(1, EventDiff(1, 0)), 512), KvEvent(3, Cleared(), 512))
+def moved(event_id: int, block_hash: int, new: int, old: int) -> KvEvent:
+    return KvEvent(event_id, Updated(block_hash, EventDiff(new, old)), 512)
+
+
+def test_priorities_are_not_told_and_clearing_is() -> None:
+    priority = KvEvent(2, Updated(1, None, EventDiff(1, 0)), 512)
+    said = converted(stored(1, 1), priority, KvEvent(3, Cleared(), 512))
     assert [type(one) for one in said] == [BlockStored, AllBlocksCleared]
+
+
+def test_a_block_that_moves_is_told_by_its_hash_and_medium() -> None:
+    """As vLLM's connectors tell it: without tokens, stored at the new medium before it is removed from the old one."""
+    said = converted(stored(1, 1), moved(2, 1, 1, 0), moved(3, 1, 2, 1), KvEvent(4, Removed((1,)), 512))
+    assert said[1:] == [
+        BlockStored([1], None, [], BLOCK, medium="CPU_PINNED"),
+        BlockRemoved([1]),
+        BlockStored([1], None, [], BLOCK, medium="DISK"),
+        BlockRemoved([1], "CPU_PINNED"),
+        BlockRemoved([1], "DISK"),
+    ]
+
+
+def test_a_block_that_comes_back_to_the_device_is_told_whole() -> None:
+    said = converted(stored(1, 1), moved(2, 1, 1, 0), stored(3, 1), KvEvent(4, Removed((1,)), 512))
+    assert said[3:] == [said[0], BlockRemoved([1], "CPU_PINNED"), BlockRemoved([1])]
+
+
+def test_blocks_of_one_event_are_told_by_medium() -> None:
+    blocks = tuple(replace(block(number), cache_level=level) for number, level in ((1, 0), (2, 0), (3, 2)))
+    said = converted(KvEvent(1, Stored(None, blocks), 512), KvEvent(2, Removed((1, 3)), 512))
+    assert [(one.block_hashes, one.parent_block_hash, one.medium) for one in said[:2]] == [
+        ([1, 2], None, None),
+        ([3], 2, "DISK"),
+    ]
+    assert said[2:] == [BlockRemoved([1]), BlockRemoved([3], "DISK")]
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,31 @@ def test_nothing_is_left_of_replicas_that_are_gone(said: list[tuple[int, CacheEv
     assert index.block_sizes == set()
 
 
+def test_blocks_on_lower_tiers_count_less() -> None:
+    """Also those that are told by their hashes alone, when they move."""
+    index, prompt = PrefixIndex(), [7] * 8 * SIZE
+    for replica in range(3):
+        index.apply(replica, StoredEvent(tuple(range(8)), None, tuple(prompt), SIZE))
+    for replica, medium in ((1, "CPU_PINNED"), (2, "DISK")):
+        tier = (0, medium)
+        assert index.apply(replica, StoredEvent((4, 5, 6, 7), None, (), SIZE, tier=tier)) == 0
+        assert index.overlaps(prompt)[replica] == 8 * SIZE, "the device has them too"
+        index.apply(replica, RemovedEvent((4, 5, 6, 7)))
+    assert index.overlaps(prompt) == {0: 8 * SIZE, 1: 7 * SIZE, 2: 5 * SIZE}
+    index.apply(2, StoredEvent((4, 5), None, (), SIZE, tier=(0, "CPU")))
+    assert index.overlaps(prompt)[2] == 6 * SIZE, "the faster tier counts"
+    index.apply(2, RemovedEvent((4, 5), (0, "CPU")))
+    index.apply(2, StoredEvent((4, 5, 6, 7), 3, tuple(prompt[: 4 * SIZE]), SIZE))
+    assert index.overlaps(prompt)[2] == 8 * SIZE
+    index.apply(1, RemovedEvent((5,), (0, "CPU_PINNED")))
+    assert index.overlaps(prompt)[1] == 5 * SIZE, "a quarter of two tokens is none"
+    assert index.apply(1, StoredEvent((99,), None, (), SIZE, tier=(0, "DISK"))) == 1, "nobody said what it holds"
+    index.apply(1, ClearedEvent())
+    for replica in range(3):
+        index.remove(replica)
+    assert len(index) == 0
+
+
 def test_blocks_without_a_known_parent_are_left_out() -> None:
     index = PrefixIndex()
     assert index.apply(0, StoredEvent((2, 3), 1, (1, 2, 3, 4), SIZE)) == 2

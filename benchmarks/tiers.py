@@ -1,0 +1,219 @@
+"""Measure KV tiers in process: `python -m benchmarks.tiers`.
+
+Three questions: how soon a conversation that returns gets its first token, computed, from the host and from the disk;
+how many tokens a second many conversations get that do not fit the device, with tiers and without; what tiers cost when
+nothing is reused. Engines with and without tiers take turns, and figures are medians.
+"""
+
+import argparse
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from engine.base import Engine
+from engine.checkpoints.store import resolve_model
+from engine.config import EmbeddedConfig
+from engine.create import create_engine
+from engine.stats import IterationStats
+from engine.types import GenerateRequest, SamplingParams
+from server.settings import Settings
+
+_ids = count()
+_rng = random.Random(0)
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: tuple[int, ...]
+    first: float
+    """Seconds to the first token."""
+    cached: int
+    """Prompt tokens that were not computed."""
+
+
+def prompt_of(length: int, vocab_size: int) -> list[int]:
+    return [_rng.randrange(10, vocab_size) for _ in range(length)]
+
+
+async def ask(engine: Engine, prompt: Sequence[int], output: int = 1) -> Answer:
+    sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+    request = GenerateRequest(request_id=str(next(_ids)), prompt_token_ids=tuple(prompt), sampling=sampling)
+    began, first, cached = time.perf_counter(), 0.0, 0
+    tokens: tuple[int, ...] = ()
+    async for delta in engine.generate(request):
+        first = first or time.perf_counter() - began
+        tokens += delta.token_ids
+        if delta.prompt is not None:
+            cached = delta.prompt.cached_tokens
+    return Answer(tokens, first, cached)
+
+
+@asynccontextmanager
+async def running(config: EmbeddedConfig) -> AsyncIterator[Engine]:
+    engine = create_engine(config)
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def settled(engine: Engine) -> IterationStats:
+    """Return statistics once copies to the disk have had time to end."""
+    stored = -1
+    while True:
+        await asyncio.sleep(0.5)
+        stats = await anext(aiter(engine.stats()))
+        now = sum(tier.stored_bytes for tier in stats.tiers)
+        if now == stored:
+            return stats
+        stored = now
+
+
+class Bench:
+    """The options of a run, and sizes in MiB that follow from the model."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path, disk: Path) -> None:
+        self.options = options
+        self.folder = folder
+        self.disk = disk
+
+    def config(self, tokens: int, block_mb: float, *, tiers: bool, host: int = 0) -> EmbeddedConfig:
+        """Return an engine whose device holds `tokens`, and its host `host` tokens."""
+        blocks = -(-tokens // self.options.block)
+        fields: dict[str, Any] = {
+            "model": str(self.folder),
+            "device": self.options.device,
+            "load_format": self.options.load_format,
+            "num_blocks": blocks,
+            "kv_block_size": self.options.block,
+            "max_seq_len": self.options.tokens + 512,
+        }
+        if tiers:
+            fields["kv_host_cache_mb"] = int(block_mb * (host // self.options.block + 2)) + 1
+            fields["kv_disk_cache_mb"] = self.options.disk_mb
+            fields["kv_disk_cache_dir"] = str(self.disk)
+        return EmbeddedConfig(**fields)
+
+    async def block_mb(self) -> float:
+        config = self.config(2 * self.options.block, 0.0, tiers=False)
+        async with running(config) as engine:
+            return engine.info.kv_bytes / 2 / (1 << 20)
+
+    async def returning(self, block_mb: float) -> None:
+        """Time the first token of a conversation that is computed, and that comes back from each tier."""
+        tokens = self.options.tokens
+        config = self.config(tokens + 64, block_mb, tiers=True, host=3 * tokens)
+        times: dict[str, list[float]] = {"computed": [], "host": [], "disk": []}
+        other: list[int] | None = None
+        for _ in range(self.options.rounds):
+            async with running(config) as engine:
+                other = other or prompt_of(tokens, engine.info.vocab_size)
+                prompt = prompt_of(tokens, engine.info.vocab_size)
+                computed = await ask(engine, prompt)
+                await ask(engine, other)  # takes all blocks of the device
+                host = await ask(engine, prompt)
+                await settled(engine)
+            async with running(config) as engine:
+                await asyncio.sleep(1)
+                disk = await ask(engine, prompt)
+            assert computed.tokens == host.tokens == disk.tokens, "the answers differ"
+            assert computed.cached == 0 < min(host.cached, disk.cached), "the tiers did not have it"
+            for name, answer in (("computed", computed), ("host", host), ("disk", disk)):
+                times[name].append(answer.first)
+        print(f"\nFirst token of a conversation of {tokens} tokens that returns, {len(times['host'])} rounds\n")
+        print("| from | median s | times sooner, median of rounds |\n|---|---|---|")
+        for name, found in times.items():
+            sooner = median(slow / fast for slow, fast in zip(times["computed"], found, strict=True))
+            print(f"| {name} | {median(found):.3f} | {sooner:.1f} |")
+
+    async def crowd(self, block_mb: float) -> None:
+        """Measure tokens a second of many conversations that take turns, more than the device holds."""
+        many, length, output = self.options.conversations, self.options.length, 8
+        whole = many * (length + 3 * output * self.options.rounds + 64)
+        device = max(length + 256, whole // 4)
+        rates: dict[bool, list[float]] = {False: [], True: []}
+        async with (
+            running(self.config(device, block_mb, tiers=False)) as plain,
+            running(self.config(device, block_mb, tiers=True, host=2 * whole)) as tiered,
+        ):
+            talks = [prompt_of(length, plain.info.vocab_size) for _ in range(many)]
+            answers: dict[bool, list[Answer]] = {}
+            for turn in range(self.options.rounds + 1):
+                order = ((False, plain), (True, tiered)) if turn % 2 else ((True, tiered), (False, plain))
+                for tiers, engine in order:
+                    began = time.perf_counter()
+                    answers[tiers] = []
+                    for first in range(0, many, 4):  # four at a time
+                        group = (ask(engine, talk, output) for talk in talks[first : first + 4])
+                        answers[tiers] += await asyncio.gather(*group)
+                    if turn:  # all compute in the first
+                        rates[tiers].append(many * output / (time.perf_counter() - began))
+                pairs = zip(answers[False], answers[True], strict=True)
+                assert all(one.tokens == two.tokens for one, two in pairs), "the answers differ"
+                for talk, answer in zip(talks, answers[False], strict=True):
+                    talk += [*answer.tokens, *prompt_of(8, plain.info.vocab_size)]
+        ratio = median(fast / slow for slow, fast in zip(rates[False], rates[True], strict=True))
+        print(f"\n{many} conversations of {length} tokens and more, the device holds a quarter\n")
+        print("| tiers | tok/s, median |\n|---|---|")
+        print(f"| no | {median(rates[False]):.1f} |\n| yes | {median(rates[True]):.1f} |\n\nratio {ratio:.2f}")
+
+    async def nothing(self, block_mb: float) -> None:
+        """Measure the time of prompts that nobody has asked before."""
+        length, output = self.options.length, 16
+        device = 4 * (length + 64)
+        times: dict[bool, list[float]] = {False: [], True: []}
+        worked: dict[bool, list[float]] = {False: [], True: []}
+        """Seconds of all cores, which other processes disturb less."""
+        async with (
+            running(self.config(device, block_mb, tiers=False)) as plain,
+            running(self.config(device, block_mb, tiers=True, host=4 * device)) as tiered,
+        ):
+            for turn in range(4 * self.options.rounds):
+                prompt = prompt_of(length, plain.info.vocab_size)
+                order = ((False, plain), (True, tiered)) if turn % 2 else ((True, tiered), (False, plain))
+                for tiers, engine in order:
+                    began, work = time.perf_counter(), time.process_time()
+                    await ask(engine, prompt, output)
+                    times[tiers].append(time.perf_counter() - began)
+                    worked[tiers].append(time.process_time() - work)
+        cost, cores = (
+            median(two / one for one, two in zip(of[False], of[True], strict=True)) for of in (times, worked)
+        )
+        print(f"\n{len(times[True])} prompts of {length} tokens, each asked once\n")
+        print(f"without tiers {median(times[False]):.3f} s, with tiers {median(times[True]):.3f} s: {cost - 1:+.1%}")
+        print(f"time of all cores {median(worked[False]):.3f} s and {median(worked[True]):.3f} s: {cores - 1:+.1%}")
+
+
+async def main(options: argparse.Namespace) -> None:
+    settings = Settings()
+    folder = resolve_model(options.model or settings.model, settings.cache_dir)
+    with tempfile.TemporaryDirectory(prefix="trellis-tiers-", dir=options.folder) as disk:
+        bench = Bench(options, folder, Path(disk))
+        block_mb = await bench.block_mb()
+        for name in options.only or ("returning", "crowd", "nothing"):
+            await getattr(bench, name)(block_mb)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="", help="folder or name; default: the packaged model")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"))
+    parser.add_argument("--tokens", type=int, default=4000, help="of the conversation that returns")
+    parser.add_argument("--conversations", type=int, default=24)
+    parser.add_argument("--length", type=int, default=800, help="tokens of each of these, and of prompts asked once")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--block", type=int, default=32, help="tokens in a KV block")
+    parser.add_argument("--disk-mb", type=int, default=20_000)
+    parser.add_argument("--folder", help="where the disk tier's folder is made; default: the system's temporary one")
+    parser.add_argument("--only", nargs="*", choices=("returning", "crowd", "nothing"))
+    asyncio.run(main(parser.parse_args()))

@@ -1,0 +1,364 @@
+"""Tiers by property: whatever is stored, evicted, loaded, damaged, cleared and restarted, a block is read with its own
+contents, and KV events say where each one is."""
+
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from blake3 import blake3
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from msgspec.structs import replace
+
+from engine.config import EmbeddedConfig
+from engine.embedded.kv.blocks import BlockKey, BlockPool, EventData, event_hash
+from engine.embedded.kv.groups import MISSING, BlockGroups
+from engine.embedded.kv.host_tier import HostTier
+from engine.embedded.kv.layout import Attends
+from engine.embedded.kv.memory import KvMemory
+from engine.embedded.kv.tiers import Speeds, Tiers, open_tiers
+from engine.embedded.sequence import Sequence, SequenceStatus
+from engine.errors import EngineFailure
+from engine.kv_events import Cleared, EventDiff, Removed, Stored, Updated
+from engine.transfer.base import TransferError
+from tests.engine.embedded.test_scheduler import make
+
+SIZE, BYTES, WINDOW = 2, 600, 5
+BLOCKS = (8, 8)
+LOADS = Speeds(1.0, (0.0, 0.0), (0.0, 0.0))
+"""Loading is always faster."""
+
+
+def contents(group: int, key: BlockKey) -> bytes:
+    return blake3(key + bytes([group])).digest(length=BYTES)
+
+
+class Store:
+    """Pools of two groups of layers, the second with a window, their memory, and tiers below; no engine."""
+
+    def __init__(self, folder: Path, *, slots: tuple[int, int] = (64, 64), min_requests: int = 1) -> None:
+        self.said: list[dict[int, int]] = [{}, {}]
+        """The cache level of each block of each group, as events say."""
+        pools = [
+            BlockPool(count, SIZE, reuse=True, publish=self._publisher(group), window=WINDOW if group else None)
+            for group, count in enumerate(BLOCKS)
+        ]
+        self.blocks = BlockGroups(pools)
+        self.memory = [torch.zeros(count, BYTES, dtype=torch.uint8) for count in BLOCKS]
+        config = EmbeddedConfig(
+            model="",
+            kv_host_cache_mb=1,
+            kv_disk_cache_mb=1,
+            kv_disk_cache_dir=str(folder),
+            kv_offload_min_requests=min_requests,
+        )
+        memory = KvMemory("test", Attends((None, WINDOW), 1, 1), self.memory)
+        self.tiers = open_tiers(config, torch.device("cpu"), self.blocks, memory, lambda: bytes(32))
+        self.tiers.host = HostTier(slots, (BYTES, BYTES), self.tiers.host.take((0, b""))[0].address)
+        self.tiers.speeds = LOADS
+        self.number = 0
+
+    def _publisher(self, group: int):
+        def publish(data: EventData) -> None:
+            said = self.said[group]
+            match data:
+                case Stored(_, blocks):
+                    said.update((block.block_hash, block.cache_level) for block in blocks)
+                case Updated(block_hash, EventDiff(level, before)):
+                    assert said[block_hash] == before != level
+                    said[block_hash] = level
+                case Removed(hashes):
+                    for block_hash in hashes:
+                        del said[block_hash]
+                case Cleared():
+                    said.clear()
+
+        return publish
+
+    def settle(self) -> None:
+        while True:
+            self.tiers.poll()
+            if not self.tiers.working:
+                return
+            time.sleep(0.0005)
+
+    def sequence(self, tokens: list[int], salt: str = "", *, skip_save: bool = False) -> Sequence:
+        self.number += 1
+        sequence = make(str(self.number), tokens, 1)
+        sequence.request = replace(sequence.request, cache_salt=salt, skip_save=skip_save)
+        sequence.extend_keys(SIZE)
+        return sequence
+
+    def ask(self, sequence: Sequence) -> int:
+        """Run a prompt as the scheduler would; return how many of its tokens were not computed."""
+        keys, length = sequence.keys, len(sequence.tokens)
+        position = self.tiers.offer(sequence)
+        tables = self.blocks.plan(keys[: position // SIZE], position)
+        if any(MISSING in table for table in tables):
+            self.blocks.reference(tables, length)
+            missing = self.blocks.fill(tables)
+            sequence.tables = tables
+            sequence.status = SequenceStatus.FETCHING
+            try:
+                reading = self.tiers.read(sequence, missing)
+                while not reading.done():
+                    time.sleep(0.0002)
+            except TransferError:
+                self.blocks.release(tables)
+                sequence.tables, sequence.status = [], SequenceStatus.WAITING
+                self.tiers.release(sequence)
+                assert self.tiers.offer(sequence) == 0, "what failed is not offered again"
+                return self.ask(sequence)
+            self._store(sequence, 0, position // SIZE)
+        else:
+            sequence.tables = self.blocks.match(keys[: (length - 1) // SIZE])
+            position = len(sequence.tables[0]) * SIZE
+            self.blocks.reference(sequence.tables, length)
+        self.check(sequence, position // SIZE)
+        self.tiers.release(sequence)
+        sequence.status, sequence.stored = SequenceStatus.RUNNING, position // SIZE
+        self.tiers.admitted(sequence)
+        assert self.blocks.grow(sequence.tables, length, length)
+        for group, table in enumerate(sequence.tables):
+            for index in range(position // SIZE, len(keys)):
+                self.memory[group][table[index]] = torch.frombuffer(
+                    bytearray(contents(group, keys[index])), dtype=torch.uint8
+                )
+        self._store(sequence, position // SIZE, len(keys))
+        self.tiers.offload(sequence, position // SIZE, len(keys))
+        self.blocks.leave_behind(sequence.tables, length)
+        sequence.status = SequenceStatus.FINISHED
+        self.tiers.release(sequence)
+        self.blocks.release(sequence.tables)
+        return position
+
+    def _store(self, sequence: Sequence, first: int, stop: int) -> None:
+        salt = sequence.request.cache_salt
+        self.blocks.store(sequence.tables, sequence.keys[:stop], sequence.tokens, first, {}, salt)
+
+    def check(self, sequence: Sequence, count: int) -> None:
+        for group, table in enumerate(sequence.tables):
+            for index in range(self.blocks.pools[group].first(count * SIZE), count):
+                found = bytes(self.memory[group][table[index]].numpy())
+                assert found == contents(group, sequence.keys[index]), "another block's contents"
+
+    def forget(self) -> None:
+        """Have other prompts take all blocks of the device."""
+        for salt in ("x", "y"):
+            self.ask(self.sequence([9] * 14, salt, skip_save=True))
+
+
+PROMPTS = st.lists(st.integers(0, 1), min_size=2, max_size=13)
+
+
+class TiersMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="trellis-test-"))
+        self.store = Store(self.folder, slots=(5, 4))
+        self.damaged = False
+
+    def teardown(self) -> None:
+        self.store.settle()
+        self.store.tiers.host.audit()
+        self.store.tiers.close()
+        shutil.rmtree(self.folder)
+
+    @rule(tokens=PROMPTS, salt=st.sampled_from(["", "a"]), skip_save=st.booleans())
+    def ask(self, tokens: list[int], salt: str, skip_save: bool) -> None:
+        self.store.ask(self.store.sequence(tokens, salt, skip_save=skip_save))
+        assert self.damaged or not any(tier.failures for tier in self.store.tiers.stats())
+
+    @rule()
+    def settle(self) -> None:
+        self.store.settle()
+
+    @rule()
+    def forget(self) -> None:
+        self.store.forget()
+
+    @rule(place=st.integers(0, 10_000), index=st.integers(0, 20))
+    def flip(self, place: int, index: int) -> None:
+        self.store.settle()
+        files = sorted(self.folder.glob("*/*-*"))
+        if files:
+            path = files[index % len(files)]
+            data = bytearray(path.read_bytes())
+            data[place % len(data)] ^= 1
+            path.write_bytes(data)
+            self.damaged = True
+
+    @rule(index=st.integers(0, 20))
+    def delete(self, index: int) -> None:
+        self.store.settle()
+        files = sorted(self.folder.glob("*/*-*"))
+        if files:
+            files[index % len(files)].unlink()
+            self.damaged = True
+
+    @rule()
+    def clear(self) -> None:
+        self.store.tiers.clear()
+        for pool in self.store.blocks.pools:
+            pool.clear()
+        self.store.settle()
+        assert not list(self.folder.glob("*/*-*"))
+
+    @rule()
+    def restart(self) -> None:
+        self.store.tiers.close()
+        self.store = Store(self.folder, slots=(5, 4))
+
+    @invariant()
+    def events_say_where_blocks_are(self) -> None:
+        tiers = self.store.tiers
+        for group, pool in enumerate(self.store.blocks.pools):
+            assert tiers.disk is not None
+            disk = [key for other, key in tiers.disk if other == group]
+            levels = dict.fromkeys(disk, 2) | dict.fromkeys(tiers.host.keys(group), 1) | dict.fromkeys(pool.keys, 0)
+            assert self.store.said[group] == {event_hash(key): level for key, level in levels.items()}
+
+
+TestTiers = TiersMachine.TestCase
+TestTiers.settings = settings(max_examples=25, stateful_step_count=15)
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    one = Store(tmp_path)
+    yield one
+    one.settle()
+    one.tiers.host.audit()
+    one.tiers.close()
+
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_a_prefix_comes_back_from_the_host(store: Store) -> None:
+    assert store.ask(store.sequence(PROMPT)) == 0
+    store.settle()
+    store.forget()
+    assert store.ask(store.sequence(PROMPT)) == 8
+    host = store.tiers.stats()[0]
+    assert host.tier == "host" and host.hit_blocks >= 4 and host.loaded_bytes == host.hit_blocks * BYTES
+
+
+def test_a_prefix_comes_back_from_the_disk_after_a_restart(store: Store, tmp_path: Path) -> None:
+    store.ask(store.sequence(PROMPT))
+    store.settle()
+    later = Store(tmp_path)
+    later.settle()
+    assert later.ask(later.sequence(PROMPT)) == 8
+    disk = later.tiers.stats()[1]
+    assert disk.tier == "disk" and disk.hit_blocks >= 4 and disk.load_seconds > 0
+    later.tiers.close()
+
+
+def test_two_engines_share_a_folder(store: Store, tmp_path: Path) -> None:
+    """Also what one writes after the other has looked through the folder."""
+    other = Store(tmp_path)
+    other.settle()
+    store.ask(store.sequence(PROMPT))
+    store.settle()
+    assert other.ask(other.sequence(PROMPT)) == 8
+    other.tiers.close()
+
+
+def test_a_salt_is_part_of_the_key(store: Store) -> None:
+    store.ask(store.sequence(PROMPT, "one"))
+    store.settle()
+    store.forget()
+    assert store.ask(store.sequence(PROMPT, "two")) == 0
+    store.settle()
+    assert store.ask(store.sequence(PROMPT, "one")) == 8
+
+
+def test_a_request_can_opt_out(store: Store) -> None:
+    store.ask(store.sequence(PROMPT, skip_save=True))
+    store.settle()
+    store.forget()
+    assert len(store.tiers.host) == 0 and store.ask(store.sequence(PROMPT)) == 0
+
+
+def test_blocks_are_kept_once_enough_requests_have_asked(tmp_path: Path) -> None:
+    store = Store(tmp_path, min_requests=2)
+    store.ask(store.sequence(PROMPT))
+    store.settle()
+    assert len(store.tiers.host) == 0
+    assert store.ask(store.sequence(PROMPT)) == 8, "the device has it still"
+    store.settle()
+    assert len(store.tiers.host) > 0
+    store.forget()
+    assert store.ask(store.sequence(PROMPT)) == 8
+    store.tiers.close()
+
+
+@pytest.mark.parametrize(
+    ("speeds", "tokens"),
+    [
+        pytest.param(Speeds(1.0, (2.0, 0.0), (9.0, 9.0)), 0, id="computing is faster"),
+        pytest.param(Speeds(1.0, (0.5, 0.4), (9.0, 9.0)), 8, id="loading is faster"),
+    ],
+)
+def test_what_is_faster_is_chosen(store: Store, speeds: Speeds, tokens: int) -> None:
+    store.tiers.speeds = speeds
+    store.ask(store.sequence(PROMPT))
+    store.settle()
+    store.forget()
+    assert store.ask(store.sequence(PROMPT)) == tokens
+    assert store.tiers.stats()[0].avoided_blocks == (0 if tokens else 4)
+
+
+def test_a_load_that_took_too_long_is_not_offered_again(store: Store) -> None:
+    store.ask(store.sequence(PROMPT))
+    store.settle()
+    store.forget()
+    sequence = store.sequence(PROMPT)
+    position = store.tiers.offer(sequence)
+    tables = store.blocks.plan(sequence.keys[: position // SIZE], position)
+    store.blocks.reference(tables, len(PROMPT))
+    missing = store.blocks.fill(tables)
+    sequence.tables = tables
+    reading = store.tiers.read(sequence, missing)
+    reading.cancel()
+    with pytest.raises(TransferError):
+        while not reading.done():
+            time.sleep(0.0005)
+    store.blocks.release(tables)
+    assert store.tiers.offer(sequence) == 0
+    sequence.status = SequenceStatus.FINISHED
+    store.tiers.release(sequence)
+    assert store.tiers.offer(store.sequence(PROMPT)) == 8
+
+
+def test_measuring_keeps_the_contents_and_finds_speeds(store: Store) -> None:
+    for group, memory in enumerate(store.memory):
+        memory.fill_(group + 1)
+    store.tiers.measure(3.0)
+    assert all(bool((memory == group + 1).all()) for group, memory in enumerate(store.memory))
+    speeds = store.tiers.speeds
+    assert speeds.compute == 3.0 and all(0 < host < disk for host, disk in zip(speeds.host, speeds.disk, strict=True))
+    assert len(store.tiers.host) == 0
+
+
+def test_a_folder_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EngineFailure, match=r"KV_DISK_CACHE_DIR=.*file"):
+        Store(tmp_path / "file")
+
+
+def test_the_engine_goes_on_without_a_disk_that_failed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.ask(store.sequence(PROMPT))
+    store.settle()
+    assert isinstance(store.tiers, Tiers) and store.tiers.disk is not None
+    store.tiers.disk.give_up()
+    store.forget()
+    assert store.ask(store.sequence(PROMPT)) == 8, "the host has it"
+    store.settle()
+    host, disk = store.tiers.stats()
+    assert (disk.capacity_bytes, disk.num_blocks) == (0, 0) and host.num_blocks > 0
