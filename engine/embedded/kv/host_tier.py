@@ -8,7 +8,7 @@ import ctypes
 import mmap
 from collections import OrderedDict
 from collections.abc import Iterator, KeysView, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -53,8 +53,6 @@ class Device:
         write-combined memory: that is slow. Raises OSError and TransferError."""
         if self._cuda is None:
             memory = mmap.mmap(-1, size)
-            with suppress(OSError):  # else the first copy into each page takes longer
-                memory.madvise(mmap.MADV_HUGEPAGE)
             self._maps.append(memory)
             return ctypes.addressof(ctypes.c_char.from_buffer(memory))
         with self._cuda.on(self._index):
