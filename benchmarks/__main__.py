@@ -55,12 +55,13 @@ def parse() -> argparse.Namespace:
     )
     choices = [
         "ours",
+        "ours-int8",
         *(f"transformers-{dtype}" for dtype in DTYPES),
         "llama.cpp",
         *(f"vllm-{dtype}" for dtype in DTYPES),
         "fake",
     ]
-    parser.add_argument("--model", default="", help="Hugging Face folder or id for all servers; default: the server's")
+    parser.add_argument("--model", default="", help="folder, id or GGUF file for all servers; default: the server's")
     parser.add_argument("--servers", nargs="+", choices=choices, default=["ours", "transformers-float32", "fake"])
     parser.add_argument(
         "--transformers-options",
@@ -121,6 +122,7 @@ def specs(args: argparse.Namespace) -> list[Spec]:
     args.gguf = Path(args.gguf).name  # results name files without their folders
     made = {
         "ours": lambda: servers.ours(folder),
+        "ours-int8": lambda: servers.ours(folder, "int8"),
         **{
             f"transformers-{dtype}": partial(servers.transformers, folder, dtype, *args.transformers_options.split())
             for dtype in DTYPES

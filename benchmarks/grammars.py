@@ -33,6 +33,8 @@ from engine.embedded.grammar.library import Compiled, Setup, UnsupportedGuideErr
 from engine.embedded.grammar.with_llguidance import Llguidance
 from engine.errors import EngineError
 from engine.types import GenerateRequest, Guide, SamplingParams
+from multimodal.answers.parsers.choose import family
+from multimodal.answers.parsers.tags import structural_tags
 
 ENDLESS = {
     "type": "array",
@@ -53,6 +55,26 @@ class Timing(NamedTuple):
     """Seconds to the first token."""
     rate: float
     """Tokens per second after it."""
+
+
+def guided_kinds() -> dict[str, Guide]:
+    """Return a JSON schema, and what the server makes of tools: calls of a function that the request demands, of one
+    that it names, and text in which the model may begin a call, of a strict function.
+    """
+    arguments = {"type": "object", "properties": {"people": ENDLESS}, "required": ["people"]}
+    other = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    hermes = family("hermes")
+    both = structural_tags(hermes, {"write_people": arguments, "write_more_people": arguments})
+    one = structural_tags(hermes, {"write_people": arguments})
+    strict = structural_tags(hermes, {"get_weather": other, "write_people": arguments})
+    assert both is not None and one is not None and strict is not None
+    tags = {
+        "tool_choice required": both.xgrammar(at_least_one=True),
+        "tool_choice named": one.xgrammar(at_least_one=True, stop_after_first=True),
+        "strict tools, free to call": strict.xgrammar(),
+    }
+    kinds = {"JSON schema": Guide("json_schema", json.dumps(ENDLESS))}
+    return kinds | {kind: Guide("structural_tag", json.dumps(tag)) for kind, tag in tags.items()}
 
 
 def schema(index: int) -> str:
@@ -87,11 +109,10 @@ class Bench:
         ids = tuple(self._random.randrange(1000, 20_000) for _ in range(prompt))
         return await timed(self._engine, ids, str(self._count), guide, count)
 
-    async def speed(self, batch: int, tokens: int) -> None:
+    async def speed(self, batch: int, tokens: int, kind: str, guide: Guide) -> None:
         """Print the speed of guided and of free requests, in turns."""
         rates: dict[str, list[float]] = {"free": [], "guided": []}
         costs: dict[str, list[float]] = {"free": [], "guided": []}
-        guide = Guide("json_schema", json.dumps(ENDLESS))
         await self.run(guide, 4)
         for _ in range(TRIES):
             for name, asked in (("free", None), ("guided", guide)):
@@ -103,7 +124,7 @@ class Bench:
         free, guided = (statistics.median(rates[name]) for name in ("free", "guided"))
         work = statistics.median(f / g for g, f in zip(costs["guided"], costs["free"], strict=True))
         print(
-            f"batch {batch}: free {free:.1f}, guided {guided:.1f} tokens/s, ratio {ratio:.2f} "
+            f"{kind}, batch {batch}: free {free:.1f}, guided {guided:.1f} tokens/s, ratio {ratio:.2f} "
             f"(by processor time {work:.2f})",
             flush=True,
         )
@@ -161,8 +182,9 @@ async def engine_figures(model: Path, guides: list[Guide], tokens: int, threads:
         print(f"first guided request: {(await bench.run(Guide('json_schema', schema(0)), 1)).first:.2f} s", flush=True)
         grammar = Guide("grammar", 'root ::= "a" | "b"')
         print(f"first EBNF grammar: {(await bench.run(grammar, 1)).first:.2f} s", flush=True)
-        for batch in (1, 8):
-            await bench.speed(batch, tokens)
+        for kind, guide in guided_kinds().items():
+            for batch in (1, 8):
+                await bench.speed(batch, tokens, kind, guide)
         await bench.first_tokens(guides)
         await bench.hostile(15)
     finally:

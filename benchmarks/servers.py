@@ -45,9 +45,11 @@ class Spec:
     answers: bool = True
 
 
-def ours(model: str) -> Spec:
-    """Return our server with the embedded engine and default settings."""
-    return Spec("trellis", (sys.executable, "-m", "server", "--port", "{port}", "--model", model), "/health/ready")
+def ours(model: str, quantization: str = "none") -> Spec:
+    """Return our server with the embedded engine and otherwise default settings."""
+    name = "trellis" if quantization == "none" else f"trellis-{quantization}"
+    options = ("--port", "{port}", "--model", model, "--quantization", quantization)
+    return Spec(name, (sys.executable, "-m", "server", *options), "/health/ready")
 
 
 def fake(delay_ms: float, *, engine_process: bool) -> Spec:

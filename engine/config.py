@@ -9,6 +9,9 @@ from engine.kit.processors import ProcessorConfig
 MAX_IMAGE_PIXELS = 64_000_000
 """Default limit for the size of an image, width times height, of all its frames."""
 
+CpuIsa = Literal["auto", "portable", "avx2", "avx_vnni", "avx512", "avx512_vnni"]
+"""`auto`, or a level of `engine/embedded/models/native/levels.py`."""
+
 
 class _BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     extra_stop_seconds: ClassVar[float] = 0.0
@@ -66,12 +69,23 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     attention: str = "auto"
     overlap_scheduler: str = "auto"
     enable_cuda_graphs: bool = True
-    cpu_isa: Literal["auto", "portable", "avx2", "avx512"] = "auto"
+    cpu_isa: CpuIsa = "auto"
     """Instruction set of the compiled path on a CPU."""
     kv_host_cache_mb: int = 0
     kv_disk_cache_mb: int = 0
     kv_disk_cache_dir: str = ""
     kv_offload_min_requests: int = 1
+    speculative: Literal["none", "ngram", "suffix", "draft"] = "none"
+    speculative_model: str = ""
+    """Folder of the draft model."""
+    speculative_tokens: int = 16
+    """Most drafted tokens of a sequence in a step."""
+    speculative_min_match: int = 2
+    """Tokens that must be found again before what followed them is drafted."""
+    speculative_answer_tokens: int = 32768
+    """Tokens of answers that `suffix` keeps."""
+    speculative_min_speedup: float = 1.05
+    """Drafts are computed if they are expected to make a step so many times as fast; 0 computes all of them."""
     guide_timeout_seconds: float = 15.0
     guide_workers: int = 2
     """Processes that compile grammars, for each library."""

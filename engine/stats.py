@@ -32,6 +32,17 @@ class InflightBatchingStats(Struct, frozen=True, kw_only=True, rename="camel"):
     avg_num_decoded_tokens_per_iter: float = 0.0
 
 
+class SpecDecodingStats(Struct, frozen=True, kw_only=True, rename="camel"):
+    """What speculation has done since the start of the engine."""
+
+    num_drafts: int = 0
+    """Drafts that were computed: several tokens of a sequence in one step."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    """Accepted tokens by their place in the draft."""
+
+
 class RankStats(Struct, frozen=True, kw_only=True):
     """One of several data-parallel ranks, after one step."""
 
@@ -89,6 +100,8 @@ class IterationStats(Struct, frozen=True, kw_only=True, rename="camel"):
     """Prompts whose KV blocks are kept for another replica to read."""
     num_held_blocks: int = 0
     """Their blocks, also counted as used; one that two of them share counts twice."""
+    spec_decoding_stats: SpecDecodingStats | None = None
+    """None without speculation. The embedded engine's counts are over its life."""
     num_fetching_requests: int = 0
     """Sequences whose KV blocks are being read from another replica; they are active requests too."""
     kv_transfer_success_total: int = 0

@@ -32,6 +32,24 @@ class Guide(msgspec.Struct, frozen=True):
     spec: str = ""
 
 
+class ReasoningBudget(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A limit on the tokens generated inside reasoning, of which the engine knows where it begins and ends.
+
+    `engine/kit/reasoning.py` follows it, `multimodal/answers/budgets.py` makes it. Each state of the output has a
+    number, 0 outside of reasoning and 1 inside at first; odd ones are inside.
+    """
+
+    tokens: int
+    close: tuple[int, ...]
+    """Ids that are forced when the budget is spent inside reasoning; they end it."""
+    avoid: tuple[int, ...] = ()
+    """Ids that do not come right after `close`: they would begin reasoning again."""
+    inside: bool = False
+    """Whether the output begins inside reasoning."""
+    steps: dict[int, dict[int, int]] = {}
+    """The next state, by state and id. An id that a state does not list leads where it leads from state 0 or 1."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one sequence is sampled and when it stops.
 
@@ -68,6 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     guide: Guide | None = None
     processors: tuple[str, ...] = ()
     """Names of registered logits processors (`engine/kit/logits.py`), applied in order."""
+    reasoning_budget: ReasoningBudget | None = None
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
@@ -135,6 +154,9 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt: PromptReport | None = None
     held: Held | None = None
     """Set for a `prefill_only` request that its first token did not end: its KV blocks wait to be read."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    """Tokens that speculation drafted for this delta, and those of them that are in it."""
     performance: Performance | None = None
     """With the last delta, from a backend that measures."""
 
@@ -178,6 +200,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     instruction_set: str = ""
     """Instruction set of that code: a level of CPU_ISA, or torch's name for its own on a CPU (avx2, avx512 …) and a GPU
     (sm_90)."""
+    quantization: str = ""
+    """How the embedded engine's weights are quantised: fp8 or int8; empty if they are not."""
     guides: tuple[GuideKind, ...] = ()
     """Kinds of guided decoding this engine can do."""
     refused_parameters: tuple[tuple[str, str], ...] = ()
@@ -241,6 +265,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     prefill_only: bool = False
     """Compute the prompt and one token. If that does not end the request, its delta carries `held` and the stream stays
     open, idle: the KV blocks are held until it is closed."""
+    prediction: tuple[int, ...] = ()
+    """What the output may be: speculation proposes its tokens."""
     dp_rank: int | None = None
     """Data-parallel rank whose KV cache has most of the prompt, as a router knows it; None leaves the choice to the
     replica."""

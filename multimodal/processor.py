@@ -59,11 +59,16 @@ class Processor:
         lengths = [len(prompt.ids) for prompt in prompts]
         asked, first = ask, self.format.parser(ask, info.guides, tokenizer, prompts[0].opening)
 
-        def with_params() -> tuple[Ask, list[SamplingParams]]:
+        def with_params() -> tuple[Ask, list[SamplingParams], tuple[int, ...]]:
             guided = self.format.guided(asked, info.guides, first)
-            return guided, sampling.params(guided, lengths)
+            budget = self.format.budget(asked, guided, first, tokenizer, dict(info.refused_parameters))
+            predicted = tokenizer.encode(asked.prediction) if asked.prediction else ()
+            return guided, sampling.params(guided, lengths, budget), tuple(predicted[: info.context_length])
 
-        ask, params = await off_loop(schemas + sum(map(len, ask.bad_words)), with_params)
+        # The first budget takes as long as reading the vocabulary does.
+        work = schemas + sum(map(len, ask.bad_words)) + self.format.limits(ask) * tokenizer.vocab_size
+        work += len(ask.prediction or "")
+        ask, params, predicted = await off_loop(work, with_params)
         sampling.check_stops(ask)
         unique = uuid4().hex
         choices: list[Choice] = []
@@ -79,6 +84,7 @@ class Processor:
                 priority=max(ask.priority, self.limits.min_priority),
                 cache_salt=ask.cache_salt,
                 skip_save=ask.skip_save,
+                prediction=predicted,
                 dp_rank=dp_rank,
                 trace=trace.headers(),
             )

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from engine.errors import ContextOverflow
 from engine.kit.work import INLINE_LENGTH
 from engine.media import Detail, MediaKind
-from engine.types import EngineInfo, Guide, GuideKind, SamplingParams
+from engine.types import EngineInfo, Guide, GuideKind, ReasoningBudget, SamplingParams
 from multimodal.errors import RequestError, shown
 from multimodal.text.tokenizer import Tokenizer
 
@@ -147,6 +147,8 @@ class Ask:
     skip_save: bool = False
     """Do not keep KV blocks on the host or the disk."""
     priority: int = 0
+    prediction: str | None = None
+    """What the output may be; it only makes the output come sooner."""
 
     # Sampling.
     max_tokens: int | None = None
@@ -180,6 +182,10 @@ class Ask:
     return_token_ids: bool = False
     skip_special_tokens: bool = True
     include_reasoning: bool = True
+    reasoning_budget: int | None = None
+    """Most tokens of reasoning in a choice, whose end is then forced; -1 is no limit, None the server's setting."""
+    needs_budget: bool = True
+    """Whether an engine that cannot keep the budget refuses the request, instead of going without."""
 
     def spelled(self, name: str | None) -> str | None:
         """Return the request's own name for a field."""
@@ -239,7 +245,7 @@ class Sampling:
     processors: tuple[str, ...] = ()
     """Logits processors of every request."""
 
-    def params(self, ask: Ask, lengths: Sequence[int]) -> list[SamplingParams]:
+    def params(self, ask: Ask, lengths: Sequence[int], budget: ReasoningBudget | None = None) -> list[SamplingParams]:
         """Return the parameters of every choice: `ask.n` for each prompt, whose tokens are `lengths` in number."""
         max_tokens = [self._max_tokens(ask, length) for length in lengths]
         common = SamplingParams(
@@ -261,6 +267,7 @@ class Sampling:
             prompt_logprobs=self._prompt_logprobs(ask),
             guide=guide_of(ask, self.info.guides, self.limits.max_schema_kb * 1024, self.limits.max_schema_depth),
             processors=self.processors,
+            reasoning_budget=budget,
         )
         return [
             replace(common, max_tokens=most, seed=None if ask.seed is None else (ask.seed + choice) % (1 << 63))

@@ -115,6 +115,13 @@ class ChatMessage(Wire):
     """Not supported."""
 
 
+class NvidiaExtensions(Wire):
+    """Fields of NVIDIA's servers."""
+
+    max_thinking_tokens: Annotated[Int32, Field(ge=-1)] | None = None
+    """The same as `thinking_token_budget`. Example: 1024"""
+
+
 class ChatCompletionRequest(GenerationFields):
     """OpenAI's request, with extensions. Null means the default of a field."""
 
@@ -151,6 +158,13 @@ class ChatCompletionRequest(GenerationFields):
     """`auto`, `none` or one function, for `functions`. Example: "auto" """
     include_reasoning: bool | None = None
     """Whether the answer has the model's reasoning, if it has a parser for that. Default: true. Example: true"""
+    thinking_token_budget: Annotated[Int32, Field(ge=-1)] | None = None
+    """Most tokens of reasoning in a choice, as vLLM and TensorRT-LLM spell it: the end of reasoning is then forced, and
+    the answer follows. -1 is no limit. Default: the server's setting. Example: 1024"""
+    thinking_budget: Annotated[Int32, Field(ge=-1)] | None = None
+    """The same as `thinking_token_budget`. Example: 1024"""
+    nvext: NvidiaExtensions | None = None
+    """NVIDIA's name for it, `max_thinking_tokens`. Example: {"max_thinking_tokens": 1024}"""
 
     # Refused by name when they are set (`routers/fields.py`).
     modalities: Any = None

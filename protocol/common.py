@@ -5,7 +5,7 @@ The docstring below a field is its description at /openapi.json, and the JSON af
 Ranges and defaults are added from where they are applied: `multimodal/request.py`.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 
@@ -116,6 +116,24 @@ class StructuredOutputs(Wire):
     Example: {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"type": "object"}}}"""
 
 
+class PredictionPart(Wire):
+    """A part of a prediction."""
+
+    type: Literal["text"]
+    """Always `text`. Example: "text" """
+    text: str
+    """The text. Example: "Hello" """
+
+
+class Prediction(Wire):
+    """What the answer may be."""
+
+    type: Literal["content"]
+    """Always `content`. Example: "content" """
+    content: str | Annotated[list[PredictionPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    """The text, or the parts of it. Example: "Hello" """
+
+
 class ModelFields(Wire):
     """What every request to the model has."""
 
@@ -213,6 +231,10 @@ class GenerationFields(SamplingFields):
     """The same as `guided_grammar`. Example: "root ::= \\"yes\\" | \\"no\\"" """
     choice: Strings | None = None
     """The same as `guided_choice`. Example: ["yes", "no"]"""
+    prediction: Prediction | None = None
+    """Text that much of the answer may repeat. With speculation (SPECULATIVE=ngram or suffix) its tokens are proposed
+    to the model, so that they come sooner; the answer does not depend on it.
+    Example: {"type": "content", "content": "def add(a, b):\\n    return a + b"}"""
     request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")] | None = None
     """Becomes part of the answer's `id`, instead of the header x-request-id. Example: "request-1" """
 
@@ -235,8 +257,6 @@ class GenerationFields(SamplingFields):
     """Accepted and ignored. Example: {}"""
     verbosity: Any = None
     """Accepted and ignored. Example: "low" """
-    prediction: Any = None
-    """Accepted and ignored. Example: {"type": "content", "content": "text"}"""
     parallel_tool_calls: Any = None
     """Accepted and ignored. Example: true"""
     spaces_between_special_tokens: Any = None
@@ -277,6 +297,10 @@ class CompletionTokensDetails(BaseModel):
 
     reasoning_tokens: int
     """Tokens of reasoning before the answer."""
+    accepted_prediction_tokens: int | None = None
+    """With a `prediction`: tokens that speculation proposed and the model generated, too."""
+    rejected_prediction_tokens: int | None = None
+    """With a `prediction`: tokens that speculation proposed in vain. They are not in `completion_tokens`."""
 
 
 class Usage(BaseModel):

@@ -138,8 +138,8 @@ class Thinking(Wire):
     type: Literal["enabled", "adaptive", "disabled"]
     """`enabled` and `adaptive` set the chat template's variable `enable_thinking` to true, `disabled` to false.
     Example: "enabled" """
-    budget_tokens: Int32 | None = None
-    """Accepted. Example: 1024"""
+    budget_tokens: Annotated[Int32, Field(ge=0)] | None = None
+    """Most tokens of reasoning, whose end is then forced. Example: 1024"""
     display: str | None = None
     """`omitted` leaves reasoning out of the answer. Default: summarized, which is all of it. Example: "summarized" """
 

@@ -28,7 +28,9 @@ class Runtime(BaseModel):
     compute_path: str | None = None
     """Code of the embedded engine that computes: native, cuda or transformers."""
     instruction_set: str | None = None
-    """Which that path uses: portable, avx2, avx512, or a GPU's compute capability."""
+    """Which that path uses: a level of CPU_ISA, such as avx2, or a GPU's compute capability."""
+    quantization: str | None = None
+    """How weights are quantised: fp8 or int8; null if they are not."""
     context_length: int | None = None
     """Most tokens of one sequence, prompt and output together."""
     kv_block_size: int | None = None

@@ -65,6 +65,8 @@ class InputItem(Wire):
     """Joins a call and its result. Example: "call_1" """
     name: str | None = None
     """The tool that was called. Example: "get_weather" """
+    namespace: str | None = None
+    """The namespace that the tool is of, if it is of one. Example: "weather" """
     arguments: str | None = None
     """JSON text of a function's arguments. Example: "{}" """
     input: str | None = None
@@ -93,13 +95,20 @@ class ToolGrammar(Wire):
     Example: "[0-9]{4}" """
 
 
-class ResponsesTool(Wire):
-    """A tool that the model may call."""
+def _bare(tool: Any) -> Any:
+    """Reduce a tool that OpenAI runs to its type: it is ignored, and so are its fields."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return {"type": kind} if isinstance(kind, str) and kind not in ("function", "custom", "namespace") else tool
+
+
+class MemberTool(Wire):
+    """A tool that the model may call, perhaps of a namespace."""
 
     type: str
-    """`function` or `custom`. Others, which OpenAI's servers run, are ignored with a warning. Example: "function" """
+    """`function`, `custom` or `namespace`. Others, which OpenAI's servers run, are ignored with a warning.
+    Example: "function" """
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_.:/@-]{1,128}$")] | None = None
-    """Name of a function or custom tool. Example: "get_weather" """
+    """Its name. Example: "get_weather" """
     description: str | None = None
     """What it does, for the model. Example: "Current weather in a city" """
     parameters: dict[str, Any] | None = None
@@ -110,12 +119,15 @@ class ResponsesTool(Wire):
     call. Example: false"""
     format: ToolGrammar | None = None
     """What the input of a custom tool must be. Example: {"type": "text"}"""
+    defer_loading: Any = None
+    """Accepted and ignored: all tools are shown. Example: false"""
 
 
-def _bare(tool: Any) -> Any:
-    """Reduce a tool that OpenAI runs to its type: it is ignored, and so are its fields."""
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    return {"type": kind} if isinstance(kind, str) and kind not in ("function", "custom") else tool
+class ResponsesTool(MemberTool):
+    """A tool that the model may call, or a namespace of tools."""
+
+    tools: Annotated[list[Annotated[MemberTool, BeforeValidator(_bare)]], Field(max_length=1 << 12)] | None = None
+    """The functions and custom tools of a namespace. Example: [{"type": "function", "name": "get_weather"}]"""
 
 
 class TextFormat(Wire):
@@ -204,6 +216,9 @@ class ResponsesRequest(ContextFields, SamplingFields):
 
     max_output_tokens: Int64 | None = None
     """Maximum number of tokens to generate, reasoning included. Default: all that fit the context. Example: 64"""
+    thinking_token_budget: Annotated[Int32, Field(ge=-1)] | None = None
+    """Most tokens of reasoning, as in chats: its end is then forced. -1 is no limit. Default: the server's setting.
+    Example: 1024"""
     top_logprobs: Int32 | None = None
     """Number of most likely tokens to return with each token of the text. Example: 0"""
     store: bool | None = None

@@ -31,7 +31,18 @@ def convert(body: ChatCompletionRequest) -> Ask:
         fields["max_tokens"] = "max_completion_tokens"
     own["tools"], shown_tools = tools_of(body)
     own["include_reasoning"] = body.include_reasoning is not False
+    fields["reasoning_budget"], own["reasoning_budget"] = _reasoning_budget(body)
     return to_ask(body, conversation(body, body.messages, variables, shown_tools), fields, **own)
+
+
+def _reasoning_budget(body: ChatCompletionRequest) -> tuple[str, int | None]:
+    """Return the body's name for the budget of reasoning, and its value."""
+    named = {
+        "thinking_token_budget": body.thinking_token_budget,
+        "thinking_budget": body.thinking_budget,
+        "nvext.max_thinking_tokens": body.nvext.max_thinking_tokens if body.nvext is not None else None,
+    }
+    return next(((name, value) for name, value in named.items() if value is not None), ("thinking_token_budget", None))
 
 
 def conversation(

@@ -9,7 +9,7 @@ from typing import Any, cast
 from engine.types import GuideKind
 from multimodal.errors import ModelNotFound, RequestError, shown
 from multimodal.request import Ask, AskedGuide, Conversation
-from protocol.common import GenerationFields, ModelFields, ResponseFormat, SamplingFields, Wire
+from protocol.common import GenerationFields, ModelFields, Prediction, ResponseFormat, SamplingFields, Wire
 from protocol.messages import PromptFields
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,10 @@ GUIDES: dict[str, GuideKind] = {
 }
 """The same for other fields."""
 _SAME = tuple(
-    sorted({entry.name for entry in dataclasses.fields(Ask)} & GenerationFields.model_fields.keys() - {"stop"})
+    sorted(
+        {entry.name for entry in dataclasses.fields(Ask)}
+        & GenerationFields.model_fields.keys() - {"stop", "prediction"}
+    )
 )
 """Fields that are the same here and there; null means the default of `Ask`."""
 _MAX_UNKNOWN = 100
@@ -124,6 +127,7 @@ def to_ask(
         guides=guides,
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+        prediction=_prediction(body.prediction),
         **sampling_of(body) | own,
     )
 
@@ -135,6 +139,13 @@ def sampling_of(body: SamplingFields) -> dict[str, Any]:
     stop = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
     kept = body.kv_transfer_params
     return given | {"stop": stop, "skip_save": bool(kept and kept.skip_save)}
+
+
+def _prediction(prediction: Prediction | None) -> str | None:
+    if prediction is None:
+        return None
+    content = prediction.content
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _unsupported(name: str) -> RequestError:

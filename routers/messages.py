@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 COUNT_PATH = "/v1/messages/count_tokens"
 BODIES = (CountTokensRequest,)
-_FIELDS = {"prompt": "messages", "stop": "stop_sequences"}
+_FIELDS = {"prompt": "messages", "stop": "stop_sequences", "reasoning_budget": "thinking.budget_tokens"}
 _SAME = ("model", "stream", "temperature", "top_p", "top_k")
 _BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE)
 """What Claude Code writes before its system prompt; it differs from request to request."""
@@ -69,6 +69,8 @@ def convert(body: MessagesRequest) -> Ask:
         stop=body.stop_sequences or (),
         guides=guides,
         include_reasoning=not hidden,
+        reasoning_budget=thinking.budget_tokens if thinking is not None else None,
+        needs_budget=False,
         **{name: value for name in _SAME if (value := getattr(body, name)) is not None},
     )
 

@@ -98,6 +98,9 @@ def _gpu_problems(settings: Settings, machine: Machine) -> Iterator[Finding]:
         yield Finding("problem", text, "install a build of torch with CUDA, or DEVICE=cpu")
     elif machine.gpus is None:  # the engine finds out
         return
+    elif settings.quantization == "int8":
+        text = f"QUANTIZATION=int8 is for a CPU, and DEVICE={settings.device} takes the GPU"
+        yield Finding("problem", text, "QUANTIZATION=fp8 from compute capability 9.0 on, or DEVICE=cpu")
     elif index >= len(machine.gpus):
         text = f"DEVICE={settings.device}, but {len(machine.gpus)} GPUs are visible"
         yield Finding("problem", text, f"DEVICE=cuda:{len(machine.gpus) - 1} at most")
@@ -115,6 +118,9 @@ def _cpu_problems(settings: Settings, machine: Machine, weights: int) -> Iterato
     if fp8 := _fp8(settings):
         text = f"{fp8} needs an NVIDIA GPU of compute capability {_FP8_CAPABILITY}, and this runs on the CPU"
         yield Finding("problem", text, "leave it out")
+    if settings.quantization == "int8" and (against := _not_compiled(settings)):
+        text = f"QUANTIZATION=int8 needs the compiled path, which {against} rules out"
+        yield Finding("problem", text, "leave one of them out")
     if settings.attention == "flashinfer":
         text = "ATTENTION=flashinfer needs an NVIDIA GPU, and this runs on the CPU"
         yield Finding("problem", text, "leave it out")
@@ -133,6 +139,16 @@ def _cpu_problems(settings: Settings, machine: Machine, weights: int) -> Iterato
         asked = f"weights of {weights / GIB:.1f} GiB and KV_CACHE_MEMORY_MB={settings.kv_cache_memory_mb}"
         text = f"{asked} are more than this machine has: {have}"
         yield Finding("problem", text, "KV_CACHE_MEMORY_MB=0 to fit the machine, or a smaller model")
+
+
+def _not_compiled(settings: Settings) -> str:
+    """Return the settings that keep a CPU from its compiled path; empty if none does."""
+    rules_out = {
+        "ATTENTION": settings.attention == "sdpa",
+        "DTYPE": settings.dtype not in ("auto", "float32"),
+        "LOAD_FORMAT": settings.load_format == "dummy",
+    }
+    return " and ".join(f"{name}={getattr(settings, name.lower())}" for name, asked in rules_out.items() if asked)
 
 
 def _tier_problems(settings: Settings, machine: Machine) -> Iterator[Finding]:

@@ -109,6 +109,13 @@ def conversions(cache_dir: Path) -> Iterator[Conversion]:
             yield Conversion(record.parent, content["sources"])
 
 
+def source_of(folder: Path) -> Path | None:
+    """Return the GGUF file that a folder was made of, or the first one of a split model; None if the folder was made of
+    something else, or the file is gone or has changed."""
+    made = next((each for each in conversions(folder.parent) if each.folder == folder), None)
+    return None if made is None or _is_stale(made) else made.source
+
+
 def make_room(cache_dir: Path, needed: int) -> None:
     """Remove folders that nobody uses: those that are out of date, then others until `needed` bytes are free. Raises
     ModelError if that is not enough."""

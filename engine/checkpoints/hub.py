@@ -5,7 +5,6 @@ import hashlib
 import logging
 import os
 import re
-from fnmatch import fnmatch
 from pathlib import Path
 
 from engine.checkpoints.conversions import ModelError
@@ -72,14 +71,19 @@ def _fetch_weights(model: str, bar: type) -> None:
     from huggingface_hub.constants import MAX_HTTP_DOWNLOAD_SIZE  # noqa: PLC0415
 
     blobs = _model_folder(model) / "blobs"
-    for file in HfApi().model_info(model).siblings or ():
-        if not fnmatch(file.rfilename, "*.safetensors"):
-            continue
-        url = hf_hub_url(model, file.rfilename)
+    names = [file.rfilename for file in HfApi().model_info(model).siblings or ()]
+    weights = [name for name in names if name.endswith(".safetensors")]
+    if not weights and (gguf := [name for name in names if name.endswith(".gguf")]):
+        raise ModelError(
+            f"{model} of the Hugging Face hub has GGUF files alone: fetch one, for example with hf download {model} "
+            f"{gguf[0]}, and name the file"
+        )
+    for name in weights:
+        url = hf_hub_url(model, name)
         facts = get_hf_file_metadata(url)
         if facts.etag and facts.size and facts.size <= MAX_HTTP_DOWNLOAD_SIZE:
             blobs.mkdir(parents=True, exist_ok=True)
-            _fetch(url, facts.size, blobs / facts.etag, f"{model}/{file.rfilename}", bar)
+            _fetch(url, facts.size, blobs / facts.etag, f"{model}/{name}", bar)
 
 
 def _fetch(url: str, size: int, blob: Path, name: str, bar: type) -> None:

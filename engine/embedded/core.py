@@ -5,8 +5,9 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -25,15 +26,16 @@ from engine.embedded.kv.tiers import Tiers, host_slots, open_tiers
 from engine.embedded.models.embeddings import NO_IMAGES, PromptImages
 from engine.embedded.models.load import load_runner
 from engine.embedded.models.runner import StepInput
-from engine.embedded.sampling.sampler import Drawn, Sampled, Sampler, prompt_logprobs
+from engine.embedded.sampling.sampler import Drawn, Sampler, prompt_logprobs
 from engine.embedded.scheduler import Scheduler
 from engine.embedded.sequence import Sequence, SequenceStatus
+from engine.embedded.speculation.create import create_speculator
 from engine.embedded.step import Chunk, PromptRows, lacking_embeddings, note_pending, prompt_rows, step_input
 from engine.errors import EngineFailure, EngineUnavailable
 from engine.kv_events import KvEvent
 from engine.stats import InflightBatchingStats, IterationStats
 from engine.transfer.transfers import Transfers
-from engine.types import Delta, Held, PromptReport
+from engine.types import Delta, FinishReason, Held, Performance, PromptReport, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +62,27 @@ class _LaunchedStep:
     slots: list[int]
     """Those of `sampling`."""
     logits: torch.Tensor
-    """Of `sampling`, in order."""
+    """Of `sampling`, in order: a row for each token that may be sampled."""
     started: float
+    clock: float
+    """When it started, by the clock that measures what a step costs."""
+    rows: list[int] | None = None
+    """The first row of each of `sampling`; None if all have just one, as no chunk has a draft."""
     drawn: Drawn | None = None
-    """The tokens of `sampling`; None until they are drawn. Without any, it still tells when the device is done."""
+    """The first tokens of `sampling`; None until they are drawn. Without any, it still tells when the device is
+    done."""
+
+
+@dataclass(slots=True)
+class _Taken:
+    """What a step gave a sequence."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: FinishReason | None = None
+    stop: int | None = None
+    drafted: int = 0
+    accepted: int = 0
 
 
 class EngineCore:
@@ -71,6 +90,8 @@ class EngineCore:
 
     def __init__(self, config: EmbeddedConfig, publish: Callable[[KvEvent], None]) -> None:
         self.runner = load_runner(config)
+        self.speculator = create_speculator(config, self.runner)
+        """Chooses drafts; None without speculation."""
         self._publish_event = publish
         self._event_id = 0
         num_blocks = [group.num_blocks for group in self.runner.groups]
@@ -122,6 +143,10 @@ class EngineCore:
             config.overlap_scheduler == "auto" and self.runner.device.type != "cpu"
         )
         self._launched: _LaunchedStep | None = None
+        # On a CPU a step costs its processor time: how long it takes depends on who else uses the processor.
+        self._clock = time.process_time if on_cpu else time.monotonic
+        self._finished = 0.0
+        """When the last step was finished, by that clock."""
 
     @property
     def busy(self) -> bool:
@@ -169,6 +194,7 @@ class EngineCore:
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return
+        self._forget(sequence)
         if sequence.status is SequenceStatus.HELD:
             assert sequence.lease is not None and self.remote is not None
             self._completed += 1
@@ -216,6 +242,8 @@ class EngineCore:
         outputs: Outputs = []
         self.poll()
         ran, preemptions = self._launched is not None, self.scheduler.preemptions
+        if self.speculator is not None:
+            outputs += self._plan_drafts()
         previous, self._launched = self._launched, None
         launched = self._launch(outputs)
         waits = previous is not None and launched is not None and self._waits(launched)
@@ -253,6 +281,7 @@ class EngineCore:
             num_held_blocks=scheduler.held_blocks,
             num_fetching_requests=len(scheduler.fetching),
             tiers=() if self.tiers is None else self.tiers.stats(),
+            spec_decoding_stats=None if self.speculator is None else self.speculator.stats(),
             **self._fetches.stats(),
         )
 
@@ -311,6 +340,18 @@ class EngineCore:
         self._publish_event(KvEvent(self._event_id, data, window_size=window))
         self._event_id += 1
 
+    def _plan_drafts(self) -> Outputs:
+        """Choose drafts for the next step, and finish the one under way if that has drafts or if it is worth waiting
+        for: what a draft follows has to be known."""
+        assert self.speculator is not None
+        sequences = [s for s in self.scheduler.running if self._sampler.takes_drafts(s.sampler)]
+        waits = self._launched is not None and self._launched.rows is not None
+        outputs = self._settle() if waits else []
+        if self.speculator.plan(sequences) and self._launched is not None:
+            outputs += self._settle()
+            self.speculator.plan([s for s in sequences if s.status is SequenceStatus.RUNNING])
+        return outputs
+
     def _launch(self, failures: Outputs) -> _LaunchedStep | None:
         """Schedule a step and hand it to the device; None if there is nothing to run. A failure ends the sequences
         that take part."""
@@ -335,6 +376,7 @@ class EngineCore:
 
     def _run(self, chunks: list[Chunk], started: float) -> _LaunchedStep:
         """Forward and prompt log-probabilities."""
+        clock = self._clock() if self.speculator is not None else 0.0
         reported = prompt_rows(chunks)
         sampling = [chunk for chunk in chunks if chunk.sampled]
         slots = [chunk.sequence.slot for chunk in sampling]
@@ -344,7 +386,11 @@ class EngineCore:
             )
             logits = self.runner.forward(step_input(chunks, reported, self.runner.dtype, self.runner.device))
             first = _report_prompts(reported, logits) if reported else 0
-            return _LaunchedStep(chunks, sampling, slots, logits[first:] if first else logits, started)
+            rows = None
+            if any(chunk.draft for chunk in sampling):
+                rows = list(accumulate((chunk.sampled for chunk in sampling[:-1]), initial=0))
+            logits = logits[first:] if first else logits
+            return _LaunchedStep(chunks, sampling, slots, logits, started, clock, rows)
 
     def _waits(self, step: _LaunchedStep) -> bool:
         """Return whether tokens that the host has not seen yet are needed to draw those of a step."""
@@ -356,7 +402,8 @@ class EngineCore:
         try:
             with torch.inference_mode():
                 if states:
-                    step.drawn = self._sampler.draw(step.logits, states, step.slots)
+                    logits = step.logits if step.rows is None else step.logits[step.rows]
+                    step.drawn = self._sampler.draw(logits, states, step.slots, step.rows)
                     if self._overlap:
                         self.runner.remember(step.slots, step.drawn.tokens)
                 else:
@@ -385,41 +432,102 @@ class EngineCore:
         note_pending(step.sampling, -1)
         outputs: Outputs = []
         try:
-            results = step.drawn.results()
-            self.scheduler.computed(step.chunks)
-            for chunk, sampled in zip(step.sampling, results, strict=True):
+            taken = self._take(step, step.drawn)
+            chunks = step.chunks if step.rows is None else self._verified(step.chunks, taken)
+            self.scheduler.computed(chunks)
+            for sequence, found in taken.items():
+                outputs.append((sequence.request.request_id, self._answer(sequence, found)))
+        except (RuntimeError, ValueError) as error:
+            outputs += self._fail(step.chunks, error)
+        now = time.monotonic()
+        self._latency_ms = (now - step.started) * 1e3
+        if self.speculator is not None:
+            clock = self._clock()
+            if all(chunk.sampled == chunk.length for chunk in step.chunks):
+                rows = sum(chunk.length for chunk in step.chunks)
+                self.speculator.note_step(rows, step.rows is not None, clock - max(step.clock, self._finished))
+            self._finished = clock
+        return outputs
+
+    def _take(self, step: _LaunchedStep, drawn: Drawn) -> dict[Sequence, _Taken]:
+        """Take what was drawn into the sequences that are still alive.
+
+        A drafted token that is the one drawn is in its place already, and the next one is drawn after it, as it would
+        be after a step of its own; the first other one ends this. So a draft changes no token.
+        """
+        taken: dict[Sequence, _Taken] = {}
+        eos_token_ids, context_length = self.runner.eos_token_ids, self.runner.context_length
+        chunks, rows = step.sampling, step.rows or []
+        while True:
+            going_on: list[tuple[Chunk, int]] = []
+            for index, (chunk, (tokens, logprobs)) in enumerate(zip(chunks, drawn.results(), strict=True)):
                 sequence = chunk.sequence
                 if sequence.status is SequenceStatus.FINISHED:
                     continue
                 # A prefill that lost its blocks meanwhile has nothing to hold: it is computed again.
-                if not sequence.request.prefill_only or chunk.current:
-                    outputs.append((sequence.request.request_id, self._take(sequence, sampled)))
-        except (RuntimeError, ValueError) as error:
-            outputs += self._fail(step.chunks, error)
-        self._latency_ms = (time.monotonic() - step.started) * 1e3
-        return outputs
+                if sequence.request.prefill_only and not chunk.current:
+                    continue
+                found = taken.setdefault(sequence, _Taken())
+                count, found.finish, found.stop = sequence.take(tokens, eos_token_ids, context_length)
+                found.tokens += tokens[:count]
+                found.logprobs += logprobs[:count]
+                place = len(found.tokens) - 1
+                if 0 <= place < len(chunk.draft) and chunk.draft[place] == tokens[0]:
+                    found.accepted += 1
+                    if found.finish is None and not sequence.sampler.error:
+                        going_on.append((chunk, rows[index] + 1))
+            if not going_on:
+                return taken
+            chunks, rows = [chunk for chunk, _ in going_on], [row for _, row in going_on]
+            states = [chunk.sequence.sampler for chunk in chunks]
+            slots = [chunk.sequence.slot for chunk in chunks]
+            drawn = self._sampler.draw(step.logits[rows], states, slots, rows)
 
-    def _take(self, sequence: Sequence, sampled: Sampled) -> Delta | EngineFailure:
-        """Take sampled tokens into a sequence, and the sequence out of the engine if that ended it."""
-        tokens, logprobs = sampled
-        count, finish, stop = sequence.take(tokens, self.runner.eos_token_ids, self.runner.context_length)
-        if count and sequence.sampler.error:
+    def _verified(self, chunks: list[Chunk], taken: dict[Sequence, _Taken]) -> list[Chunk]:
+        """Return what is left of chunks once it is known which drafted tokens are right."""
+        assert self.speculator is not None
+        left: list[Chunk] = []
+        for chunk in chunks:
+            if chunk.draft and (found := taken.get(chunk.sequence)) is not None:
+                found.drafted = len(chunk.draft)
+                chunk.sequence.draft_tokens += found.drafted
+                chunk.sequence.accepted_tokens += found.accepted
+                self.speculator.note_draft(found.drafted, found.accepted)
+                chunk = self.scheduler.verified(chunk, len(found.tokens))
+            if not chunk.draft:  # else its sequence has ended
+                left.append(chunk)
+        return left
+
+    def _answer(self, sequence: Sequence, taken: _Taken) -> Delta | EngineFailure:
+        """Return what a step gave a sequence as a delta, and take the sequence out of the engine if that ended it."""
+        if taken.tokens and sequence.sampler.error:
             self.abort(sequence.request.request_id)
             return EngineFailure(sequence.sampler.error)
-        if count < len(tokens):
-            tokens, logprobs = tokens[:count], logprobs[:count]
-        held = None
-        if finish is not None:
-            del self._sequences[sequence.request.request_id]
-            self.scheduler.remove(sequence)
+        held, performance = None, None
+        if taken.finish is not None:
+            self._drop(sequence)
             self._completed += 1
+            if sequence.draft_tokens:
+                performance = Performance(draft_tokens=sequence.draft_tokens, accepted_tokens=sequence.accepted_tokens)
         elif sequence.request.prefill_only:
             held = self._hold(sequence)
         prompt = None
         if not sequence.reported:
             sequence.reported = True
             prompt = _prompt_report(sequence)
-        return Delta(tokens, logprobs, finish, stop, prompt, held)
+        tokens, logprobs = tuple(taken.tokens), tuple(taken.logprobs)
+        drafts = taken.drafted, taken.accepted
+        return Delta(tokens, logprobs, taken.finish, taken.stop, prompt, held, *drafts, performance)
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Take a sequence out of the engine that has ended."""
+        del self._sequences[sequence.request.request_id]
+        self.scheduler.remove(sequence)
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        if self.speculator is not None:
+            self.speculator.forget(sequence)
 
     def _hold(self, sequence: Sequence) -> Held:
         """Keep the blocks of a sequence whose prompt is computed, until it is aborted."""
@@ -439,8 +547,7 @@ class EngineCore:
         """End the sequences of chunks that are still alive."""
         alive = [chunk.sequence for chunk in chunks if chunk.sequence.status is not SequenceStatus.FINISHED]
         for sequence in alive:
-            del self._sequences[sequence.request.request_id]
-            self.scheduler.remove(sequence)
+            self._drop(sequence)
         return [(sequence.request.request_id, error()) for sequence in alive]
 
 

@@ -267,6 +267,7 @@ class EmbeddedEngine:
             device=str(runner.device),
             compute_path=runner.compute_path,
             instruction_set=runner.instruction_set,
+            quantization=config.quantization.replace("none", ""),
             context_length=runner.context_length,
             vocab_size=runner.vocab_size,
             eos_token_ids=runner.eos_token_ids,

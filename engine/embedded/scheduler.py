@@ -164,7 +164,8 @@ class Scheduler:
             ):
                 chunks.append(Chunk(sequence, start, 1, 1, sequence.admission))
         decodes = len(chunks)
-        budget = min(self._max_num_tokens - decodes, self._max_prompt_tokens)
+        drafted = self._add_drafts(chunks)
+        budget = min(self._max_num_tokens - decodes - drafted, self._max_prompt_tokens)
         long = [sequence for sequence in prompts if self._is_long(sequence)]
         if self._rest > 0 and (decodes or len(long) < len(prompts)):
             prompts = [sequence for sequence in prompts if sequence not in long]
@@ -180,9 +181,9 @@ class Scheduler:
             chunks = [chunk for chunk in chunks if chunk.current]
         elif self.waiting:
             self._admit(budget, chunks, decodes)
-        for sequence, start, length, _, _ in chunks:
-            sequence.computed = start + length
-        if prompts or len(chunks) > decodes:
+        for chunk in chunks:
+            chunk.sequence.computed = chunk.start + chunk.length
+        if prompts or len(chunks) > decodes or drafted:
             chunks.sort(key=_has_several)
         if long:
             self._note_rest(chunks, long)
@@ -193,8 +194,7 @@ class Scheduler:
         behind a window are freed."""
         size, sliding = self.blocks.block_size, self.blocks.sliding
         for chunk in chunks:
-            sequence, start, length, _, _ = chunk
-            end = start + length
+            sequence, end = chunk.sequence, chunk.start + chunk.length
             full = end // size
             if (full <= sequence.stored and not sliding) or not chunk.current:
                 continue
@@ -206,6 +206,16 @@ class Scheduler:
                 if self._offload is not None:
                     self._offload.offload(sequence, before, full)
             self.blocks.leave_behind(sequence.tables, end)
+
+    def verified(self, chunk: Chunk, taken: int) -> Chunk:
+        """Note that of the tokens drawn after a chunk with a draft, `taken` were taken; return what it has computed.
+
+        The last of them has yet to be computed, and what has been computed behind those before it is void: the next
+        step writes over it.
+        """
+        if chunk.current:
+            chunk.sequence.computed = chunk.start + taken
+        return chunk._replace(length=taken, draft=())
 
     def audit(self) -> None:
         """Assert that every block is accounted for."""
@@ -245,7 +255,7 @@ class Scheduler:
         if taken := sum(chunk.length for chunk in chunks if chunk.sequence in long):
             self._rest = taken
         else:
-            self._rest -= DECODE_COST + sum(chunk.length for chunk in chunks if chunk.length > 1)
+            self._rest -= DECODE_COST + sum(chunk.length for chunk in chunks if chunk.length > 1 and not chunk.draft)
 
     def _turns(self, prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
         """Return started prompts in the order in which they take tokens, each with the number that it has to leave."""
@@ -276,6 +286,21 @@ class Scheduler:
             if victim is sequence:
                 return False
         return True
+
+    def _add_drafts(self, decodes: list[Chunk]) -> int:
+        """Add their drafts to the decodes of a step, as far as there are tokens and blocks to spare; return how many
+        tokens that are. Nothing follows a token that the host does not know yet."""
+        spare = room = self._max_num_tokens - len(decodes)
+        for index, chunk in enumerate(decodes):
+            sequence = chunk.sequence
+            if not sequence.draft or sequence.pending or not chunk.current:
+                continue
+            draft = sequence.draft[: max(0, min(spare, self.blocks.max_chunk - 1))]
+            end = chunk.start + 1 + len(draft)
+            if draft and self.blocks.grow(sequence.tables, end, end):
+                decodes[index] = chunk._replace(length=1 + len(draft), sampled=1 + len(draft), draft=draft)
+                spare -= len(draft)
+        return room - spare
 
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.status is SequenceStatus.RUNNING

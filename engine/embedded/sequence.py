@@ -82,6 +82,12 @@ class Sequence:
     lease: LeaseWord | None = None
     """Tells another replica that the blocks of this held sequence are still valid."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    draft: list[int] = field(default_factory=list)
+    """Tokens that may come next, to be computed behind the last one in the next step
+    (`engine/embedded/speculation/`)."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    """Drafted tokens that were computed, and those of them that were right."""
     reported: bool = False
     """Whether the prompt report has been sent."""
 

@@ -1,5 +1,6 @@
 """Chunks, which the scheduler makes, and the step input that a model runner gets of them."""
 
+from collections.abc import Sequence as Many
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -16,9 +17,12 @@ class Chunk(NamedTuple):
     start: int
     length: int
     sampled: int
-    """How many tokens are sampled after the step: 0 unless the chunk reaches the last token."""
+    """How many tokens are sampled after the step: 0 unless the chunk reaches the last token, one more for each token of
+    its draft."""
     admission: int
     """The sequence's, when the chunk was made."""
+    draft: Many[int] = ()
+    """Drafted tokens, the last of the `length`: with their keys and values they count once they prove right."""
 
     @classmethod
     def next_of(cls, sequence: Sequence, length: int) -> "Chunk":
@@ -60,7 +64,7 @@ def step_input(chunks: list[Chunk], reported: list[PromptRows], dtype: torch.dty
     Logits are wanted of the rows in `reported`, and then of the rows that tokens are sampled from, both in the order of
     chunks.
     """
-    sequences, starts, lengths, sampled, admissions = zip(*chunks, strict=True)
+    sequences, starts, lengths, sampled, admissions, _ = zip(*chunks, strict=True)
     singles = lengths.count(1)
     # The pending token of a slot stands for what the host has not seen yet.
     tokens = [
@@ -68,9 +72,10 @@ def step_input(chunks: list[Chunk], reported: list[PromptRows], dtype: torch.dty
         for sequence, start in zip(sequences[:singles], starts, strict=False)
     ]
     positions = list(starts[:singles])
-    for sequence, start, length, _, _ in chunks[singles:]:
+    for sequence, start, length, _, _, draft in chunks[singles:]:
         assert length > 1, "chunks of one token come first"
         tokens += sequence.tokens[start : start + length]
+        tokens += draft
         positions += range(start, start + length)
     assert len(tokens) == len(positions), "only a decode computes a pending token"
     rows = [row for report in reported for row in range(report.row, report.row + report.num_rows)]
@@ -105,11 +110,12 @@ def lacking_embeddings(chunks: list[Chunk]) -> list[Chunk]:
 
 
 def note_pending(chunks: list[Chunk], change: int) -> None:
-    """Count the tokens that a step samples as under way (`change` 1) or as arrived (-1)."""
-    for sequence, _, _, sampled, _ in chunks:
-        if sampled:
-            sequence.pending += change * sampled
-            sequence.sampler.pending = sequence.pending
+    """Count the tokens that a step samples as under way (`change` 1) or as arrived (-1): one for each sequence, since
+    nothing is scheduled before a draft has been checked."""
+    for chunk in chunks:
+        if chunk.sampled:
+            chunk.sequence.pending += change
+            chunk.sequence.sampler.pending = chunk.sequence.pending
 
 
 def _embedding_rows(chunks: list[Chunk], dtype: torch.dtype, device: torch.device) -> EmbeddingRows | None:

@@ -4,10 +4,13 @@ import time
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from msgspec.structs import replace
+
 from engine.base import DeltaStream
 from engine.config import FakeConfig
 from engine.errors import EngineUnavailable, InvalidRequest
 from engine.fake.blocks import FakeSequenceBlocks
+from engine.kit.reasoning import ReasoningProgress
 from engine.media import Unexpanded
 from engine.types import FinishReason, GenerateRequest
 
@@ -32,8 +35,32 @@ class FakeSequence:
     cursor: int = 0
     started: bool = False
     """Whether its prompt has been computed."""
+    reasoning: ReasoningProgress | None = None
+    echoed: ReasoningProgress | None = None
+    """With a budget of reasoning: what it has left, and where in it the echo would be without one."""
 
     def next_token(self) -> int:
+        """Return the next id: the echo's, or that which ends reasoning whose budget is spent."""
+        if self.reasoning is None or self.echoed is None:
+            return self._echoed()
+        token = self.reasoning.forced
+        if token is not None:
+            self._leave_out()
+        if token is None:
+            token = self._echoed()
+            self.echoed.accept(token)
+        self.reasoning.accept(token)
+        return token
+
+    def _leave_out(self) -> None:
+        """Leave the rest of the reasoning, if it ends, out of the echo."""
+        assert self.echoed is not None
+        for _ in self.echo:
+            if not self.echoed.inside or self.echo[self.cursor % len(self.echo)] in self.stops:
+                break
+            self.echoed.accept(self._echoed())
+
+    def _echoed(self) -> int:
         """Return the next id of the echo; before `min_tokens`, the next one that does not end the sequence."""
         output = len(self.tokens) - len(self.request.prompt_token_ids)
         for _ in self.echo:
@@ -70,6 +97,9 @@ def sequence_of(request: GenerateRequest, config: FakeConfig, number: int, num_b
         stops=stops | eos,
         num_blocks=num_blocks,
     )
+    if (budget := sampling.reasoning_budget) is not None:
+        sequence.reasoning = ReasoningProgress(budget)
+        sequence.echoed = ReasoningProgress(replace(budget, tokens=sampling.max_tokens))
     if request.handoff is not None:
         for token in request.handoff.first.token_ids:
             sequence.next_token()

@@ -14,6 +14,7 @@ import torch
 
 from engine.kit.logits import Factory, LogitsProcessor
 from engine.kit.noise import exponentials
+from engine.kit.reasoning import ReasoningProgress
 from engine.trtllm.sampling import MASKED
 from engine.trtllm.support import Edits, draws
 
@@ -70,6 +71,8 @@ class _Progress:
                 self._failure(factory)
         for known in range(self._num_prompt, len(token_ids)):  # of a prefill replica: processors may keep state
             self._processed(token_ids[:known], torch.zeros_like(row, dtype=torch.float32))
+        budget = sampling.reasoning_budget
+        self._reasoning = None if budget is None else ReasoningProgress(budget)
         device, size = row.device, len(row)
         self._penalises = (
             sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
@@ -98,7 +101,11 @@ class _Progress:
             self._mask(logits, banned)
         if sampling.guide is None and bool(logits.max() == -math.inf):  # all is masked: the sequence ends
             logits[list(self._edits.eos_token_ids or (0,))] = 0
-        if draws(sampling) and (sampling.seed is not None or sampling.min_p > 0):
+        if self._reasoning is not None and (forced := self._reasoning.forced) is not None:
+            kept = logits[forced].clone().clamp_(min=MASKED)
+            logits.fill_(-math.inf)
+            logits[forced] = kept
+        elif draws(sampling) and (sampling.seed is not None or sampling.min_p > 0):
             weights = weigh(logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
             if sampling.seed is None:
                 logits.masked_fill_(weights == 0, -math.inf)
@@ -112,6 +119,9 @@ class _Progress:
         """Count the tokens that are new since the last call."""
         new, first_output = token_ids[self.length :], max(self.length, self._num_prompt)
         self.length = len(token_ids)
+        if self._reasoning is not None:
+            for token in token_ids[first_output:]:
+                self._reasoning.accept(token)
         if self._penalises and new:
             self._seen[torch.tensor(new, device=self._seen.device)] = True
             if output := token_ids[first_output:]:
@@ -125,6 +135,8 @@ class _Progress:
         for *start, last in sampling.bad_words:
             if not start or list(output[-len(start) :]) == start:
                 banned.append(last)
+        if self._reasoning is not None:
+            banned += self._reasoning.avoided
         if position < sampling.min_tokens:
             banned += [*(() if sampling.ignore_eos else self._edits.eos_token_ids), *sampling.stop_token_ids]
         return banned

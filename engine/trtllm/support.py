@@ -57,12 +57,13 @@ TABLE: Mapping[str, tuple[Way, ...]] = {
     "min_tokens": ("one end", "one end", "one end", "no", "one end", "one end", "no"),
     "logprobs": ("yes", "sampled", "yes", "no", "yes", "yes", "no"),
     "processors": ("yes", "yes", "no", "no", "yes", "no", "no"),
+    "reasoning_budget": ("no", "no", "no", "no", "no", "no", "no"),
 }
 """For each parameter, what the columns do with it. `processors` are logits processors, those of this server too."""
 
 _NEUTRAL: dict[str, Any] = {
     "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": None,
-    "logit_bias": {}, "allowed_token_ids": (), "bad_words": (), "min_tokens": 0,
+    "logit_bias": {}, "allowed_token_ids": (), "bad_words": (), "min_tokens": 0, "reasoning_budget": None,
 }  # fmt: skip
 """Parameters that our logits processor takes over, and the values that leave nothing to the engine."""
 _ASKED: Mapping[str, Callable[[SamplingParams], bool]] = {

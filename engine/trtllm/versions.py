@@ -27,6 +27,8 @@ class PackageVersion:
     """Context requests run under the overlap scheduler, too."""
     zero_logprobs: bool = False
     """0 asks for the sampled token's log-probability alone; before, it asks for none."""
+    draft_target: str = "DraftTarget"
+    """`decoding_type` of a draft model, as a key."""
     samples_more: bool = False
     """The TorchSampler honours penalties (#16485), seeds (#17172) and min_p (#16590): `engine/trtllm/support.py`."""
 
@@ -56,5 +58,6 @@ def version_of(name: str) -> PackageVersion:
         request_ids=newest,
         overlapped_context=newest,
         zero_logprobs=newest,
+        draft_target="Draft_Target" if newest else "DraftTarget",
         samples_more=newest,
     )

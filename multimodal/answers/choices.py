@@ -81,6 +81,9 @@ class Choice:
         self.image_tokens = sum(image.rows for image in request.spans)
         self.completion_tokens = 0
         self.cached_tokens = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
+        """Tokens that speculation proposed, and those of them that the model generated, too."""
         self.reasoning_tokens = 0
         self.tool_calls = 0
         self._include = ask.include_stop_str_in_output
@@ -90,6 +93,7 @@ class Choice:
         self._plain = type(self._parser) is PlainText
         self._single = ask.tools is not None and not ask.tools.parallel
         self._thinks_aloud = ask.include_reasoning
+        self.predicted = ask.prediction is not None
 
     @property
     def malformed(self) -> int:
@@ -101,6 +105,8 @@ class Choice:
         if delta.prompt is not None:
             self.cached_tokens = delta.prompt.cached_tokens
             self.prompt_tokens = delta.prompt.prompt_tokens or self.prompt_tokens
+        self.drafted_tokens += delta.draft_tokens
+        self.accepted_tokens += delta.accepted_tokens
         visible = len(delta.token_ids)
         if delta.finish_reason == "stop" and not (self._include and delta.stop_reason is not None):
             visible -= 1
@@ -166,10 +172,14 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
     details = {"cached_tokens": sum(choice.cached_tokens for choice in firsts)}
     if images := sum(choice.image_tokens for choice in firsts):
         details["image_tokens"] = images
+    made = {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)}
+    if any(choice.predicted for choice in choices):
+        made["accepted_prediction_tokens"] = accepted = sum(choice.accepted_tokens for choice in choices)
+        made["rejected_prediction_tokens"] = sum(choice.drafted_tokens for choice in choices) - accepted
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": details,
-        "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
+        "completion_tokens_details": made,
     }

@@ -5,7 +5,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.types import GuideKind
+from engine.types import GuideKind, ReasoningBudget
+from multimodal.answers.budgets import budget_of
 from multimodal.answers.parsers.engine import FamilyParser
 from multimodal.answers.parsers.formats import OutputFormat
 from multimodal.answers.parsers.tags import structural_tags
@@ -22,11 +23,12 @@ class AnswerFormat:
     """How a model writes reasoning and tool calls.
 
     With `stream_arguments`, a stream has the arguments of a call as they come. Without, it has whole calls, and a call
-    that never completes is text there too.
+    that never completes is text there too. `reasoning_budget` is that of requests without one; -1 is no limit.
     """
 
     family: OutputFormat = field(default_factory=OutputFormat)
     stream_arguments: bool = True
+    reasoning_budget: int = -1
 
     @property
     def reads_prompts(self) -> bool:
@@ -109,6 +111,34 @@ class AnswerFormat:
         name = ask.guides[0].field if ask.guides else "tools"
         fields = {**ask.fields, "guide": name}
         return replace(ask, guides=(AskedGuide(name, "structural_tag", spec),), fields=fields)
+
+    def limits(self, ask: Ask) -> bool:
+        """Return whether a request's reasoning has a budget."""
+        budget = self.reasoning_budget if ask.reasoning_budget is None else ask.reasoning_budget
+        return budget >= 0 and isinstance(ask.prompt, Conversation) and self.reads_prompts
+
+    def budget(
+        self, ask: Ask, guided: Ask, parser: Parser, tokenizer: Tokenizer, refused: Collection[str] = ()
+    ) -> ReasoningBudget | None:
+        """Return the budget of reasoning for a request and what `guided` has made of it; None for no limit. `refused`
+        are parameters that the engine refuses. Raises RequestError.
+
+        A model without reasoning needs no limit, nor does an output that the request itself describes in full.
+        """
+        described = guided.guides and guided.guides == ask.guides
+        if not self.limits(ask) or not isinstance(parser, FamilyParser) or described:
+            return None
+        if not ask.needs_budget and "reasoning_budget" in refused:
+            return None
+        tokens = self.reasoning_budget if ask.reasoning_budget is None else ask.reasoning_budget
+        found = budget_of(self.family, tokens, tokenizer=tokenizer, inside=parser.reasons, guided=bool(guided.guides))
+        if found is None:
+            raise RequestError(
+                "This model's reasoning cannot be limited: its markers are no fixed texts.",
+                ask.spelled("reasoning_budget"),
+                "unsupported_parameter",
+            )
+        return found
 
     def _calls(self, tools: Tools, guides: list[dict[str, Any]]) -> dict[str, Any] | None:
         """Return the format of calls, or of an answer that `guides` describe in place of them."""

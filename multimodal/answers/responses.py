@@ -4,7 +4,7 @@ import json
 import re
 import time
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -36,6 +36,8 @@ class Asked:
     """Fields that the response repeats."""
     custom: frozenset[str] = frozenset()
     """Names of custom tools, which the model calls as functions with one text, `input`."""
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Namespace and name of tools that the model knows by other names."""
     seal: bool = False
     """Whether reasoning items have `encrypted_content`."""
     created_at: int = field(default_factory=lambda: int(time.time()))
@@ -209,6 +211,8 @@ class ResponsesShape(Shape):
             sealed = {"encrypted_content": seal(text)} if self.asked.seal and item.closed else {}
             return {"type": "reasoning", **head, "summary": [], "content": content, **sealed}
         called = {"call_id": item.call_id, "name": item.name}
+        if (known := self.asked.namespaces.get(item.name)) is not None:
+            called["namespace"], called["name"] = known
         if (custom := self._inputs.get(item.place)) is not None:
             return {"type": "custom_tool_call", **head, **called, "input": custom.text if item.closed else ""}
         return {"type": "function_call", **head, **called, "arguments": text}

@@ -186,6 +186,11 @@ def _converted(folder: Path) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(AutoTokenizer.from_pretrained(folder).backend_tokenizer.to_str())
 
 
+def response_template(folder: Path) -> Any:
+    """Return the model's own description of its answers; None if it has none. Raises ValueError for a broken file."""
+    return _read_json(folder / "tokenizer_config.json").get("response_template")
+
+
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.exists():

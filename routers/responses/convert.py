@@ -1,7 +1,7 @@
 """The body of a response as the neutral request."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -9,12 +9,20 @@ from multimodal.answers.responses import Asked
 from multimodal.errors import RequestError, shown
 from multimodal.request import Ask, AskedGuide, Conversation, Tool, Tools
 from protocol.chat import FunctionDefinition
-from protocol.responses import ContextFields, InputItem, ResponsesRequest, ResponsesTool, TextFormat
+from protocol.responses import ContextFields, InputItem, MemberTool, ResponsesRequest, ResponsesTool, TextFormat
 from routers.fields import sampling_of
-from routers.responses.history import InputEntry, Messages
+from routers.responses.history import InputEntry, Messages, known_name
 from routers.tools import chosen_tools, template_tools
 
-_FIELDS = {"prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+_FIELDS = {
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "reasoning_budget": "thinking_token_budget",
+}
+
+_TYPES = ("function", "custom", "namespace")
+_MAX_NAME = 128
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +42,7 @@ def convert(body: ResponsesRequest, history: Sequence[InputItem] = ()) -> Ask:
         tools=ask.tools,
         fields=_FIELDS | {"guide": "text.format"},
         guides=tuple(_guides(body)),
+        reasoning_budget=body.thinking_token_budget,
         **own,
     )
 
@@ -73,13 +82,14 @@ def items_of(given: str | list[InputItem] | None) -> list[InputItem]:
 
 def asked_of(body: ResponsesRequest, ask: Ask, unique: str) -> Asked:
     """Return what the response says of its request."""
-    tools = [tool for tool in body.tools or () if tool.type in ("function", "custom")]
+    tools = [(space, tool) for _, space, tool in _flat(body.tools or ()) if tool.type in ("function", "custom")]
     text, reasoning = body.text, body.reasoning
     summary = reasoning.summary or reasoning.generate_summary if reasoning is not None else None
     conversation = conversation_of(body)
     return Asked(
         unique=unique,
-        custom=frozenset(tool.name for tool in tools if tool.type == "custom" and tool.name),
+        custom=frozenset(known_name(space, tool.name or "") for space, tool in tools if tool.type == "custom"),
+        namespaces={known_name(space, tool.name or ""): (space, tool.name or "") for space, tool in tools if space},
         seal="reasoning.encrypted_content" in (body.include or ()),
         fields={
             "background": bool(body.background),
@@ -105,7 +115,7 @@ def asked_of(body: ResponsesRequest, ask: Ask, unique: str) -> Asked:
                 **({"verbosity": text.verbosity} if text is not None and text.verbosity is not None else {}),
             },
             "tool_choice": body.tool_choice or "auto",
-            "tools": [_shown_tool(tool) for tool in tools],
+            "tools": [_shown_tool(tool) for tool in body.tools or () if tool.type in _TYPES],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": ask.top_p,
             "truncation": body.truncation or "disabled",
@@ -124,18 +134,22 @@ def tools_of(body: ContextFields) -> tuple[Tools | None, list[dict[str, Any]]]:
     functions: list[FunctionDefinition] = []
     offered: dict[str, Tool] = {}
     schemas: list[str] = []
-    for place, tool in enumerate(body.tools or ()):
+    for param, namespace, tool in _flat(body.tools or ()):
         if tool.type not in ("function", "custom"):
             _warn(shown(tool.type))
             continue
-        param = f"tools.{place}"
         if tool.name is None:
             raise RequestError(f"'{param}.name' is missing.", f"{param}.name")
-        if tool.name in offered:
+        name = known_name(namespace, tool.name)
+        if name in offered:
             raise RequestError(f"'{param}.name' is the name of another tool, too.", f"{param}.name")
-        function = _custom(tool, param) if tool.type == "custom" else _function(tool)
+        if len(name) > _MAX_NAME:
+            raise RequestError(
+                f"'{param}.name' and its namespace have more than {_MAX_NAME} characters.", f"{param}.name"
+            )
+        function = _custom(tool, name, param) if tool.type == "custom" else _function(tool, name)
         functions.append(function)
-        offered[tool.name] = Tool(tool.name, function.parameters or {}, bool(function.strict))
+        offered[name] = Tool(name, function.parameters or {}, bool(function.strict))
         schemas.append(f"{param}.parameters")
     choice = body.tool_choice
     if not offered and choice not in (None, "none", "auto"):
@@ -150,15 +164,31 @@ def tools_of(body: ContextFields) -> tuple[Tools | None, list[dict[str, Any]]]:
 
 @lru_cache(100)
 def _warn(kind: str) -> None:
-    log.warning("ignoring tools of type %r: only functions and custom tools are supported; this is said once", kind)
+    log.warning(
+        "ignoring tools of type %r, of which none but functions, custom tools and namespaces are supported; said once",
+        kind,
+    )
 
 
-def _function(tool: ResponsesTool) -> FunctionDefinition:
-    given = {name: getattr(tool, name) for name in ("name", "description", "parameters", "strict")}
-    return FunctionDefinition(**{name: value for name, value in given.items() if value is not None})
+def _flat(tools: Iterable[ResponsesTool]) -> Iterator[tuple[str, str | None, MemberTool]]:
+    """Yield the field of each tool, its namespace, and the tool. Raises RequestError."""
+    for place, tool in enumerate(tools):
+        if tool.type != "namespace":
+            yield f"tools.{place}", None, tool
+            continue
+        if tool.name is None:
+            raise RequestError(f"'tools.{place}.name' is missing.", f"tools.{place}.name")
+        for inner, part in enumerate(tool.tools or ()):
+            yield f"tools.{place}.tools.{inner}", tool.name, part
 
 
-def _custom(tool: ResponsesTool, param: str) -> FunctionDefinition:
+def _function(tool: MemberTool, name: str) -> FunctionDefinition:
+    fields = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
+    given = {field: value for field, value in fields.items() if value is not None}
+    return FunctionDefinition(name=name, **given)
+
+
+def _custom(tool: MemberTool, name: str, param: str) -> FunctionDefinition:
     """Return a custom tool as a function with one text. A regular expression is part of its schema; a grammar, which no
     schema can have, is only described.
     """
@@ -179,7 +209,7 @@ def _custom(tool: ResponsesTool, param: str) -> FunctionDefinition:
     elif form is not None and form.type != "text":
         raise RequestError(f"'{param}.format.type' must be text or grammar.", f"{param}.format.type")
     schema = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
-    return FunctionDefinition(name=tool.name or "", description=description, parameters=schema, strict=strict)
+    return FunctionDefinition(name=name, description=description, parameters=schema, strict=strict)
 
 
 def _choice(choice: Any) -> tuple[str, Sequence[str] | None]:
@@ -205,7 +235,7 @@ def _name(tool: Any, param: str) -> str:
     name = tool.get("name") if isinstance(tool, Mapping) and tool.get("type") in ("function", "custom") else None
     if not isinstance(name, str):
         raise RequestError(f"'{param}.name' must name a function or a custom tool.", f"{param}.name")
-    return name
+    return known_name(tool.get("namespace"), name)
 
 
 def _guides(body: ResponsesRequest) -> list[AskedGuide]:
@@ -233,9 +263,12 @@ def _shown_format(form: TextFormat) -> dict[str, Any]:
     }
 
 
-def _shown_tool(tool: ResponsesTool) -> dict[str, Any]:
+def _shown_tool(tool: MemberTool) -> dict[str, Any]:
     if tool.type == "custom":
         return tool.model_dump(exclude_unset=True)
+    if isinstance(tool, ResponsesTool) and tool.type == "namespace":
+        inner = [_shown_tool(part) for part in tool.tools or () if part.type in _TYPES]
+        return {"type": "namespace", "name": tool.name, "description": tool.description or "", "tools": inner}
     return {
         "type": "function",
         "name": tool.name,

@@ -101,7 +101,8 @@ class Messages:
 
     def _call(self, item: InputItem, arguments: str, param: str) -> None:
         call_id = _needed(item.call_id, f"{param}.call_id")
-        function = {"name": _needed(item.name, f"{param}.name"), "arguments": _object(arguments, item, param)}
+        name = known_name(item.namespace, _needed(item.name, f"{param}.name"))
+        function = {"name": name, "arguments": _object(arguments, item, param)}
         call = {"id": call_id, "type": "function", "function": function}
         self._assistant(fresh=False).setdefault("tool_calls", []).append(call)
 
@@ -141,6 +142,11 @@ class Messages:
                 known = "input_text, output_text, refusal or input_image"
                 said = f"'{spelled}.type' must be {known}, not '{shown(part.type)}'."
                 raise RequestError(said, f"{spelled}.type", "unsupported_content")
+
+
+def known_name(namespace: str | None, name: str) -> str:
+    """Return the name by which the model knows a tool."""
+    return f"{namespace}__{name}" if namespace else name
 
 
 def _needed(value: str | None, param: str) -> str:

@@ -261,7 +261,7 @@ async def prepare(
         previous=history.previous,
         conversation=conversation_of(body),
         response=b"",
-        items=numbered(history.own, unique),
+        items=await converted(state, lambda: numbered(history.own, unique)),
     )
     return PreparedResponse(record, generation, generation.shape)
 

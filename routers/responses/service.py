@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ import orjson
 from msgspec.structs import replace
 
 from engine.kit.tasks import cancel
+from engine.kit.work import off_loop
 from multimodal.answers.responses import PREFIXES, ResponsesShape
 from multimodal.errors import RequestError, shown
 from multimodal.processor import Generation
@@ -71,8 +72,8 @@ class Responses:
             raise RequestError("This server stores no responses (RESPONSES_STORE_MB).", None, "unsupported_parameter")
         return self.store
 
-    async def history(self, owner: str, body: ContextFields, local: Mapping[str, Record] | None = None) -> History:
-        """Return what comes before a request; `local` has responses that are not stored. Raises RequestError."""
+    async def history(self, owner: str, body: ContextFields) -> History:
+        """Return what comes before a request. Raises RequestError."""
         previous, conversation = body.previous_response_id, conversation_of(body)
         if previous is not None and conversation is not None:
             raise RequestError("'conversation' and 'previous_response_id' exclude each other.", "conversation")
@@ -81,34 +82,22 @@ class Responses:
             previous = await self.stored().last(owner, conversation)
         if previous is None:
             return History([], own, None)
-        earlier: list[InputItem] = []
-        for record in await self._chain(owner, previous, local or {}):
-            earlier += map(InputItem.model_validate, orjson.loads(record.items))
-            earlier += map(InputItem.model_validate, orjson.loads(record.response)["output"])
+        chain = await self._chain(owner, previous)
+        earlier = await off_loop(_size(chain), lambda: [InputItem.model_validate(item) for item in _items(chain)])
         return History(earlier, own, previous)
 
     async def get(self, owner: str, response: str) -> Record:
         """Return a stored response; one whose process has died meanwhile has failed. Raises ResponseNotFound."""
-        store = self.stored()
-        record = await store.get(owner, response)
+        record = await self.stored().get(owner, response)
         if record is None:
             raise ResponseNotFound(response)
-        silent = time.time() - record.beat > STALE_SECONDS
-        if record.status not in FINAL and silent and response not in self._runs:
-            error = {"code": "server_error", "message": "The server ended while it generated the response."}
-            failed = orjson.loads(record.response) | {"status": "failed", "error": error}
-            record = replace(record, status="failed", response=orjson.dumps(failed))
-            await store.put(record)
-        return record
+        return await self._current(record)
 
     async def items(self, owner: str, response: str) -> list[dict[str, Any]]:
         """Return the items that a stored response was made of, oldest first. Raises ResponseNotFound."""
         record = await self.get(owner, response)
-        earlier = await self._chain(owner, record.previous, {}) if record.previous is not None else []
-        found: list[dict[str, Any]] = []
-        for one in earlier:
-            found += [*orjson.loads(one.items), *orjson.loads(one.response)["output"]]
-        return [*found, *orjson.loads(record.items)]
+        chain = await self._chain(owner, record.previous) if record.previous is not None else []
+        return await off_loop(_size([*chain, record]), lambda: [*_items(chain), *orjson.loads(record.items)])
 
     async def save(self, record: Record, shape: ResponsesShape) -> bool:
         """Store what has become of a response, and return whether that succeeded."""
@@ -161,8 +150,7 @@ class Responses:
             run = self._runs.get(response)
             changed = run.changed if run is not None else None
             known = await store.get(owner, response)
-            if known is not None:
-                record = await self.get(owner, response)
+            record = await self._current(known or record)
             events = await store.events(response, after)
             for event in events:
                 after += 1
@@ -177,7 +165,8 @@ class Responses:
                 await asyncio.wait_for(waiting, BEAT_SECONDS)
         if not last or orjson.loads(last[0])["type"] not in _LAST:  # its process has died, or it was deleted
             failed = {"type": "response.failed", "sequence_number": after + 1}
-            yield orjson.dumps({**failed, "response": orjson.loads(record.response)})
+            status = record.status if record.status in FINAL else "cancelled"
+            yield orjson.dumps({**failed, "response": orjson.loads(record.response) | {"status": status}})
         elif after == first:
             raise RequestError("'starting_after' is the last event, or none.", "starting_after")
 
@@ -216,20 +205,24 @@ class Responses:
             run.cancelled = True
             run.stop.set()
 
-    async def _chain(self, owner: str, response: str, local: Mapping[str, Record]) -> list[Record]:
+    async def _current(self, record: Record) -> Record:
+        """Return a response; as failed if its process has died."""
+        silent = time.time() - record.beat > STALE_SECONDS
+        if record.status in FINAL or not silent or record.id in self._runs:
+            return record
+        error = {"code": "server_error", "message": "The server ended while it generated the response."}
+        failed = orjson.loads(record.response) | {"status": "failed", "error": error}
+        record = replace(record, status="failed", response=orjson.dumps(failed))
+        await self.stored().put(record)
+        return record
+
+    async def _chain(self, owner: str, response: str) -> list[Record]:
         """Return a response after those that it continues. Raises RequestError."""
-        found: list[Record] = []
-        following: str | None = response
-        while following is not None and (record := local.get(following)) is not None:
-            found.insert(0, record)
-            following = record.previous
-        if following is not None:
-            chain = await self.store.chain(owner, following) if self.store is not None else None
-            if chain is None:
-                said = f"Previous response with id '{shown(response)}' not found."
-                raise RequestError(said, "previous_response_id", "previous_response_not_found")
-            found = chain + found
-        if found[-1].status not in FINAL:
+        found = await self.store.chain(owner, response) if self.store is not None else None
+        if found is None:
+            said = f"Previous response with id '{shown(response)}' not found."
+            raise RequestError(said, "previous_response_id", "previous_response_not_found")
+        if (await self._current(found[-1])).status not in FINAL:
             raise RequestError(f"The response '{shown(response)}' has not ended yet.", "previous_response_id")
         return found
 
@@ -240,7 +233,7 @@ class Responses:
         unique = (item.id or "").partition("_")[2][:32]
         record = await self.store.get(owner, f"resp_{unique}") if self.store is not None else None
         if record is not None:
-            for known in (*orjson.loads(record.items), *orjson.loads(record.response)["output"]):
+            for known in _items([record]):
                 if known["id"] == item.id:
                     return InputItem.model_validate(known)
         param = f"input.{place}.id"
@@ -296,6 +289,17 @@ class Responses:
             await flush()
             await self.save(record, shape)
         run.changed.set()
+
+
+def _size(records: Sequence[Record]) -> int:
+    return sum(len(record.items) + len(record.response) for record in records)
+
+
+def _items(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
+    """Yield the input and output items of responses."""
+    for record in records:
+        yield from orjson.loads(record.items)
+        yield from orjson.loads(record.response)["output"]
 
 
 def numbered(items: list[InputItem], unique: str) -> bytes:

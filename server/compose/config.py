@@ -11,7 +11,7 @@ from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, TrtllmConfig
 from engine.errors import EngineFailure
 from engine.kit.processors import HelloWorld, ProcessorConfig
 from multimodal.text.tokenizer import Tokenizer, byte_tokenizer
-from server.compose.model import served_name
+from server.compose.model import draft_folder, served_name
 from server.compose.sizing import sizes, this_machine
 from server.preflight import too_long
 from server.roles import role_of
@@ -53,7 +53,11 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
         )
     if folder is not None and (sentence := too_long(settings, read_model_facts(folder))):
         raise EngineFailure(sentence)
-    return msgspec.structs.replace(embedded_config(settings, folder), processors=_processors(settings, folder))
+    return msgspec.structs.replace(
+        embedded_config(settings, folder),
+        processors=_processors(settings, folder),
+        speculative_model=str(draft_folder(settings) or ""),
+    )
 
 
 def _script(settings: Settings, folder: Path | None) -> tuple[tuple[int, ...], ...]:

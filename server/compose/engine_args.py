@@ -48,6 +48,11 @@ _HOST_CACHE = "kv_cache_config.host_cache_size"
 """In bytes; KV_HOST_CACHE_MB is in MiB."""
 
 
+_DRAFT_TOKENS = 4
+"""Drafted tokens with TensorRT-LLM unless SPECULATIVE_TOKENS is set: it computes as many for every sequence, right or
+wrong."""
+
+
 @dataclass(frozen=True)
 class Parallelism:
     """The number of ranks of one replica. `said` shows people the sizes, with the layer that set each."""
@@ -90,6 +95,8 @@ def effective(settings: Settings, folder: Path | None = None) -> Effective:
     if processors or settings.enable_test_logits_processor:
         setting = "TRTLLM_SAMPLING=processors" if processors else "ENABLE_TEST_LOGITS_PROCESSOR"
         faults += [f"{fault} ({setting})" for fault in processor_problems(found.arguments)]
+    if settings.thinking_token_budget >= 0 and not (processors or encoder):
+        faults += ["THINKING_TOKEN_BUDGET needs TRTLLM_SAMPLING=processors"]
     if faults:
         raise EngineArgsError([f"{_origin(found, fault)}: {fault}" for fault in faults])
     return taken(found, backend, encoder=encoder)
@@ -142,12 +149,31 @@ def _from_settings(settings: Settings) -> dict[str, Any]:
     if "guided_decoding_backend" in said and settings.guided_decoding_backend != "auto":
         chosen = settings.guided_decoding_backend
         values["guided_decoding_backend"] = None if chosen == "none" else chosen
+    if settings.speculative != "none":
+        values["speculative_config"] = _speculation(settings)
     cache = {theirs: getattr(settings, ours) for ours, theirs in _OF_KV_CACHE.items() if ours in said}
     if settings.kv_host_cache_mb:
         cache["host_cache_size"] = settings.kv_host_cache_mb << 20
     if settings.secondary_offload_min_priority >= 0:
         cache[_OFFLOAD_PRIORITY] = settings.secondary_offload_min_priority
     return values | ({"kv_cache_config": cache} if cache else {})
+
+
+def _speculation(settings: Settings) -> dict[str, Any]:
+    """Return the settings of speculation as TensorRT-LLM's own. Raises EngineArgsError for those that it does not have:
+    it computes every draft, of a fixed length."""
+    said = settings.model_fields_set
+    if lost := sorted({"speculative_answer_tokens", "speculative_min_speedup"} & said):
+        raise EngineArgsError([f"{name.upper()}: TensorRT-LLM's speculation has no such setting" for name in lost])
+    length = settings.speculative_tokens if "speculative_tokens" in said else _DRAFT_TOKENS
+    if settings.speculative == "ngram":
+        size = settings.speculative_min_match
+        return {"decoding_type": "NGram", "max_draft_len": length, "max_matching_ngram_size": size}
+    return {
+        "decoding_type": versions.version_of(versions.found() or "").draft_target,
+        "max_draft_len": length,
+        "speculative_model": settings.speculative_model,
+    }
 
 
 def _from_file(settings: Settings) -> Mapping[str, Any]:

@@ -1,16 +1,21 @@
 """The model that the settings name: its name in requests, its folder, its tokenizer and chat template."""
 
+import logging
 from pathlib import Path
 
 from engine.checkpoints.facts import read_model_facts
 from engine.checkpoints.gguf.split import stem_of
 from multimodal.answers.formats import AnswerFormat
 from multimodal.answers.parsers.choose import choose, family
+from multimodal.answers.parsers.formats import OutputFormat
+from multimodal.answers.parsers.response_templates import RESPONSE_TEMPLATE, family_of
 from multimodal.text.control import ControlTokens
 from multimodal.text.templates import ChatTemplate
-from multimodal.text.tokenizer import IMAGE, Tokenizer, byte_tokenizer
+from multimodal.text.tokenizer import IMAGE, Tokenizer, byte_tokenizer, response_template
 from server.roles import role_of
 from server.settings import DEFAULT_MODEL, Settings
+
+log = logging.getLogger(__name__)
 
 
 def served_name(settings: Settings) -> str:
@@ -35,6 +40,15 @@ def model_folder(settings: Settings) -> Path | None:
     from engine.checkpoints.store import resolve_model  # noqa: PLC0415 - the fake engine does without
 
     return resolve_model(settings.model, settings.cache_dir, weights=_needs_weights(settings))
+
+
+def draft_folder(settings: Settings) -> Path | None:
+    """Return the folder of the draft model, downloaded and converted first if needed; None without one."""
+    if not settings.speculative_model:
+        return None
+    from engine.checkpoints.store import resolve_model  # noqa: PLC0415 - most replicas do without
+
+    return resolve_model(settings.speculative_model, settings.cache_dir, weights=_needs_weights(settings))
 
 
 def model_here(settings: Settings) -> Path | None:
@@ -66,19 +80,39 @@ def load_text(settings: Settings, folder: Path | None) -> tuple[Tokenizer, ChatT
 
 def answer_format(settings: Settings, folder: Path | None, template: ChatTemplate | None) -> AnswerFormat:
     """Return how the model writes tool calls and reasoning, by the settings or, where they say auto, by its template
-    and type. A template without a place for tools gets them in Hermes' form, so that calls have it, too.
+    and type; by its own response template if that describes more. A chat template without a place for tools gets them
+    in Hermes' form, so that calls have it, too.
     """
+    asked = {settings.tool_call_parser, settings.reasoning_parser}
     source = template.source if template is not None else None
     kind = read_model_facts(folder).text_type if folder is not None and settings.engine != "fake" else None
     tools, reasoning = choose(source, kind)
+    own = _own_format(folder) if asked & {"auto", RESPONSE_TEMPLATE} else None
+    if RESPONSE_TEMPLATE in asked and own is None:
+        raise ValueError("TOOL_CALL_PARSER or REASONING_PARSER is response_template, and the model has none")
+    more = own is not None and bool((own.tools and not tools) or (own.reasoning and not reasoning))
+    if own is not None and (RESPONSE_TEMPLATE in asked or (asked == {"auto"} and more)):
+        return AnswerFormat(own, settings.stream_tool_arguments, settings.thinking_token_budget)
     if tools is None and template is not None and not template.shows_tools:
         tools = "hermes"
-    asked = {"auto": (tools, reasoning), "none": (None, None)}
+    names = {"auto": (tools, reasoning), "none": (None, None)}
     chosen = family(
-        asked.get(settings.tool_call_parser, (settings.tool_call_parser, None))[0],
-        asked.get(settings.reasoning_parser, (None, settings.reasoning_parser))[1],
+        names.get(settings.tool_call_parser, (settings.tool_call_parser, None))[0],
+        names.get(settings.reasoning_parser, (None, settings.reasoning_parser))[1],
     )
-    return AnswerFormat(chosen, settings.stream_tool_arguments)
+    return AnswerFormat(chosen, settings.stream_tool_arguments, settings.thinking_token_budget)
+
+
+def _own_format(folder: Path | None) -> OutputFormat | None:
+    """Return what the model's own response template describes (transformers from 5.13 on); None without one, or with
+    one that cannot be understood.
+    """
+    template = response_template(folder) if folder is not None else None
+    try:
+        return None if template is None else family_of(template)
+    except ValueError as error:
+        log.warning("ignoring the model's response_template: %s", error)
+        return None
 
 
 def _control_texts(settings: Settings, folder: Path | None, tokenizer: Tokenizer) -> frozenset[str]:

@@ -62,6 +62,7 @@ def _facts(info: EngineInfo) -> dict[str, object]:
         "dtype": info.dtype,
         "compute_path": info.compute_path or None,
         "instruction_set": info.instruction_set or None,
+        "quantization": info.quantization or None,
         "context_length": info.context_length,
         "kv_block_size": info.block_size,
         "total_kv_blocks": info.num_blocks,

@@ -76,6 +76,7 @@ _BLOCKS = [
     _needs(type={"enum": ["thinking"]}, thinking=_TEXT),
     _needs(type={"enum": ["redacted_thinking"]}),
 ]
+_MEMBERS = [_needs(type={"enum": ["function"]}, name=_NAME), _needs(type={"enum": ["custom"]}, name=_NAME)]
 _CONDITIONS: dict[str, Schema] = {
     "TextBlock": {"oneOf": [_needs(type={"enum": ["text"]})]},
     "InnerBlock": {"oneOf": _INNER_BLOCKS},
@@ -101,9 +102,8 @@ _CONDITIONS: dict[str, Schema] = {
             ),
         ]
     },
-    "ResponsesTool": {
-        "oneOf": [_needs(type={"enum": ["function"]}, name=_NAME), _needs(type={"enum": ["custom"]}, name=_NAME)]
-    },
+    "MemberTool": {"oneOf": _MEMBERS},
+    "ResponsesTool": {"oneOf": [*_MEMBERS, _needs(type={"enum": ["namespace"]}, name=_NAME, tools=_ARRAY)]},
     "ToolGrammar": {
         "oneOf": [
             _needs(type={"enum": ["text"]}),

@@ -35,6 +35,7 @@ def stats_metrics(stats: IterationStats, queued: float, speed: float, model_name
     """
     blocks = stats.kv_cache_stats
     batch = stats.inflight_batching_stats
+    drafts = stats.spec_decoding_stats
     waiting = stats.num_queued_requests + queued
     utilization = blocks.used_num_blocks / max(blocks.max_num_blocks, 1)
     gauges: Rows = [
@@ -77,10 +78,23 @@ def stats_metrics(stats: IterationStats, queued: float, speed: float, model_name
         ("kv_transfer_bytes", "Bytes of KV blocks read", stats.kv_transfer_bytes),
         ("kv_transfer_seconds", "Seconds that reading KV blocks took", stats.kv_transfer_latency_seconds),
     ]
+    if drafts is not None:
+        counters.append(("spec_decode_num_drafts", "Drafts that were checked", drafts.num_drafts))
+        yield _by_position(drafts.accepted_per_position, model_name)
     yield from _families(GaugeMetricFamily, gauges, model_name)
     yield from _families(CounterMetricFamily, counters, model_name)
     yield from _rank_metrics(stats.ranks, model_name)
     yield from _tier_metrics(stats.tiers, model_name)
+
+
+def _by_position(accepted: Sequence[int], model_name: str) -> Metric:
+    """Return the drafted tokens that were accepted, by their place in the draft."""
+    text = "Drafted tokens that the model accepted, by their place in the draft"
+    name = "trtllm_spec_decode_num_accepted_tokens_per_pos"
+    family = CounterMetricFamily(name, text, labels=["model_name", "position"])
+    for position, count in enumerate(accepted):
+        family.add_metric([model_name, str(position)], count)
+    return family
 
 
 def _rank_metrics(ranks: Sequence[RankStats], model_name: str) -> Iterator[Metric]:

@@ -79,5 +79,5 @@ def _facts(settings: Settings, replica: ReplicaState, url: str) -> Iterator[tupl
 
 def _computing(info: EngineInfo) -> str:
     """Return the type, device and code that an engine computes with; nothing for the fake one."""
-    how = ", ".join(filter(None, (info.compute_path, info.instruction_set)))
+    how = ", ".join(filter(None, (info.compute_path, info.instruction_set, info.quantization)))
     return "" if info.dtype == "none" else f", {info.dtype} on {info.device}" + (f" ({how})" if how else "")

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator
 
-from engine.config import TrtllmConfig
+from engine.config import CpuIsa, TrtllmConfig
 from multimodal.answers.parsers.choose import family
+from multimodal.answers.parsers.response_templates import RESPONSE_TEMPLATE
 from server.settings.types import EMBEDDED, ExpandedPath, PathOrNone, Section
 
 RoleName = Literal["aggregated", "prefill", "decode", "encode", "router"]
@@ -36,12 +37,14 @@ class ModelSettings(Section):
     """Jinja file used instead of the model's chat template."""
     tool_call_parser: str = "auto"
     """How the model writes tool calls: hermes, llama3_json, mistral or another name in docs/agents.md; auto decides by
-    chat template and model type, none has no tools.
+    chat template and model type, response_template takes the model's own, none has no tools.
     """
     reasoning_parser: str = "auto"
     """How the model writes its reasoning: deepseek_r1, qwen3 or another name in docs/agents.md; auto decides by chat
-    template and model type, none takes reasoning for text.
+    template and model type, response_template takes the model's own, none takes reasoning for text.
     """
+    thinking_token_budget: int = Field(-1, ge=-1)
+    """Most tokens of reasoning in a choice, where the request sets no limit: its end is then forced. -1 is no limit."""
     stream_tool_arguments: bool = True
     """Stream the arguments of tool calls as they come; false sends whole calls, and one that never completes as text.
     """
@@ -51,7 +54,7 @@ class ModelSettings(Section):
     @field_validator("tool_call_parser", "reasoning_parser", mode="after")
     @classmethod
     def _known_parser(cls, value: str, info: ValidationInfo) -> str:
-        if value not in ("auto", "none"):
+        if value not in ("auto", "none", RESPONSE_TEMPLATE):
             family(**{"tools" if info.field_name == "tool_call_parser" else "reasoning": value})
         return value
 
@@ -84,8 +87,8 @@ class ComputeSettings(Section):
     """PyTorch device; auto takes CUDA when it is available."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = EMBEDDED.dtype
     """Type of weights and KV cache; auto takes bfloat16 on a GPU and float32 on any CPU."""
-    quantization: Literal["none", "fp8"] = EMBEDDED.quantization
-    """Quantize weights at load (embedded engine, NVIDIA GPUs from compute capability 9.0): none or fp8."""
+    quantization: Literal["none", "fp8", "int8"] = EMBEDDED.quantization
+    """Quantize weights at load (embedded engine): fp8 on NVIDIA GPUs from compute capability 9.0, int8 on a CPU."""
     kv_cache_dtype: Literal["auto", "fp8"] = EMBEDDED.kv_cache_dtype
     """Type of the KV cache, on the same GPUs: auto takes the weights' type, fp8 holds twice as many tokens."""
     attention: Literal["auto", "sdpa", "flashinfer"] = EMBEDDED.attention
@@ -102,9 +105,9 @@ class ComputeSettings(Section):
     """Compute threads of the embedded engine, at most 16 or four for each core; 0 takes the available cores, within
     the container's CPU quota.
     """
-    cpu_isa: Literal["auto", "portable", "avx2", "avx512"] = EMBEDDED.cpu_isa
-    """Instruction set of the embedded engine's compiled path on a CPU; auto takes the fastest that the processor
-    has.
+    cpu_isa: CpuIsa = EMBEDDED.cpu_isa
+    """Instruction set of the embedded engine's compiled path on a CPU; auto takes the fastest that the processor has.
+    Those with vnni multiply quantised weights faster.
     """
 
     @field_validator("threads", mode="after")
@@ -119,9 +122,9 @@ class ComputeSettings(Section):
     @classmethod
     def _embedded_only(cls, value: str, info: ValidationInfo) -> str:
         engine = info.data.get("engine", "embedded")
-        if value == "fp8" and engine != "embedded":
+        if value in ("fp8", "int8") and engine != "embedded":
             more = "; TensorRT-LLM's own are arguments (EXTRA_ENGINE_ARGS)" if engine == "trtllm" else ""
-            raise ValueError(f"fp8 is for the embedded engine, not for {engine}{more}")
+            raise ValueError(f"{value} is for the embedded engine, not for {engine}{more}")
         return value
 
 
@@ -173,6 +176,51 @@ class BatchSettings(Section):
     def _needs_reuse(cls, value: int, info: ValidationInfo) -> int:
         if value and not info.data.get("enable_block_reuse", True):
             raise ValueError("blocks are kept for reuse: leave it 0, or ENABLE_BLOCK_REUSE on")
+        return value
+
+
+class SpeculationSettings(Section):
+    """Speculative decoding: tokens that are likely to come next are checked in one step. No output depends on it."""
+
+    group = "Speculative decoding"
+
+    speculative: Literal["none", "ngram", "suffix", "draft"] = EMBEDDED.speculative
+    """What proposes tokens: ngram looks for the end of the text in prompt, output and prediction; suffix also in
+    earlier answers; draft is a small model (SPECULATIVE_MODEL). TensorRT-LLM has ngram and draft of its own.
+    """
+    speculative_model: str = EMBEDDED.speculative_model
+    """Draft model: Hugging Face folder or id, with the tokenizer of MODEL."""
+    speculative_tokens: int = Field(EMBEDDED.speculative_tokens, ge=1, le=64)
+    """Maximum number of proposed tokens of a sequence in one step."""
+    speculative_min_match: int = Field(EMBEDDED.speculative_min_match, ge=1, le=16)
+    """Tokens that ngram and suffix have to find again before they propose what followed them."""
+    speculative_answer_tokens: int = Field(EMBEDDED.speculative_answer_tokens, ge=1024, le=1 << 20)
+    """Tokens of earlier answers that suffix keeps, about 0.5 kB each."""
+    speculative_min_speedup: float = Field(EMBEDDED.speculative_min_speedup, ge=0, le=10)
+    """Check proposals if that is expected to make a step so many times as fast, by measured acceptance and times of
+    steps; 0 checks all of them.
+    """
+
+    @field_validator("speculative", mode="after")
+    @classmethod
+    def _can_speculate(cls, value: str, info: ValidationInfo) -> str:
+        engine = info.data.get("engine", "embedded")
+        if value != "none" and engine == "fake":
+            raise ValueError("the fake engine does not speculate")
+        if value == "suffix" and engine == "trtllm":
+            raise ValueError(
+                "TensorRT-LLM has no drafts from earlier answers: take ngram or draft, or its own kinds by"
+                " speculative_config (EXTRA_ENGINE_ARGS)"
+            )
+        return value
+
+    @field_validator("speculative_model", mode="after")
+    @classmethod
+    def _drafts(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("speculative") == "draft" and not value:
+            raise ValueError("SPECULATIVE=draft needs a draft model")
+        if value and info.data.get("speculative") != "draft":
+            raise ValueError("is for SPECULATIVE=draft")
         return value
 
 

@@ -22,6 +22,7 @@ from server.settings.engine import (
     EngineSettings,
     ModelSettings,
     SettingsForTests,
+    SpeculationSettings,
     TrtllmSettings,
 )
 from server.settings.environment import read_env_file, variables
@@ -55,6 +56,7 @@ class Settings(
     MetricSettings,
     LogSettings,
     HttpSettings,
+    SpeculationSettings,
     ResponsesSettings,
     BatchSettings,
     ComputeSettings,

@@ -16,13 +16,14 @@ from engine.admission import AdmissionEngine
 from engine.base import Engine
 from engine.errors import ContextOverflow, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.kv_events import Created, Removed, Stored
-from engine.types import Guide
+from engine.types import Guide, ReasoningBudget
 from tests.support.engine_cases import (
     BLOCK,
     CONTEXT,
     EOS,
     KINDS,
     NEWEST_KINDS,
+    SPECULATING_KINDS,
     TIERED_KINDS,
     VOCABULARY,
     Subject,
@@ -41,7 +42,9 @@ from tests.support.engine_cases import (
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[*KINDS, *NEWEST_KINDS, *TIERED_KINDS])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[*KINDS, *NEWEST_KINDS, *TIERED_KINDS, *SPECULATING_KINDS]
+)
 async def subject(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIterator[Subject]:
     async with engine_of(request.param, config_of(request.param, tiny_model)) as engine:
         await engine.start()
@@ -57,7 +60,7 @@ def engine(subject: Subject) -> Engine:
     return subject.engine
 
 
-@pytest.fixture(params=[*KINDS, *NEWEST_KINDS, *TIERED_KINDS])
+@pytest.fixture(params=[*KINDS, *NEWEST_KINDS, *TIERED_KINDS, *SPECULATING_KINDS])
 def fresh(request: pytest.FixtureRequest, tiny_model: Path) -> AbstractAsyncContextManager[Engine]:
     return engine_of(request.param, config_of(request.param, tiny_model))
 
@@ -134,7 +137,7 @@ async def test_a_reset_forgets_what_is_cached(engine: Engine) -> None:
     await generate(engine, request)
     before = await generate(engine, request)
     assert before[0].prompt is not None and before[0].prompt.cached_tokens == 3 * BLOCK
-    if engine.info.backend == "tensorrt_llm":
+    if engine.info.backend == "trtllm":
         with pytest.raises(InvalidRequest, match="restart"):
             await engine.reset_prefix_cache()
         return
@@ -340,3 +343,24 @@ async def test_close_without_start(tiny_model: Path) -> None:
     for kind in KINDS:
         async with engine_of(kind, config_of(kind, tiny_model)) as engine:
             await engine.close()
+
+
+async def test_the_end_of_reasoning_is_forced_when_its_budget_is_spent(engine: Engine) -> None:
+    """In a batch with others, greedy or drawn, and only inside reasoning."""
+    close, begin = [5, 6, 9], 11
+    prompts = [prompt_of(20) for _ in range(3)]
+    free = [tokens_of(await generate(engine, request_for(prompt, max_tokens=12))) for prompt in prompts]
+    budget = ReasoningBudget(tokens=4, close=tuple(close), inside=True, steps={0: {begin: 1}, 1: {6: 0}})
+    drawn = {"temperature": 1.0, "logit_bias": {6: -100.0, begin: -100.0}}
+    requests = [request_for(prompt, max_tokens=12, reasoning_budget=budget) for prompt in prompts]
+    requests += [request_for(prompts[0], max_tokens=12, reasoning_budget=budget, **drawn)]
+    requests += [request_for(prompts[0], max_tokens=12, reasoning_budget=replace(budget, inside=False), **drawn)]
+    *greedy, sampled, outside = [
+        tokens_of(deltas) for deltas in await asyncio.gather(*(generate(engine, request) for request in requests))
+    ]
+    for expected, found in zip(free, greedy, strict=True):
+        assert len(found) == 12
+        if 6 not in expected[:4]:
+            assert (found[:4], found[4:7]) == (expected[:4], close)
+    if engine.info.backend != "fake":
+        assert sampled[4:7] == close and 6 not in outside

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from engine import handoff
 from engine.base import DeltaStream, Engine
 from engine.errors import InvalidRequest
-from engine.types import Delta, GenerateRequest, Handoff
+from engine.types import Delta, GenerateRequest, Handoff, ReasoningBudget
 from tests.support.engine_cases import (
     BLOCK,
     HANDING_OVER,
@@ -61,6 +61,8 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"max_tokens": BLOCK + 1, "logprobs": 2},
     {"max_tokens": 12, "temperature": 0.9, "seed": 5},
     {"max_tokens": 20, "min_tokens": 3, "repetition_penalty": 1.3},
+    {"max_tokens": 12, "reasoning_budget": ReasoningBudget(3, (5, 6, 9), (7,), True, {1: {6: 0}})},
+    {"max_tokens": 12, "reasoning_budget": ReasoningBudget(0, (5, 6, 9), (7,), True, {1: {6: 0}})},
 ]
 IN_FULL = [(length, sampling) for sampling in SAMPLINGS for length in (5, BLOCK, 3 * BLOCK + 1)]
 AT_ONCE = [(3 * BLOCK + 1, {"max_tokens": 20, "logprobs": 2, "temperature": 0.9, "seed": 5, "repetition_penalty": 1.3})]

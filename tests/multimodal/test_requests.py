@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+from msgspec.structs import replace
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion import Completion
@@ -18,9 +19,11 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
+from engine.base import DeltaStream
 from engine.config import FakeConfig
 from engine.errors import ContextOverflow, InvalidRequest
 from engine.fake.engine import FakeEngine
+from engine.types import Delta, GenerateRequest
 from multimodal.answers.formats import AnswerFormat
 from multimodal.answers.parsers.choose import family
 from multimodal.errors import DeadlineExceeded, ModelNotFound, RequestError
@@ -89,13 +92,12 @@ HONOURED_BY_TYPE = {
     "top_logprobs": 2, "tools": TOOLS, "tool_choice": "auto", "functions": [{"name": "f"}],
     "parallel_tool_calls": False,
     "max_completion_tokens": 3, "reasoning_effort": "low", "stream": False, "messages": CHAT["messages"],
-    "prompt": "hi", "echo": True,
+    "prompt": "hi", "echo": True, "prediction": {"type": "content", "content": [{"type": "text", "text": "x"}]},
 }  # fmt: skip
 IGNORED = {
     "user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "s",
     "prompt_cache_key": "k",
     "prompt_cache_retention": "24h", "prompt_cache_options": {}, "verbosity": "low",
-    "prediction": {"type": "content", "content": "x"},
     "modalities": ["text"], "function_call": "none",
     "best_of": 1, "suffix": "",
 }  # fmt: skip
@@ -395,6 +397,43 @@ async def test_logprobs_leave_out_the_token_that_ended_the_sequence() -> None:
     shown = [part for chunk in chunks if (part := chunk["choices"][0]["logprobs"])]
     assert [token for part in shown for token in part["tokens"]] == ["a", "b"]
     assert all(len(part["tokens"]) == len(part["token_logprobs"]) for part in shown)
+    await engine.close()
+
+
+class Drafting(FakeEngine):
+    """The fake engine, with drafts of two tokens of which the first is right."""
+
+    asked: GenerateRequest
+
+    def generate(self, request: GenerateRequest) -> DeltaStream:
+        self.asked = request
+        found = super().generate(request)
+
+        async def drafted() -> AsyncIterator[Delta]:
+            async for delta in found:
+                yield replace(delta, draft_tokens=2, accepted_tokens=1)
+
+        return drafted()  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_prediction_reaches_the_engine_and_usage_says_what_became_of_it(stream: bool) -> None:
+    engine = Drafting(FakeConfig(vocab_size=259, context_length=64))
+    await engine.start()
+    setup = Setup(engine)
+    body = {**CHAT, "max_tokens": 3, "stream": stream, "stream_options": {"include_usage": True} if stream else None}
+    parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c" * 100}]
+    for content, tokens in (("hi", b"hi"), (parts, b"ab" + b"c" * 62), ("", b"")):
+        asked = {**body, "prediction": {"type": "content", "content": content}}
+        answer = (await setup.stream(asked))[-1] if stream else await setup.complete(asked)
+        found = bytes(token - 3 for token in engine.asked.prediction)
+        assert found == tokens, "no more of it than the context holds"
+        details = answer["usage"]["completion_tokens_details"]
+        assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (3, 3)
+    answer = (await setup.stream(body))[-1] if stream else await setup.complete(body)
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+    with pytest.raises(ValidationError, match="prediction"):
+        await setup.prepare({**body, "prediction": {"type": "image", "content": "x"}})
     await engine.close()
 
 

@@ -138,7 +138,7 @@ async def test_reasoning_has_a_signature_and_can_be_left_out(tmp_path: Path) -> 
     template = tmp_path / "template.jinja"
     template.write_text(THINKING)
     thought = "It is noon.\n</think>\n\nSunny."
-    answers = (thought, thought, "Sunny.", thought)
+    answers = (thought, thought, thought, "Sunny.", thought)
     async with scripted(tmp_path, *answers, chat_template=template, reasoning_parser="qwen3") as client:
         whole = await ask(client, thinking={"type": "enabled", "budget_tokens": 1024})
         events = await stream(client)
@@ -149,6 +149,10 @@ async def test_reasoning_has_a_signature_and_can_be_left_out(tmp_path: Path) -> 
         assert whole["usage"]["output_tokens_details"]["thinking_tokens"] > 5
         kinds = [event["delta"]["type"] for event in events if event["type"] == "content_block_delta"]
         assert kinds.index("signature_delta") == kinds.index("text_delta") - 1
+        short = await ask(client, thinking={"type": "enabled", "budget_tokens": 5})
+        assert short["content"][0]["thinking"] == "It is", "the fifth token is a space"
+        assert short["usage"]["output_tokens_details"]["thinking_tokens"] <= 6
+        assert short["content"][1]["text"] == "Sunny."
         for thinking in ({"type": "disabled"}, {"type": "adaptive", "display": "omitted"}):
             assert [block["type"] for block in (await ask(client, thinking=thinking))["content"]] == ["text"]
 

@@ -121,6 +121,28 @@ async def test_text_and_calls_whole_and_streamed(tmp_path: Path) -> None:
     assert len(pieces) > 10, "the arguments come as they are written"
 
 
+async def test_tools_of_a_namespace(tmp_path: Path) -> None:
+    space = {"type": "namespace", "name": "paris", "description": "The city", "tools": [WEATHER, SHELL]}
+    calls = CALL.replace("get_weather", "paris__get_weather") + COMMAND.replace("shell", "paris__shell") + CALL
+    async with served(tmp_path, calls, "Yes.") as client:
+        response = check_adds_up(await stream(client, tools=[WEATHER, space]))
+        named = [(item["type"], item.get("namespace"), item["name"]) for item in response["output"]]
+        assert named == [
+            ("function_call", "paris", "get_weather"),
+            ("custom_tool_call", "paris", "shell"),
+            ("function_call", None, "get_weather"),
+        ]
+        assert types(response["tools"]) == ["function", "namespace"]
+        given = {"input": response["output"], "tools": [WEATHER, space]}
+        prompt = (await client.post(f"{PATH}/input_tokens", json=given)).json()["input_tokens"]
+        flat = [item | {"namespace": None} for item in response["output"]]
+        shorter = (await client.post(f"{PATH}/input_tokens", json=given | {"input": flat})).json()["input_tokens"]
+        assert prompt == shorter + 2 * len("paris__")
+        wrong = space | {"tools": [WEATHER, WEATHER]}
+        refused = await client.post(PATH, json={"input": "hi", "tools": [wrong]})
+        assert refused.json()["error"]["param"] == "tools.0.tools.1.name"
+
+
 async def test_reasoning_and_what_seals_it(tmp_path: Path) -> None:
     given = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
     async with served(tmp_path, "<think>\nHm, well.\n</think>\n\nYes.", "Yes.", **given) as client:
@@ -131,6 +153,9 @@ async def test_reasoning_and_what_seals_it(tmp_path: Path) -> None:
         sealed = {"type": "reasoning", "id": reasoning["id"], "summary": []}
         sealed["encrypted_content"] = reasoning["encrypted_content"]
         await ask(client, input=[sealed, text, {"role": "user", "content": "Sure?"}])
+        short = await ask(client, thinking_token_budget=4)
+        assert [item["content"][0]["text"] for item in short["output"]] == ["Hm,", "Yes."]
+        assert short["usage"]["output_tokens_details"]["reasoning_tokens"] == 4
         foreign = await client.post(PATH, json={"input": [sealed | {"encrypted_content": "gAAAA"}]})
         assert foreign.json()["error"]["param"] == "input.0.encrypted_content"
 

@@ -176,7 +176,7 @@ async def test_reasoning_is_apart_and_counted(tmp_path: Path) -> None:
         message = whole["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("Hm, 2.", "Two.")
         count = whole["usage"]["completion_tokens_details"]["reasoning_tokens"]
-        assert len("Hm, 2.") <= count <= len("Hm, 2.\n</think>\n\n")
+        assert count == len("Hm, 2.\n")
         called = joined(await stream(client))
         assert (called["reasoning_content"], called["content"], len(called["calls"])) == ("Hm.", "", 1)
         hidden = await ask(client, include_reasoning=False)
@@ -391,3 +391,60 @@ async def test_the_sdk_parses_and_streams_calls(tmp_path: Path) -> None:
         assert "".join(deltas) == '{"city": "Paris"}'
         (done,) = [event for event in events if event.type == "tool_calls.function.arguments.done"]
         assert (done.name, done.arguments) == ("get_weather", '{"city": "Paris"}')
+
+
+BUDGETED = "one two three\n</think>\n\nFour."
+
+
+async def test_a_budget_ends_reasoning_and_the_answer_follows(tmp_path: Path) -> None:
+    (tmp_path / "template.jinja").write_text(THINKING)
+    async with scripted(tmp_path, BUDGETED, chat_template=tmp_path / "template.jinja") as client:
+        for budget, reasoning in ((-1, "one two three"), (40, "one two three"), (7, "one two"), (4, "one"), (0, None)):
+            whole = await ask(client, thinking_token_budget=budget, n=2)
+            count = whole["usage"]["completion_tokens_details"]["reasoning_tokens"]
+            assert count == 2 * (min(budget, 14) if budget >= 0 else 14)
+            for choice in whole["choices"]:
+                assert choice["message"].get("reasoning_content") == reasoning
+                assert (choice["message"]["content"], choice["finish_reason"]) == ("Four.", "stop")
+            chunks = await stream(client, thinking_token_budget=budget, n=2, stream_options={"include_usage": True})
+            assert chunks[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] == count
+            for index in (0, 1):
+                found = joined(chunks, index)
+                assert (found["reasoning_content"], found["content"]) == (reasoning or "", "Four.")
+        stopped = (await ask(client, thinking_token_budget=7, stop=["ou"]))["choices"][0]["message"]
+        assert (stopped["reasoning_content"], stopped["content"]) == ("one two", "F")
+        inside = (await ask(client, thinking_token_budget=7, stop=["tw"]))["choices"][0]["message"]
+        assert (inside["reasoning_content"], inside["content"]) == ("one ", "")
+        hidden = await ask(client, thinking_token_budget=7, include_reasoning=False)
+        assert hidden["usage"]["completion_tokens_details"]["reasoning_tokens"] == 7
+        short = (await ask(client, thinking_token_budget=7, max_tokens=9))["choices"][0]
+        assert (short["message"]["reasoning_content"], short["finish_reason"]) == ("one two</", "length")
+
+
+async def test_names_and_the_default_of_the_budget(tmp_path: Path) -> None:
+    (tmp_path / "template.jinja").write_text(THINKING)
+    settings = {"chat_template": tmp_path / "template.jinja", "thinking_token_budget": 3}
+    async with scripted(tmp_path, BUDGETED, **settings) as client:
+
+        async def reasoning(**fields: Any) -> str | None:
+            found = (await ask(client, **fields))["choices"][0]["message"]
+            return dict(found).get("reasoning_content")
+
+        assert await reasoning() == "one"
+        assert await reasoning(thinking_token_budget=-1) == "one two three"
+        assert await reasoning(thinking_budget=7) == "one two"
+        assert await reasoning(nvext={"max_thinking_tokens": 7}) == "one two"
+        off = {"enable_thinking": False}
+        answer = (await ask(client, chat_template_kwargs=off))["choices"][0]["message"]
+        assert answer["content"].startswith("one two three"), "there is no reasoning to limit"
+        wrong = await client.post(PATH, json={"messages": ASKED, "thinking_token_budget": -2})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "thinking_token_budget")
+
+
+async def test_a_budget_of_messages_with_channels(tmp_path: Path) -> None:
+    script = "<|channel|>analysis<|message|>one two<|end|><|start|>assistant<|channel|>final<|message|>Four."
+    async with scripted(tmp_path, script, reasoning_parser="gpt_oss", tool_call_parser="gpt_oss") as client:
+        whole = await ask(client, thinking_token_budget=3)
+        message = whole["choices"][0]["message"]
+        assert message["reasoning_content"] == "one"
+        assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == 3

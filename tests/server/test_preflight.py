@@ -47,6 +47,13 @@ def problems(machine: Machine, folder: Path | None = None, **settings: Any) -> l
         (CPU, {"quantization": "fp8"}, "QUANTIZATION=fp8 needs an NVIDIA GPU of compute capability 9.0"),
         (H200, {"kv_cache_dtype": "fp8", "device": "cpu"}, "KV_CACHE_DTYPE=fp8 needs an NVIDIA GPU"),
         (A100, {"quantization": "fp8"}, "QUANTIZATION=fp8 needs compute capability 9.0, and NVIDIA A100 has 8.0"),
+        (H200, {"quantization": "int8"}, "QUANTIZATION=int8 is for a CPU, and DEVICE=auto takes the GPU"),
+        (
+            CPU,
+            {"quantization": "int8", "attention": "sdpa"},
+            "int8 needs the compiled path, which ATTENTION=sdpa rules",
+        ),
+        (CPU, {"quantization": "int8", "dtype": "float16"}, "needs the compiled path, which DTYPE=float16 rules out"),
         (CPU, {"attention": "flashinfer"}, "ATTENTION=flashinfer needs an NVIDIA GPU"),
         (CPU, {"max_seq_len": 513}, "MAX_SEQ_LEN=513 is longer than the model's context of 512 tokens"),
         (CPU, {"chat_template": "/none.jinja"}, "CHAT_TEMPLATE=/none.jinja is not a file"),
@@ -79,6 +86,7 @@ def test_each_impossible_setting_is_one_problem(
 def test_what_is_possible_is_no_problem(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "_installed", lambda package: True)
     assert problems(CPU, folder, max_seq_len=512, kv_cache_memory_mb=8000) == []
+    assert problems(CPU, folder, quantization="int8", dtype="float32") == []
     assert problems(H200, folder, quantization="fp8", kv_cache_memory_mb=9000) == [], "a GPU's cache is elsewhere"
     assert problems(replace(H200, gpus=None), folder, device="cuda:1") == [], "nvidia-smi did not answer"
     assert problems(replace(CPU, torch=""), engine="fake") == []

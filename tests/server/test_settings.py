@@ -272,6 +272,7 @@ def test_flags_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.Mo
         (["--threads", "10000"], "--threads (THREADS): Value error, 10000 threads would wait for each other on"),
         (["--quantization", "int4"], "--quantization (QUANTIZATION)"),
         (["--quantization", "fp8", "--engine", "trtllm"], "fp8 is for the embedded engine, not for trtllm"),
+        (["--quantization", "int8", "--engine", "fake"], "int8 is for the embedded engine, not for fake"),
         (
             ["--kv-cache-dtype", "fp8", "--engine", "fake"],
             "(KV_CACHE_DTYPE): Value error, fp8 is for the embedded engine, not for fake",

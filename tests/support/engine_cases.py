@@ -30,15 +30,17 @@ from tests.support.trtllm import NEWEST, OLDEST, stand_in
 
 BLOCK, CONTEXT, VOCABULARY, EOS = 16, 512, 384, 2
 KINDS = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host", "trtllm", "trtllm-host"]
+SPECULATING_KINDS = [pytest.param(f"embedded-{how}", marks=pytest.mark.slow) for how in ("ngram", "suffix")]
+"""The embedded engine with every draft computed."""
 NEWEST_KINDS = [pytest.param("trtllm-newest", marks=pytest.mark.slow)]
 """TensorRT-LLM's main, whose stand-in differs from 1.2.1's."""
 TIERED_KINDS = [pytest.param("embedded-tiers", marks=pytest.mark.slow)]
 """The embedded engine with few blocks on the device, and tiers on the host and on disk."""
-HANDING_OVER = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host", "trtllm", "trtllm-host"]
+HANDING_OVER = [*KINDS, "embedded-ngram"]
 """The kinds that prefill for each other; one engine is both sides here."""
-REAL = {"fake", "embedded", "trtllm", "trtllm-newest"}
+REAL = {"fake", "embedded", "embedded-ngram", "trtllm", "trtllm-newest"}
 """The kinds that compute; the others wrap one of these."""
-TAKING_IMAGES = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host"]
+TAKING_IMAGES = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host", "embedded-ngram"]
 """The kinds that take images as embeddings, given a model that does."""
 IMAGE_TOKEN, ROWS, HIDDEN = 3, 16, 64
 """Of `tests.support.vision_models.build_llava`: its image token, and the shape of an image's embeddings."""
@@ -67,7 +69,10 @@ def config_of(kind: str, tiny_model: Path) -> EngineConfig:
         tiers = {"kv_host_cache_mb": 1, "kv_disk_cache_mb": 8, "kv_disk_cache_dir": str(tiny_model.parent / "kv")}
         return EmbeddedConfig(model=str(tiny_model), kv_transfer="auto", **EMBEDDED | tiers | {"num_blocks": 96})
     if kind.startswith("embedded"):
-        return EmbeddedConfig(model=str(tiny_model), kv_transfer="auto", **EMBEDDED)
+        how = kind.partition("-")[2]
+        drafts = {"speculative": how, "speculative_min_match": 1, "speculative_min_speedup": 0}
+        options = EMBEDDED | (drafts if how in ("ngram", "suffix") else {})
+        return EmbeddedConfig(model=str(tiny_model), kv_transfer="auto", **options)
     if kind.startswith("trtllm"):
         cache = {"tokens_per_block": BLOCK, "event_buffer_max_size": 10_000}
         arguments = {

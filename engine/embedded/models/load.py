@@ -51,6 +51,8 @@ def forecast(config: EmbeddedConfig) -> Iterator[tuple[str, str]]:
             raise UnsupportedModelError(f"attention is {config.attention}")
         certain = check(config)
     except UnsupportedModelError as error:
+        if config.quantization == "int8":
+            raise EngineFailure(f"QUANTIZATION=int8 cannot be used: {error}") from error
         yield "dtype", str(dtype_of(config, device)).removeprefix("torch.")
         yield "compute_path", f"transformers ({error})"
     else:
@@ -60,6 +62,8 @@ def forecast(config: EmbeddedConfig) -> Iterator[tuple[str, str]]:
             NativeRunner.compute_path + ("" if certain else ", or transformers if bfloat16 would change the weights"),
         )
         yield "instruction_set", level.name
+        if config.quantization != "none":
+            yield "quantization", config.quantization
 
 
 def _load(config: EmbeddedConfig) -> ModelRunner:
@@ -72,12 +76,17 @@ def _load(config: EmbeddedConfig) -> ModelRunner:
         raise EngineFailure(f"{asked} cannot be used: it needs an NVIDIA GPU of compute capability 9.0 or later")
     if config.attention == "flashinfer":
         raise EngineFailure("attention flashinfer cannot be used: FlashInfer needs a GPU")
+    int8 = config.quantization == "int8"
+    if int8 and config.attention != "auto":
+        raise EngineFailure(f"QUANTIZATION=int8 cannot be used with ATTENTION={config.attention}")
     if config.attention == "auto":
         from engine.embedded.models.native.runner import NativeRunner  # noqa: PLC0415
 
         try:
             return NativeRunner(config)
         except UnsupportedModelError as error:
+            if int8:
+                raise EngineFailure(f"QUANTIZATION=int8 cannot be used: {error}") from error
             log.warning("the model is computed by transformers, which is slower: %s", error)
     from engine.embedded.models.torch.runner import TorchRunner  # noqa: PLC0415
 
@@ -88,6 +97,8 @@ def _on_gpu(config: EmbeddedConfig) -> ModelRunner:
     from engine.embedded.models.torch.runner import TorchRunner  # noqa: PLC0415
 
     asked = _fp8_settings(config)
+    if config.quantization == "int8":
+        raise EngineFailure("QUANTIZATION=int8 cannot be used: it is for a CPU; a GPU takes fp8")
     if config.attention == "sdpa":
         if asked:
             raise EngineFailure(f"{asked} cannot be used with ATTENTION=sdpa")

@@ -54,7 +54,8 @@ class StepInput:
     to that of the last token of this step or further. Those behind a sliding window are GONE
     (`engine/embedded/kv/groups.py`)."""
     sampled: Sequence[int]
-    """Number of tokens that are sampled for each sequence after this step: 0 in the middle of a prompt."""
+    """Number of tokens that are sampled for each sequence after this step, of its last rows: 0 in the middle of a
+    prompt, several if it has drafted tokens (`engine/embedded/speculation/`)."""
     rows: list[int]
     """Flat rows whose logits are wanted."""
     embeddings: EmbeddingRows | None = None

@@ -48,14 +48,25 @@ class Sampler:
         """Return whether `draw` has to come after the last token of each state was accepted."""
         return any(state.needs_history for state in states)
 
+    def takes_drafts(self, state: SamplerState) -> bool:
+        """Return whether several tokens of a sequence can be drawn after one step."""
+        return True
+
     def sample(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled]:
         """Sample for each state, one token. `logits` is [len(states), vocab] of any float type and may be changed.
         Does not call `accept`."""
         return self.draw(logits, states).results()
 
-    def draw(self, logits: torch.Tensor, states: Sequence[SamplerState], slots: Sequence[int] = ()) -> Drawn:
+    def draw(
+        self,
+        logits: torch.Tensor,
+        states: Sequence[SamplerState],
+        slots: Sequence[int] = (),
+        rows: Sequence[int] | None = None,
+    ) -> Drawn:
         """Sample as `sample` does, without waiting: on a GPU this returns as soon as all is queued. `slots` are those
-        of the states; a runner's own sampler keeps the tokens for these."""
+        of the states; a runner's own sampler keeps the tokens for these. `rows`: which of the rows that the last step
+        computed to sample from `logits` has, if not all."""
         assert logits.shape == (len(states), self._vocab_size) and logits.device.type == self._device.type
         if all(state.plain for state in states):
             return Drawn(largest(logits))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from engine.embedded.grammar.compiler import Matcher
+from engine.embedded.sampling.reasoning import ReasoningMatcher
 from engine.errors import InvalidRequest
 from engine.kit.logits import create
 from engine.types import SamplingParams
@@ -52,7 +53,9 @@ class SamplerState:
         self._device = device
         self.eos_token_ids = eos_token_ids
         self.seed = seed
-        self.matcher = matcher
+        budget = sampling.reasoning_budget
+        self.matcher = matcher if budget is None else ReasoningMatcher(budget, matcher)
+        """Says which tokens may come next: by the guide, by the budget of reasoning."""
         self.tokens = list(prompt)
         self.num_prompt = len(self.tokens)
         self.pending = 0
@@ -69,7 +72,7 @@ class SamplerState:
         )
         self.biased = bool(sampling.logit_bias or sampling.allowed_token_ids or self._single_bans)
         """Whether something is added to the same logits for every token; -inf, if that bans an id."""
-        self._always_masked = bool(sampling.allowed_token_ids or sampling.bad_words) or matcher is not None
+        self._always_masked = bool(sampling.allowed_token_ids or sampling.bad_words) or self.matcher is not None
         self._always_edited = (
             self._always_masked or bool(sampling.logit_bias) or self.penalised or bool(self.processors)
         )
@@ -77,7 +80,7 @@ class SamplerState:
         """Whether the token is the one with the largest logit, and that is all."""
         self.by_reference = bool(self._bad_words or self.processors)
         """Whether only the reference sampler has what the request asks for."""
-        self.by_host = matcher is not None or self.by_reference
+        self.by_host = self.matcher is not None or self.by_reference
         """Whether the next token cannot be sampled before the host has seen the last one, by any sampler."""
         self.needs_history = self.by_host or self.penalised
         """Whether the reference sampler cannot sample the next token before the host has seen the last one."""

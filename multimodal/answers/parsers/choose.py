@@ -17,7 +17,7 @@ def _by_name(formats: Iterable[Format]) -> dict[str, Format]:
 
 
 def _plain(name: str) -> str:
-    return name.lower().replace("-", "_")
+    return name.lower().replace("-", "_").replace(".", "_")
 
 
 _TOOLS, _REASONING, _MESSAGES = _by_name(TOOLS), _by_name(REASONING), _by_name(MESSAGES)

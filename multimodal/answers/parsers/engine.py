@@ -220,10 +220,10 @@ class FamilyParser(CallReader):
                 self._skip(found)
             else:
                 self._think(self._take(found.end()))
-        self._interrupted = found.start() == found.end()
-        self._skip(found)
         self._count()
         self._inside = False
+        self._interrupted = found.start() == found.end()
+        self._skip(found)
         self._blank = self._after_reasoning = True
 
     def _section(self, tools: ToolFormat, found: "regex.Match[str]") -> Reading:
@@ -304,17 +304,18 @@ class FamilyParser(CallReader):
             return
         self._record = None
         if kind == "reasoning" and call is None:
+            self._count()
             self._inside = True
             end = self._pattern(messages.reasoning_end)
             yield from self._close_message(end, self._think)
-            self._count()
-            self._inside = False
         else:
             yield from self._close_message(end, self._text)
 
     def _close_message(self, end: Pattern, sink: Sink) -> Reading:
         found = yield from self._until(end, sink)
         self._flush()
+        self._count()
+        self._inside = False
         self._spaces.clear()
         if found is not None:
             self._take(found.end())

@@ -131,6 +131,8 @@ class MessagesFormat:
     """Ends a message."""
     call: str
     """Matches the `to` of a call, with the group `name`."""
+    reasoning_begin: str
+    """Begins a message of reasoning, as the model writes it."""
     reasoning_end: str
     """Ends a message of reasoning, which may show other markers."""
     unfinished: str
@@ -143,6 +145,8 @@ class MessagesFormat:
     """A call as the model writes it."""
     write_reasoning: tuple[str, str] = ("", "")
     """What a model writes before and after its reasoning, at the start of its answer."""
+    write_next: tuple[str, str] = ("", "")
+    """How the message after reasoning begins, and what would make that one reasoning, too."""
     xgrammar: str = "json"
     aliases: tuple[str, ...] = ()
 

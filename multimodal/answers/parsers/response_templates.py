@@ -20,6 +20,8 @@ from multimodal.answers.parsers.formats import (
     WholeCalls,
 )
 
+RESPONSE_TEMPLATE = "response_template"
+"""The name of parsers that are a model's own."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _PLACEHOLDER = regex.compile(r"\{(\w+(?:\.\w+)*)\}")
 _WHOLE_CALL = ({"type": "function", "function": "{content}"}, {"function": "{content}"})
@@ -61,13 +63,13 @@ def _family(template: Mapping[str, Any], fields: Mapping[str, Field]) -> OutputF
     reasoning = None
     if thoughts is not None:
         reasoning = ReasoningFormat(
-            "response_template",
+            RESPONSE_TEMPLATE,
             _anchor(thoughts, "open") or "(?!)",
             _anchor(thoughts, "close") or "(?!)",
             markup=markup,
         )
     elif markup:
-        reasoning = ReasoningFormat("response_template", "(?!)", "(?!)", markup=markup)
+        reasoning = ReasoningFormat(RESPONSE_TEMPLATE, "(?!)", "(?!)", markup=markup)
     return OutputFormat(
         reasoning=reasoning,
         tools=_tools(calls) if calls is not None else None,
@@ -101,7 +103,7 @@ def _tools(field: Field) -> ToolFormat:
             streamed = Bare(delimiters[0][0]) if delimiters[0][0] == delimiters[0][1] else None
         if streamed is not None:
             content, end = streamed, rf"\s{{0,16}}(?:{close})"
-    return ToolFormat("response_template", begin=begin, content=content, end=end, write="", trim=True, xgrammar="")
+    return ToolFormat(RESPONSE_TEMPLATE, begin=begin, content=content, end=end, write="", trim=True, xgrammar="")
 
 
 def _reader(field: Field) -> Callable[[str, Mapping[str, str]], list[tuple[str, dict[str, Any]]]]:

@@ -58,6 +58,14 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(content[first:])
 
 
+@pytest.mark.usefixtures("hub")
+def test_a_model_of_gguf_files_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(FILES, "model.safetensors")
+    monkeypatch.setitem(FILES, "model-Q8_0.gguf", b"GGUF")
+    with pytest.raises(ModelError, match=r"GGUF files alone: fetch one, .* hf download owner/name model-Q8_0\.gguf"):
+        resolve_model("owner/name", tmp_path)
+
+
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     from huggingface_hub import constants  # noqa: PLC0415 - slow to import

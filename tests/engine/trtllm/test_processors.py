@@ -13,7 +13,7 @@ from engine.embedded.sampling.truncation import Truncation, weigh
 from engine.trtllm.processors import ProcessorAdapter
 from engine.trtllm.sampling import MASKED
 from engine.trtllm.support import Edits, Support
-from engine.types import SamplingParams
+from engine.types import ReasoningBudget, SamplingParams
 from tests.support.trtllm import registered
 
 VOCABULARY, EOS, PROMPT = 96, (2, 7), (5, 6, 7, 8, 9)
@@ -29,6 +29,7 @@ CASES: list[dict[str, Any]] = [
     {"min_tokens": 4, "stop_token_ids": (15,), "ignore_eos": True},
     {"min_tokens": 4, "allowed_token_ids": (2, 7)},
     {"processors": ("odd", "fails")},
+    {"reasoning_budget": ReasoningBudget(2, (9, 11), (13,), True, {1: {9: 0}}), "bad_words": ((4,),)},
     {"processors": ("odd",), "repetition_penalty": 1.3, "bad_words": ((4,),), "logit_bias": {9: 1.0}},
 ]
 DRAWS: list[dict[str, Any]] = [

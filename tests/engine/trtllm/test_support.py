@@ -20,7 +20,7 @@ from engine.trtllm.arguments import guided_backends
 from engine.trtllm.engine import TrtllmEngine
 from engine.trtllm.sampling import MASKED
 from engine.trtllm.support import COLUMNS, TABLE, Support, column_of, markdown
-from engine.types import GUIDE_KINDS, Guide, SamplingParams
+from engine.types import GUIDE_KINDS, Guide, ReasoningBudget, SamplingParams
 from server.cli import main
 from server.compose.config import engine_config
 from server.compose.engine_args import effective
@@ -54,6 +54,7 @@ ASKING: dict[str, dict[str, Any]] = {
     "min_tokens": {"min_tokens": 1, "stop_token_ids": (9,)},
     "logprobs": {"logprobs": 2},
     "processors": {"processors": ("name",)},
+    "reasoning_budget": {"reasoning_budget": ReasoningBudget(3, (4,))},
 }
 
 

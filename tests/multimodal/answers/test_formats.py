@@ -1,13 +1,14 @@
 """Grammars of requests with tools: what a model may write, by xgrammar itself."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import xgrammar
 from xgrammar.testing import _is_grammar_accept_string as accepts
 
-from engine.types import GUIDE_KINDS
+from engine.types import GUIDE_KINDS, ReasoningBudget
 from multimodal.answers.formats import AnswerFormat
 from multimodal.answers.parsers.choose import family
 from multimodal.request import Ask
@@ -121,3 +122,16 @@ def test_errors_name_what_asked_for_the_grammar() -> None:
     assert guided(tools=STRICT).spelled("guide") == "tools"
     ask = guided(tools=TOOLS, response_format={"type": "json_object"})
     assert ask.spelled("guide") == "response_format"
+
+
+def test_a_budget_that_the_engine_cannot_keep() -> None:
+    tokenizer, form = byte_tokenizer(), AnswerFormat(family(None, "qwen3"), reasoning_budget=7)
+
+    def budget(refused: tuple[str, ...] = (), **fields: Any) -> ReasoningBudget | None:
+        ask = replace(ask_of({"messages": [{"role": "user", "content": "Hi"}]}), **fields)
+        return form.budget(ask, ask, form.parser(ask, GUIDE_KINDS, tokenizer, "<think>\n"), tokenizer, refused)
+
+    assert budget() == budget(reasoning_budget=7) and budget(reasoning_budget=-1) is None
+    assert budget(needs_budget=False) == budget(), "it can"
+    assert budget(("reasoning_budget",)) == budget(), "the engine refuses it by name"
+    assert budget(("reasoning_budget",), needs_budget=False) is None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from engine.trtllm import llm_args
 from engine.trtllm.arguments import (
@@ -334,3 +334,37 @@ def test_config_shows_settings_arguments_and_layers_but_no_secret(
     assert f"kv_cache_config.event_buffer_max_size: {EVENT_BUFFER_SIZE}  # publishing\n" in shown
     assert main(["config"]) == 0
     assert "tensorrt_llm" not in capsys.readouterr().out
+
+
+def test_speculation_is_tensorrt_llms_own_or_refused() -> None:
+    def arguments(*flags: str) -> dict[str, Any]:
+        return effective(read_settings(["--engine", "trtllm", *flags])).arguments
+
+    assert "speculative_config" not in arguments()
+    assert arguments("--speculative", "ngram")["speculative_config"] == {
+        "decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 2,
+    }  # fmt: skip
+    draft = ("--speculative", "draft", "--speculative-model", "/small", "--speculative-tokens", "3")
+    assert arguments(*draft)["speculative_config"] == {
+        "decoding_type": "DraftTarget", "max_draft_len": 3, "speculative_model": "/small",
+    }  # fmt: skip
+    override = json.dumps({"speculative_config": {"max_draft_len": 7}})
+    flags = ("--speculative", "ngram", "--override-engine-args", override)
+    assert arguments(*flags)["speculative_config"]["max_draft_len"] == 7
+    with pytest.raises(EngineArgsError, match="SPECULATIVE_MIN_SPEEDUP: TensorRT-LLM's speculation has no such"):
+        arguments("--speculative", "ngram", "--speculative-min-speedup", "1.5")
+    with pytest.raises(ValidationError, match="TensorRT-LLM has no drafts from earlier answers"):
+        arguments("--speculative", "suffix")
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--engine", "fake", "--speculative", "ngram"], "the fake engine does not speculate"),
+        (["--speculative", "draft"], "SPECULATIVE=draft needs a draft model"),
+        (["--speculative", "ngram", "--speculative-model", "x"], "is for SPECULATIVE=draft"),
+    ],
+)
+def test_settings_of_speculation_that_cannot_be_kept_stop_the_start(flags: list[str], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        read_settings(flags)

@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.admission import AdmissionEngine
 from engine.config import FakeConfig
 from engine.fake.engine import FakeEngine
-from engine.stats import InflightBatchingStats, IterationStats, KvCacheStats, TierStats
+from engine.stats import InflightBatchingStats, IterationStats, KvCacheStats, SpecDecodingStats, TierStats
 from engine.types import GenerateRequest, Guide, SamplingParams
 from multimodal.metrics import GenerationMetrics
 from server.health.canary import tiny_image
@@ -200,6 +200,24 @@ async def test_steps_and_the_speed_of_transfers() -> None:
     assert values["trtllm_iteration_duration_seconds_sum"] == pytest.approx(0.03)
     assert values["trtllm_kv_transfer_speed_bytes_per_second"] == 2e9
     assert metrics.iteration == 3
+
+
+def test_speculation_is_counted_by_position() -> None:
+    stats = replace(
+        _stats(1, 0, 0.0),
+        spec_decoding_stats=SpecDecodingStats(
+            num_drafts=9, num_draft_tokens=18, num_accepted_tokens=10, accepted_per_position=(7, 3)
+        ),
+    )
+    found = {
+        (sample.name.removeprefix("trtllm_spec_decode_"), sample.labels.get("position")): sample.value
+        for metric in stats_metrics(stats, 0.0, 0.0, "m")
+        for sample in metric.samples
+        if "spec_decode" in sample.name
+    }
+    accepted = "num_accepted_tokens_per_pos_total"
+    assert found == {("num_drafts_total", None): 9, (accepted, "0"): 7, (accepted, "1"): 3}
+    assert not [m for m in stats_metrics(_stats(1, 0, 0.0), 0.0, 0.0, "m") if "spec_decode" in m.name]
 
 
 class _Reported(FakeEngine):

@@ -183,14 +183,15 @@ class CudaRunner(TorchRunner):
         count, slots = len(step.tokens), np.array(step.slots, dtype=np.int32)
         values[0, :count] = step.tokens
         values[1, :count] = step.positions
-        targets = np.where(np.array(step.sampled, dtype=bool), slots, self._spare_slot)
+        sampled = np.array(step.sampled)
         if count == len(slots):  # decodes alone, as most steps are
             values[2, :count] = slots
-            values[3, :count] = targets
+            values[3, :count] = np.where(sampled.astype(bool), slots, self._spare_slot)
         else:
             lengths = np.array(step.lengths)
             values[2, :count] = slots.repeat(lengths)
-            values[3, lengths.cumsum() - 1] = targets
+            ends = zip(lengths.cumsum().tolist(), step.sampled, strict=True)
+            values[3, [row for end, drawn in ends for row in range(end - drawn, end)]] = slots.repeat(sampled)
         if step.embeddings is not None:
             shown = step.embeddings.rows
             values[0, shown] = self._decoder.vocabulary + np.arange(len(shown))

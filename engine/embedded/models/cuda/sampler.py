@@ -81,7 +81,7 @@ class CudaSampler(Sampler):
         self.results = self.new_results(1)
         masks = np.full((1, -(-self._vocab_size // 32)), -1, dtype=np.int32)
         self._draw_guided(
-            torch.zeros((1, self._vocab_size), dtype=dtype, device=self._device), [(0, slot, 0, 0)], masks
+            torch.zeros((1, self._vocab_size), dtype=dtype, device=self._device), [(0, slot, 0, 0)], masks, self.results
         )
 
     def enter(self, slots: Sequence[int], admissions: Sequence[int], states: Sequence[SamplerState]) -> None:
@@ -106,23 +106,42 @@ class CudaSampler(Sampler):
     def waits(self, states: Sequence[SamplerState]) -> bool:
         return any(state.by_host for state in states)
 
-    def draw(self, logits: torch.Tensor, states: Sequence[SamplerState], slots: Sequence[int] = ()) -> Drawn:
-        tokens, reports = self.results
+    def takes_drafts(self, state: SamplerState) -> bool:
+        """See `Sampler`. Penalties do not: the kernels would count input tokens that turn out to be wrong."""
+        return not state.penalised
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        states: Sequence[SamplerState],
+        slots: Sequence[int] = (),
+        rows: Sequence[int] | None = None,
+    ) -> Drawn:
+        results = self.results
+        if rows is not None:
+            places = to_device(rows, torch.int64, self._device)
+            results = RowDraws(results.tokens[places], results.reports[places])
+        tokens, reports = results
         assert len(tokens) == len(states), "the runner drew for the rows of its last step"
         by_host = [row for row, state in enumerate(states) if state.by_host]
         hosted = [row for row in by_host if states[row].by_reference]
         if len(hosted) < len(by_host):
             guided = [row for row in by_host if not states[row].by_reference]
-            self._guide(logits, guided, [states[row] for row in guided], slots)
+            self._guide(logits, guided, [states[row] for row in guided], slots, results)
         if hosted:
-            rows = to_device(hosted, torch.int64, self._device)
-            drawn = super().draw(logits[rows], [states[row] for row in hosted]).tokens
-            tokens[rows] = drawn
+            places = to_device(hosted, torch.int64, self._device)
+            drawn = super().draw(logits[places], [states[row] for row in hosted]).tokens
+            tokens[places] = drawn
             self._sampled[to_device([slots[row] for row in hosted], torch.int64, self._device)] = drawn
         return Drawn(tokens, self._reports(logits, tokens, reports, states))
 
     def _guide(
-        self, logits: torch.Tensor, rows: Sequence[int], states: Sequence[SamplerState], slots: Sequence[int]
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[int],
+        states: Sequence[SamplerState],
+        slots: Sequence[int],
+        results: RowDraws,
     ) -> None:
         """Draw rows with a grammar again, now that its masks are known."""
         masks = torch.full((len(rows), -(-self._vocab_size // 32)), -1, dtype=torch.int32)
@@ -132,12 +151,16 @@ class CudaSampler(Sampler):
         header = [
             (row, slots[row], state.num_prompt + state.position - 1, 0) for row, state in zip(rows, states, strict=True)
         ]
-        self._draw_guided(logits, header, masks.numpy())
+        self._draw_guided(logits, header, masks.numpy(), results)
 
     def _draw_guided(
-        self, logits: torch.Tensor, header: Sequence[tuple[int, int, int, int]], masks: NDArray[np.int32]
+        self,
+        logits: torch.Tensor,
+        header: Sequence[tuple[int, int, int, int]],
+        masks: NDArray[np.int32],
+        results: RowDraws,
     ) -> None:
-        tokens, reports = self.results
+        tokens, reports = results
         self._kernels(
             logits,
             (self._table, self._biases, self._marks),

@@ -74,17 +74,21 @@ def _compile(path: Path, flags: tuple[str, ...]) -> None:
 
 
 def _fingerprint(flags: tuple[str, ...]) -> str:
-    return blake3(repr((SOURCE.read_bytes(), flags, platform.machine())).encode()).hexdigest(8)
+    sources = [SOURCE.read_bytes(), *(path.read_bytes() for path in sorted(SOURCE.parent.glob("*.h")))]
+    return blake3(repr((sources, flags, platform.machine())).encode()).hexdigest(8)
 
 
 def _declared(code: ctypes.CDLL) -> ctypes.CDLL:
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     code.all_finite.argtypes = [pointer, integer]
     code.pack.argtypes = [pointer, integer, integer, pointer, integer, integer]
+    code.pack_blocks.argtypes = [integer, pointer, integer, integer, pointer, integer, integer]
+    code.quantize.argtypes = [pointer, integer, integer, pointer]
+    code.panel_bytes.argtypes, code.panel_bytes.restype = [integer, integer], integer
     code.decoder_new.argtypes, code.decoder_new.restype = [ctypes.POINTER(NativeModel), ctypes.c_int], pointer
     code.decoder_forward.argtypes = [pointer, ctypes.POINTER(NativeStep)]
     code.decoder_threads.argtypes, code.decoder_threads.restype = [pointer], ctypes.c_int
     code.decoder_delete.argtypes = [pointer]
-    for function in (code.pack, code.decoder_forward, code.decoder_delete):
+    for function in (code.pack, code.pack_blocks, code.decoder_forward, code.decoder_delete):
         function.restype = None
     return code

@@ -7,15 +7,21 @@ of its own, and the vision tower is left where it is.
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 
+from engine.checkpoints.conversions import source_of
 from engine.checkpoints.facts import ModelFacts, read_model_facts
+from engine.checkpoints.gguf.families import GgufModel
+from engine.checkpoints.gguf.file import GgufFile
 from engine.checkpoints.headers import check_headers, check_shapes, place, read_headers
 from engine.embedded.models.devices import UnsupportedModelError
 from engine.embedded.models.native.rotary import frequencies
+from engine.embedded.models.native.structures import Kind
 from engine.errors import EngineFailure
 from engine.kit.checks import ImageTokens
 
@@ -124,12 +130,32 @@ def _check(facts: ModelFacts) -> None:
         raise UnsupportedModelError("the compiled path does not know heads of an odd size")
 
 
+class _GgufTensors:
+    """The tensors of a GGUF file under their names in a folder made of it."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._model = None if path is None else GgufModel(GgufFile(path))
+        parts = self._model.parts if self._model else {}
+        self._names = {part.name: name for name, part in parts.items()}
+        stored = self._model.file.tensors if self._model else {}
+        self.tensors = {name: stored[own] for name, own in self._names.items() if own in stored}
+
+    def blocks(self, name: str) -> "np.ndarray[tuple[int, int], np.dtype[np.uint8]]":
+        """Return the bytes of a tensor, its rows in the folder's order."""
+        assert self._model is not None
+        own = self._names[name]
+        part = own.split(".", 2)[-1] if own.startswith("blk.") else own
+        rows = self._model.family.restore(part, self._model.file.blocks(own), self._model.sizes)
+        return np.array(rows)  # aligned, and not of a file that may shrink
+
+
 class Checkpoint:
     """The tensors of a folder's safetensors, read when asked for. A context manager."""
 
     def __init__(self, folder: Path, config: LlamaConfig) -> None:
         """Raises UnsupportedModelError if a tensor of this kind of model is missing, EngineFailure for tensors that no
         model of this configuration can have."""
+        self._folder = folder
         stored, vision = read_headers(folder), config.facts.family.vision
         check_headers(config.facts, stored)
         plain_names = {name: vision.text_tensor(name) if vision else name for name in stored}
@@ -169,16 +195,31 @@ class Checkpoint:
 
     def floats(self, name: str) -> torch.Tensor:
         """Return a tensor as float32."""
-        return self._tensor(name).float()
+        return self.tensor(name).float()
 
     def weight(self, name: str) -> torch.Tensor:
         """Return a matrix as bfloat16 [outputs, inputs]. Raises UnsupportedModelError if that would change it."""
-        tensor = self._tensor(name)
+        tensor = self.tensor(name)
         narrow = tensor.bfloat16()
         if tensor.dtype != torch.bfloat16 and not torch.equal(narrow.to(tensor.dtype), tensor):
             raise UnsupportedModelError(f"weights are {tensor.dtype}, and bfloat16 would change them")
         return narrow.contiguous()
 
-    def _tensor(self, name: str) -> torch.Tensor:
+    def block_kind(self, name: str) -> Kind | None:
+        """Return the kind of blocks in which a matrix is stored in the GGUF file that the folder was made of, if that
+        is there and `decoder.cpp` computes them."""
+        stored = self._gguf.tensors.get(name)
+        return Kind[stored.type] if stored and stored.type in Kind.__members__ else None
+
+    def blocks(self, name: str) -> torch.Tensor:
+        """Return a matrix of a `block_kind` as rows of blocks [outputs, bytes]."""
+        return torch.from_numpy(self._gguf.blocks(name))
+
+    @cached_property
+    def _gguf(self) -> "_GgufTensors":
+        return _GgufTensors(source_of(self._folder))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor in the type that it is stored in."""
         tensor: torch.Tensor = self._files[self._stored[name].path].get_tensor(self._names[name])
         return tensor

@@ -1,288 +1,41 @@
 // One step of a model of the Llama kind on a CPU: flat tokens in, logits out, all layers in one call.
 //
-// Weights are bfloat16, which is what checkpoints hold, activations and sums float32. Every output is summed in the same order whatever
-// else is in the step, so a sequence gets the same logits, to the bit, alone and in a batch, in one prefill or in chunks.
-// Sizes need not be multiples of anything: the last panel of a matrix may be partly empty, and of keys and values partly another's.
-// Plain C++ with the vector extensions of GCC and Clang; engine/embedded/models/native/build.py compiles it for one instruction set at a time
-// (levels.py). LANES, the floats in a vector, is all that differs: layouts of the KV cache do not depend on it.
+// Weights are bfloat16 (products.h) or blocks of 8 or 4 bits (blocks.h), activations and sums float32. Every output is
+// summed in the same order whatever else is in the step, so a sequence gets the same logits, to the bit, alone and in a
+// batch, in one prefill or in chunks. Sizes need not be multiples of anything: the last panel of a matrix may be partly
+// empty, and of keys and values partly another's.
+// Plain C++ with the vector extensions of GCC and Clang; engine/embedded/models/native/build.py compiles it for one
+// instruction set at a time (levels.py). LANES, the floats in a vector, is nearly all that differs: layouts of the KV
+// cache do not depend on it.
 
-#include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <thread>
-#include <vector>
+#include <utility>
+
+#include "blocks.h"
+#include "products.h"
+#include "team.h"
 
 namespace {
 
-constexpr int kLanes = LANES, kTileRows = kLanes == 16 ? 12 : 6;  // AVX-512 has twice the registers
-constexpr int kSums = 16;             // running sums of a reduction: as many at every width of vector
-constexpr int kPanel = 2 * kLanes;    // outputs that one panel of a weight makes
-constexpr int kTaskPanels = 6;        // panels in a task: even, as gate and up panels come in pairs
+constexpr int kTaskPanels = 6;                 // panels in a task: even, as gate and up panels come in pairs
 constexpr int kTaskRows = 16 * kTileRows;
+static_assert(kTaskRows % kBlockRows == 0, "tasks begin where tiles of activations begin");
 constexpr int kAttentionRows = 8 * kTileRows;  // query rows that share a pass over keys and values
 constexpr int kFewRows = 32;
-constexpr int kSpins = 4000;          // at a barrier, before the thread sleeps
-
-typedef float Vec __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
-
-template <class V>
-inline V load(const void* from) {
-  V v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
-}
-inline void save(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
-inline Vec all(float x) { return x - Vec{}; }
-
-inline Vec exponential(Vec x) {
-  x = x < -87.0f ? all(-87.0f) : x;
-  x = x > 88.0f ? all(88.0f) : x;
-  const Vec shifted = x * 1.44269504f + 12582912.0f;
-  const Vec n = shifted - 12582912.0f;
-  const Vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
-  Vec y = all(1.9875691500e-4f);
-  y = y * r + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * r * r + r + 1.0f;
-  const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
-  return y * (Vec)power;
-}
-
-inline long padded(long size) { return (size + kPanel - 1) / kPanel * kPanel; }
-
-// The sum of a term of each value, in the same order at every width of vector.
-template <class Term>
-inline float total(const float* x, long size, Term term) {
-  Vec parts[kSums / kLanes] = {};
-  long i = 0;
-  for (; i + kSums <= size; i += kSums)
-    for (int p = 0; p < kSums / kLanes; p++) parts[p] += term(load<Vec>(x + i + p * kLanes));
-  float sums[kSums], whole = 0;
-  std::memcpy(sums, parts, sizeof sums);
-  for (int lane = 0; i < size; i++, lane++) sums[lane] += term(x[i]);
-  for (float part : sums) whole += part;
-  return whole;
-}
-inline float largest(Vec v) {
-  float best = v[0];
-  for (int i = 1; i < kLanes; i++) best = std::max(best, v[i]);
-  return best;
-}
-
-// ---- Matrix products: a tile of rows times panels of columns, kept in registers.
-
-// Weights [outputs, inputs] as panels of [inputs][kLanes]: output i of a panel in the low half, output kLanes + i in the high half.
-struct WeightPanel {
-  const uint32_t* data;
-  void columns(long k, Vec& low, Vec& high) const {
-    const Bits both = load<Bits>(data + k * kLanes);
-    low = (Vec)(both << 16);
-    high = (Vec)(both & 0xffff0000u);
-  }
-};
-struct FloatPanel {
-  const float* data;
-  long stride;
-  void columns(long k, Vec& low, Vec& high) const {
-    low = load<Vec>(data + k * stride);
-    high = load<Vec>(data + k * stride + kLanes);
-  }
-};
-
-template <int M, int P, class Panel, class Store>
-inline void tile(const float* a, long stride, const Panel* panels, long depth, int row, int panel, Store& store) {
-  Vec sums[M][P][2] = {};
-  for (long k = 0; k < depth; k++) {
-    for (int p = 0; p < P; p++) {
-      Vec low, high;
-      panels[p].columns(k, low, high);
-      for (int m = 0; m < M; m++) {
-        const Vec x = all(a[m * stride + k]);
-        sums[m][p][0] += x * low;
-        sums[m][p][1] += x * high;
-      }
-    }
-  }
-  for (int m = 0; m < M; m++)
-    for (int p = 0; p < P; p++) store(row + m, panel + p, sums[m][p][0], sums[m][p][1]);
-}
-
-template <int M, class Panel, class Store>
-inline void tiles(const float* a, long stride, const Panel* panels, int count, long depth, int row, Store& store) {
-  constexpr int P = M <= 2 ? 3 : M == 3 ? 2 : 1;
-  int panel = 0;
-  for (; panel + P <= count; panel += P) tile<M, P>(a, stride, panels + panel, depth, row, panel, store);
-  for (; panel < count; panel++) tile<M, 1>(a, stride, panels + panel, depth, row, panel, store);
-}
-
-template <int M, class Panel, class Store>
-inline void rest(const float* a, long stride, int rows, const Panel* panels, int count, long depth, int row, Store& store) {
-  if constexpr (M > 0) {
-    if (rows == M) return tiles<M>(a, stride, panels, count, depth, row, store);
-    rest<M - 1>(a, stride, rows, panels, count, depth, row, store);
-  }
-}
-
-// store(row, panel, low, high) takes a [rows, depth] times the panels.
-template <class Panel, class Store>
-inline void multiply(const float* a, long stride, int rows, const Panel* panels, int count, long depth, Store store) {
-  int row = 0;
-  for (; row + kTileRows <= rows; row += kTileRows) tiles<kTileRows>(a + row * stride, stride, panels, count, depth, row, store);
-  rest<kTileRows - 1>(a + row * stride, stride, rows - row, panels, count, depth, row, store);
-}
-
-// ---- Threads: all run the same function, share out the tasks of each phase, and meet at its end.
-
-inline int64_t nanoseconds(clockid_t clock) {
-  timespec time;
-  clock_gettime(clock, &time);
-  return time.tv_sec * INT64_C(1000000000) + time.tv_nsec;
-}
-
-// A thread whose core is busy with other work delays every phase, and so the whole team. So the team tries out whether it
-// works faster with one thread fewer, and later whether with one more.
-class TeamSize {
- public:
-  explicit TeamSize(int most) : most_(most), size_(most) {}
-  int now() const { return size_; }
-  // After each run: how long it took, and the processor time that all threads worked in it without waiting.
-  void ran(int64_t elapsed, int64_t worked) {
-    elapsed_ += elapsed;
-    worked_ += worked;
-    const float rate = (float)worked_ / elapsed_;  // threads that worked all the time would do as much
-    const bool worse = trial_ && rate < rate_;
-    if (++runs_ < kRuns && !worse) return;
-    elapsed_ = worked_ = runs_ = 0;
-    const int64_t time = nanoseconds(CLOCK_MONOTONIC);
-    if (trial_) {
-      const bool better = rate > kBetter * rate_;
-      if (!better) size_ -= trial_;
-      pause_ = better ? kPause : std::min(2 * pause_, kLongestPause);
-      retry_ = time + pause_;
-      trial_ = 0;
-    } else if (time >= retry_) {
-      rate_ = rate;
-      trial_ = rate < kIdle * size_ ? -1 : 1;
-      if (size_ + trial_ < 1 || size_ + trial_ > most_) trial_ = 0;
-      size_ += trial_;
-    }
-  }
-
- private:
-  static constexpr int kRuns = 4;           // that are compared
-  static constexpr float kBetter = 1.05f;   // than before: the change stays
-  static constexpr float kIdle = 0.5f;      // below this share of work in the threads' time, fewer are tried
-  static constexpr int64_t kPause = 20'000'000, kLongestPause = 2'000'000'000;  // nanoseconds between trials
-
-  const int most_;
-  int size_, trial_ = 0, runs_ = 0;
-  float rate_ = 0;
-  int64_t elapsed_ = 0, worked_ = 0, pause_ = kPause, retry_ = 0;
-};
-
-class Team {
- public:
-  explicit Team(int size) : starts_(size), size_(size) {
-    for (int i = 1; i < size; i++) threads_.emplace_back([this, i] { serve(starts_[i]); });
-  }
-  ~Team() {
-    stopping_ = true;
-    wake((int)starts_.size());
-    for (auto& thread : threads_) thread.join();
-  }
-  int size() const { return size_.now(); }
-  template <class Work>
-  void run(int phases, Work& work) {
-    const int64_t began = nanoseconds(CLOCK_MONOTONIC);
-    if ((int)next_.size() < phases) next_ = std::vector<std::atomic<int>>(phases);
-    for (auto& next : next_) next.store(0, std::memory_order_relaxed);
-    work_ = &work;
-    call_ = [](void* work) { (*static_cast<Work*>(work))(); };
-    worked_ = 0;
-    running_ = size_.now();
-    wake(running_);
-    take_part();
-    size_.ran(nanoseconds(CLOCK_MONOTONIC) - began, worked_);
-  }
-  template <class Task>
-  void each(int& phase, int count, Task task) {
-    std::atomic<int>& next = next_[phase++];
-    for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) task(i);
-    meet();
-  }
-
- private:
-  struct alignas(64) Start {
-    std::atomic<uint32_t> runs{0};
-  };
-
-  void wake(int count) {
-    for (int i = 1; i < count; i++) {
-      starts_[i].runs.fetch_add(1);
-      starts_[i].runs.notify_one();
-    }
-  }
-  void serve(Start& start) {
-    for (uint32_t seen = 0;; seen++) {
-      start.runs.wait(seen);
-      if (stopping_) return;
-      take_part();
-    }
-  }
-  void take_part() {
-    spun_ = 0;
-    const int64_t before = nanoseconds(CLOCK_THREAD_CPUTIME_ID);
-    call_(work_);
-    worked_ += nanoseconds(CLOCK_THREAD_CPUTIME_ID) - before - spun_;
-    meet();
-  }
-  void meet() {
-    const uint32_t met = met_.load();
-    if (arrived_.fetch_add(1) + 1 == running_) {
-      arrived_.store(0);
-      met_.fetch_add(1);
-      met_.notify_all();
-      return;
-    }
-    const int64_t began = nanoseconds(CLOCK_MONOTONIC);
-    for (int i = 0; i < kSpins && met_.load(std::memory_order_acquire) == met; i++) {
-#if defined(__x86_64__)
-      __builtin_ia32_pause();
-#endif
-    }
-    spun_ += nanoseconds(CLOCK_MONOTONIC) - began;
-    while (met_.load() == met) met_.wait(met);
-  }
-
-  inline static thread_local int64_t spun_ = 0;
-  std::vector<std::thread> threads_;
-  std::vector<Start> starts_;
-  std::vector<std::atomic<int>> next_;
-  std::atomic<uint32_t> met_{0};
-  std::atomic<int> arrived_{0};
-  std::atomic<int64_t> worked_{0};
-  std::atomic<bool> stopping_{false};
-  TeamSize size_;
-  int running_ = 0;
-  void* work_ = nullptr;
-  void (*call_)(void*) = nullptr;
-};
 
 }  // namespace
 
 // ---- What Python passes: engine/embedded/models/native/structures.py has the same.
 
 struct Matrix {
-  const uint32_t* panels;
+  const uint8_t* panels;
   const float* bias;  // or null
-  int64_t outputs, inputs;
+  int64_t outputs, inputs, kind;  // Kind
+
+  // Bytes of a panel.
+  long stride() const {
+    return kind == kBfloat16 ? inputs * kLanes * 4 : (inputs + kBlock - 1) / kBlock * block_bytes(kind);
+  }
 };
 struct Layer {
   Matrix qkv, out, gate_up, down;  // gate_up: a panel of gate, one of up, and so on
@@ -325,13 +78,14 @@ class Decoder {
     for (auto [buffer, size] : {std::pair{&x_, tokens * hidden}, {&normed_, tokens * hidden}, {&qkv_, tokens * most_outputs},
                                 {&attended_, tokens * model_.heads * model_.head_dim}, {&gated_, tokens * model_.layers[0].gate_up.outputs / 2}})
       if ((long)buffer->size() < size) *buffer = std::vector<float>(size);
+    if (tokens > kFewRows) coded_.rows(tokens, widest_, 1);  // before threads share it
     queries_.clear();
     const int most = std::max<int>(1, kAttentionRows / (model_.heads / model_.kv_heads));
     for (int c = 0; c < step.num_chunks; c++)
       for (int i = 0; i < step.chunks[c].length; i += most) queries_.push_back({c, i, std::min(most, step.chunks[c].length - i)});
     prompts_ = std::partition(queries_.begin(), queries_.end(), [&](auto& q) { return step.chunks[q.chunk].length > 1; }) - queries_.begin();
     auto work = [this] { layers(); };
-    team_.run(8 * (int)model_.num_layers + 3, work);
+    team_.run(12 * (int)model_.num_layers + 4, work);
   }
 
  private:
@@ -380,7 +134,13 @@ class Decoder {
   void embed(int token, float* x) const {
     const Matrix& m = model_.embedding;
     const int lane = token % kPanel;
-    const uint32_t* from = m.panels + token / kPanel * m.inputs * kLanes + lane % kLanes;
+    const uint8_t* panel = m.panels + token / kPanel * m.stride();
+    if (m.kind != kBfloat16)
+      return with_format(m.kind, [&](auto format) {
+        using Format = decltype(format);
+        for (long k = 0; k < m.inputs; k++) x[k] = Format::value(panel + k / kBlock * Format::kBytes, lane, k % kBlock);
+      });
+    const uint32_t* from = (const uint32_t*)panel + lane % kLanes;
     for (long k = 0; k < m.inputs; k++) {
       const uint32_t bits = lane < kLanes ? from[k * kLanes] << 16 : from[k * kLanes] & 0xffff0000u;
       std::memcpy(x + k, &bits, sizeof bits);
@@ -395,48 +155,60 @@ class Decoder {
     for (; i < size; i++) out[i] = x[i] * factor * weight[i];
   }
 
-  // Calls task(first row, rows, panels, first panel, count) for every piece of a product.
-  template <class Task>
-  void pieces(int& phase, const Matrix& m, int rows, Task task) {
+  // store(row, panel, low, high) takes all of a product. x: rows of m.inputs values, `stride` apart.
+  template <class Store>
+  void product(int& phase, const Matrix& m, const float* x, long stride, int rows, Store store) {
+    const bool blocks = m.kind != kBfloat16;
+    const Activations codes = blocks ? coded(phase, m, x, stride, rows) : Activations{};
     const int panels = (m.outputs + kPanel - 1) / kPanel, row_blocks = (rows + kTaskRows - 1) / kTaskRows;
     team_.each(phase, (panels + kTaskPanels - 1) / kTaskPanels * row_blocks, [&](int i) {
-      const int first = i / row_blocks * kTaskPanels, row = i % row_blocks * kTaskRows;
+      const int first = i / row_blocks * kTaskPanels, first_row = i % row_blocks * kTaskRows;
+      const int count = std::min(kTaskPanels, panels - first), count_rows = std::min(kTaskRows, rows - first_row);
+      const uint8_t* begin = m.panels + first * m.stride();
+      const auto place = [&](int row, int panel, Vec low, Vec high) { store(first_row + row, first + panel, low, high); };
+      if (blocks) return multiply(codes, first_row, count_rows, m.kind, begin, count, place);
       WeightPanel group[kTaskPanels];
-      for (int p = 0; p < kTaskPanels; p++) group[p].data = m.panels + (first + p) * m.inputs * kLanes;
-      task(row, std::min(kTaskRows, rows - row), group, first, std::min(kTaskPanels, panels - first));
+      for (int p = 0; p < count; p++) group[p].data = (const uint32_t*)(begin + p * m.stride());
+      multiply(x + first_row * stride, stride, count_rows, group, count, m.inputs, place);
     });
   }
 
-  // x: rows of m.inputs values, `stride` apart.
+  // Activations for a product of blocks, made by one or by all threads as in `normalised`.
+  Activations coded(int& phase, const Matrix& m, const float* x, long stride, int rows) {
+    thread_local ActivationBuffer own;
+    Activations coded = (rows <= kFewRows ? own : coded_).rows(rows, m.inputs, sum_factor(m.kind));
+    const auto row = [&](int i) { coded.set(i, x + i * stride, m.inputs); };
+    if (rows > kFewRows) team_.each(phase, rows, row);
+    else for (int i = 0; i < rows; i++) row(i);
+    return coded;
+  }
+
   void project(int& phase, const Matrix& m, const float* x, long stride, int rows, float* out, bool add) {
-    pieces(phase, m, rows, [&](int first_row, int count_rows, const WeightPanel* group, int first, int count) {
-      multiply(x + first_row * stride, stride, count_rows, group, count, m.inputs, [&](int row, int panel, Vec low, Vec high) {
-        const long column = (long)(first + panel) * kPanel;
-        float* to = out + (first_row + row) * m.outputs + column;
-        if (m.bias) low += load<Vec>(m.bias + column), high += load<Vec>(m.bias + column + kLanes);
-        if (column + kPanel > m.outputs) {  // the last panel, partly empty
-          for (int i = 0; column + i < m.outputs; i++) to[i] = (add ? to[i] : 0.0f) + (i < kLanes ? low[i] : high[i - kLanes]);
-          return;
-        }
-        save(to, add ? load<Vec>(to) + low : low);
-        save(to + kLanes, add ? load<Vec>(to + kLanes) + high : high);
-      });
+    product(phase, m, x, stride, rows, [&](int row, int panel, Vec low, Vec high) {
+      const long column = (long)panel * kPanel;
+      float* to = out + row * m.outputs + column;
+      if (m.bias) low += load<Vec>(m.bias + column), high += load<Vec>(m.bias + column + kLanes);
+      if (column + kPanel > m.outputs) {  // the last panel, partly empty
+        for (int i = 0; column + i < m.outputs; i++)
+          to[i] = (add ? to[i] : 0.0f) + (i < kLanes ? low[i] : high[i - kLanes]);
+        return;
+      }
+      save(to, add ? load<Vec>(to) + low : low);
+      save(to + kLanes, add ? load<Vec>(to + kLanes) + high : high);
     });
   }
 
   void gate(int& phase, const Matrix& m, const float* x, int rows) {
     const long width = m.outputs / 2;
-    pieces(phase, m, rows, [&](int first_row, int count_rows, const WeightPanel* group, int first, int count) {
-      multiply(x + first_row * m.inputs, m.inputs, count_rows, group, count, m.inputs, [&](int row, int panel, Vec low, Vec high) {
-        float* to = gated_.data() + (first_row + row) * width + (first + panel) / 2 * kPanel;
-        if (panel % 2 == 0) {
-          save(to, low / (1.0f + exponential(-low)));
-          save(to + kLanes, high / (1.0f + exponential(-high)));
-        } else {
-          save(to, load<Vec>(to) * low);
-          save(to + kLanes, load<Vec>(to + kLanes) * high);
-        }
-      });
+    product(phase, m, x, m.inputs, rows, [&](int row, int panel, Vec low, Vec high) {
+      float* to = gated_.data() + row * width + panel / 2 * kPanel;
+      if (panel % 2 == 0) {
+        save(to, low / (1.0f + exponential(-low)));
+        save(to + kLanes, high / (1.0f + exponential(-high)));
+      } else {
+        save(to, load<Vec>(to) * low);
+        save(to + kLanes, load<Vec>(to + kLanes) * high);
+      }
     });
   }
 
@@ -535,9 +307,12 @@ class Decoder {
   }
 
   const Model model_;
+  const long widest_ = 
+      std::max({model_.embedding.inputs, model_.heads * model_.head_dim, model_.layers[0].gate_up.outputs / 2});
   const Step* step_ = nullptr;
   Team team_;
   std::vector<float> x_, normed_, qkv_, attended_, gated_;
+  ActivationBuffer coded_;
   std::vector<Queries> queries_;  // of prompts first
   long prompts_ = 0;
 };
@@ -564,6 +339,28 @@ void pack(const uint16_t* weight, int64_t outputs, int64_t inputs, uint32_t* pan
             (low < outputs ? weight[low * inputs + k] : 0u) | (high < outputs ? (uint32_t)weight[high * inputs + k] << 16 : 0u);
       }
 }
+
+// The same of rows of blocks as GGUF has them, into panels that are zero.
+void pack_blocks(int64_t kind, const uint8_t* raw, int64_t outputs, int64_t blocks, uint8_t* panels, int64_t first,
+                 int64_t step) {
+  with_format(kind, [&](auto format) {
+    using Format = decltype(format);
+    for (int64_t output = 0; output < outputs; output++)
+      for (int64_t b = 0; b < blocks; b++, raw += Format::kRaw)
+        Format::pack(raw, panels + ((first + output / kPanel * step) * blocks + b) * Format::kBytes, output % kPanel);
+  });
+}
+
+// Rows of float32 as blocks of Q8_0, the last of a row filled with zeros. Returns whether all values are finite.
+int quantize(const float* weight, int64_t outputs, int64_t inputs, uint8_t* raw) {
+  bool finite = true;
+  for (int64_t output = 0; output < outputs; output++, weight += inputs)
+    for (int64_t first = 0; first < inputs; first += kBlock, raw += Q8_0::kRaw)
+      finite &= quantize_block(weight + first, std::min<int64_t>(kBlock, inputs - first), raw);
+  return finite;
+}
+
+int64_t panel_bytes(int64_t kind, int64_t inputs) { return Matrix{.inputs = inputs, .kind = kind}.stride(); }
 
 void* decoder_new(const Model* model, int threads) { return new Decoder(*model, threads); }
 void decoder_forward(void* decoder, const Step* step) { static_cast<Decoder*>(decoder)->forward(*step); }

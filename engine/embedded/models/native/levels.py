@@ -31,12 +31,15 @@ _AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 LEVELS = (
     Level("portable", 4, (), frozenset()),
     Level("avx2", 8, ("-march=x86-64-v3",), _AVX2),
+    Level("avx_vnni", 8, ("-march=x86-64-v3", "-mavxvnni"), _AVX2 | {"avx_vnni"}),
     Level("avx512", 16, ("-march=x86-64-v4",), _AVX2 | _AVX512),
+    Level("avx512_vnni", 16, ("-march=x86-64-v4", "-mavx512vnni"), _AVX2 | _AVX512 | {"avx512_vnni"}),
 )
-"""Levels, each a superset of the one before.
+"""Levels, each faster than those before.
 
-There is none for AVX-512 BF16: its dot products round activations to bfloat16, and splitting activations into three
-parts to make up for that takes longer than float32's products.
+Those with VNNI add up products of pairs of whole numbers in one instruction, and compute the same bits as those
+without. There is none for AVX-512 BF16: its dot products round activations to bfloat16, and splitting activations into
+three parts to make up for that takes longer than float32's products.
 """
 
 

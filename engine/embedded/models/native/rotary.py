@@ -12,12 +12,14 @@ def frequencies(facts: ModelFacts) -> torch.Tensor | None:
     """Return by how many radians each pair of a head's dimensions turns from one position to the next, float32
     [head_dim / 2]; None if the model scales positions in a way that is not known here, or by wrong numbers."""
     rope = facts.rope
-    plain = 1.0 / (facts.rope_theta ** (torch.arange(0, facts.head_dim, 2).float() / facts.head_dim))
+    pairs = torch.arange(0, facts.head_dim, 2).float() / facts.head_dim
+    plain = torch.pow(facts.rope_theta, pairs).reciprocal()
     match rope.get("rope_type", rope.get("type", "default")):
         case "default":
             return plain
-        case "linear" if _positive(factor := rope.get("factor")):
-            return plain / factor
+        case "linear":
+            factors = _numbers(rope, "factor")
+            return plain / factors[0] if factors else None
         case "llama3":
             return _llama3(plain, rope)
         case "longrope" if rope.get("attention_factor") == 1 and rope.get("short_factor") == rope.get("long_factor"):
@@ -30,15 +32,21 @@ def frequencies(facts: ModelFacts) -> torch.Tensor | None:
 
 def _llama3(plain: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor | None:
     """Long waves are stretched by `factor`, short ones are not, those between them partly."""
-    names = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
-    if not all(_positive(rope.get(name)) for name in names):
+    numbers = _numbers(rope, "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    if not numbers:
         return None
-    factor, low, high, context = (rope[name] for name in names)
+    factor, low, high, context = numbers
     if low >= high:
         return None
-    turns = context * plain / (2 * math.pi)
+    turns = plain * (context / (2 * math.pi))
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * plain / factor + smooth * plain
+
+
+def _numbers(rope: dict[str, Any], *names: str) -> list[float]:
+    """Return positive numbers by their names; none if one is wrong."""
+    found = [rope.get(name) for name in names]
+    return [float(number) for number in found if number is not None] if all(map(_positive, found)) else []
 
 
 def _positive(value: object) -> bool:

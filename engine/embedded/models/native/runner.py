@@ -2,7 +2,7 @@
 transformers.
 
 The torch runner (`engine/embedded/models/torch/runner.py`) runs whatever transformers has; this is the fast path for
-what it knows: bfloat16 weights, float32 activations, keys and values, a whole step in one call.
+what it knows: bfloat16 or quantised weights, float32 activations, keys and values, a whole step in one call.
 """
 
 import logging
@@ -53,7 +53,7 @@ class NativeRunner(PendingTokens):
         except NoCompilerError as error:
             raise UnsupportedModelError(str(error)) from error
         with Checkpoint(folder, shape) as checkpoint:
-            self._weights = Weights(code, checkpoint, shape)
+            self._weights = Weights(code, checkpoint, shape, int8=config.quantization == "int8")
             if checkpoint.unused:
                 log.warning("the model does not use all that %s has: %s", folder, some(checkpoint.unused))
         self.takes_images = shape.takes_images
@@ -111,7 +111,7 @@ def check(config: EmbeddedConfig) -> bool:
     _check_settings(config)
     folder = Path(config.model)
     with Checkpoint(folder, read_config(folder)) as checkpoint:
-        certain = checkpoint.is_bfloat16
+        certain = config.quantization == "int8" or checkpoint.is_bfloat16
     try:
         find_compiler()
     except NoCompilerError as error:

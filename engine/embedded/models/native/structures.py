@@ -1,10 +1,26 @@
 """The structures that `decoder.cpp` takes, field by field."""
 
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from enum import IntEnum
+
+
+class Kind(IntEnum):
+    """How a matrix is stored: `Kind` in `blocks.h`. The names of blocks are those of GGUF."""
+
+    BFLOAT16 = 0
+    Q8_0 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+
+
+BLOCK = 32
+"""Weights in a block."""
+BLOCK_BYTES = {Kind.Q8_0: 34, Kind.Q4_0: 18, Kind.Q4_1: 20}
+"""Bytes of a block in a GGUF file: a scale of 16 bits, with Q4_1 a minimum of 16 bits, then the weights."""
 
 
 class NativeMatrix(Structure):
-    _fields_ = [("panels", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64)]
+    _fields_ = [("panels", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("kind", c_int64)]
 
 
 class NativeLayer(Structure):

@@ -1,18 +1,24 @@
-"""A checkpoint's weights as `decoder.cpp` reads them: bfloat16 panels, laid out once, in one range of large pages."""
+"""A checkpoint's weights as `decoder.cpp` reads them: panels of bfloat16 or of quantised blocks, laid out once, in one
+range of large pages."""
 
 import ctypes
 import math
 import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import starmap
 
 import torch
 from torch.nn import functional
 
 from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig
-from engine.embedded.models.native.structures import NativeLayer, NativeMatrix, NativeModel
+from engine.embedded.models.native.structures import BLOCK, BLOCK_BYTES, Kind, NativeLayer, NativeMatrix, NativeModel
 from engine.embedded.threads import compute_threads
 from engine.errors import EngineFailure
+
+_ROWS = 4096
+"""Rows that are widened to float32 at a time."""
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -28,29 +34,26 @@ class Weights:
     """All panels and norms of a model, and the structures that point to them. Raises EngineFailure for a value that is
     not finite."""
 
-    def __init__(self, code: ctypes.CDLL, checkpoint: Checkpoint, config: LlamaConfig) -> None:
+    def __init__(self, code: ctypes.CDLL, checkpoint: Checkpoint, config: LlamaConfig, *, int8: bool = False) -> None:
+        """`int8` quantises matrices to 8 bits, unless they are stored as blocks of 8 or 4 bits."""
         self._code = code
         self._checkpoint = checkpoint
         self._config = config
+        self._int8 = int8
         self._shapes = config.shapes
+        self._shapes.setdefault("lm_head.weight", self._shapes["model.embed_tokens.weight"])
         self._panel: int = code.panel_size()
         self._kept: list[torch.Tensor] = []
         self._work: list[Callable[[], None]] = []
+        layers = [_joined(f"model.layers.{index}.") for index in range(config.layers)]
+        embedding, head = ["model.embed_tokens"], ["lm_head"]
         tied = "lm_head.weight" not in checkpoint
-        vectors = config.heads + 2 * config.kv_heads
-        matrices = (1 if tied else 2) * self._words(config.vocab_size, config.hidden) + config.layers * (
-            self._words(vectors * config.head_dim, config.hidden)
-            + self._words(config.hidden, config.heads * config.head_dim)
-            + 2 * self._words(config.intermediate, config.hidden)
-            + self._words(config.hidden, config.intermediate)
-        )
-        self._arena = zeros((matrices,), torch.int32)
+        matrices = [embedding, *([] if tied else [head]), *(names for layer in layers for names in layer.values())]
+        self._arena = zeros((sum(map(self._bytes, matrices)),), torch.uint8)
         self._used = 0
-        self.layers = (NativeLayer * config.layers)(
-            *(self._layer(f"model.layers.{index}.") for index in range(config.layers))
-        )
-        self.embedding = self._matrix(["model.embed_tokens"])
-        self.head = self.embedding if tied else self._matrix(["lm_head"])
+        self.layers = (NativeLayer * config.layers)(*starmap(self._layer, enumerate(layers)))
+        self.embedding = self._matrix(embedding)
+        self.head = self.embedding if tied else self._matrix(head)
         self.norm = self._vector("model.norm.weight")
         with ThreadPoolExecutor(compute_threads()) as pool:
             for done in [pool.submit(work) for work in self._work]:
@@ -75,47 +78,67 @@ class Weights:
             scale=config.head_dim**-0.5,
         )
 
-    def _layer(self, prefix: str) -> NativeLayer:
+    def _layer(self, index: int, joined: dict[str, list[str]]) -> NativeLayer:
+        prefix = f"model.layers.{index}."
         return NativeLayer(
-            qkv=self._matrix([f"{prefix}self_attn.{name}_proj" for name in "qkv"]),
-            out=self._matrix([f"{prefix}self_attn.o_proj"]),
-            gate_up=self._matrix([f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], interleaved=True),
-            down=self._matrix([f"{prefix}mlp.down_proj"]),
+            **{field: self._matrix(names) for field, names in joined.items()},
             attention_norm=self._vector(f"{prefix}input_layernorm.weight"),
             mlp_norm=self._vector(f"{prefix}post_attention_layernorm.weight"),
         )
 
-    def _matrix(self, names: list[str], *, interleaved: bool = False) -> NativeMatrix:
-        """Join linears of one input, one below the other or a panel of each in turn; `_work` fills them later.
-
-        Interleaved linears are padded to whole panels with zeros, which count as outputs.
-        """
-        weights = [self._checkpoint.weight(f"{name}.weight") for name in names]
-        sizes, inputs = [len(weight) for weight in weights], weights[0].shape[1]
-        outputs = sum(map(self._padded, sizes)) if interleaved else sum(sizes)
-        start = self._arena.data_ptr() + self._used * 4
-        self._used += self._words(outputs, inputs)
+    def _matrix(self, names: list[str]) -> NativeMatrix:
+        """Join linears of one input, one below the other or, if the first is a gate, a panel of each in turn; `_work`
+        fills them later."""
+        interleaved = _interleaved(names)
+        sizes, inputs = [self._shapes[f"{name}.weight"][0] for name in names], self._shapes[f"{names[0]}.weight"][1]
+        start, kind = self._arena.data_ptr() + self._used, self._kind(names)
+        self._used += self._bytes(names)
         if not interleaved and any(size % self._panel for size in sizes[:-1]):  # several in one panel
-            self._work.append(self._packing(names, weights, start, 0, 1))
-            return NativeMatrix(start, self._bias(names), outputs, inputs)
-        first = 0
-        for index, weight in enumerate(weights):
-            place, step = (index, len(weights)) if interleaved else (first, 1)
-            self._work.append(self._packing([names[index]], [weight], start, place, step))
-            first += self._padded(len(weight)) // self._panel
-        return NativeMatrix(start, self._bias(names), outputs, inputs)
+            self._work.append(partial(self._pack, kind, names, start, 0, 1))
+        else:
+            first = 0
+            for index, (name, size) in enumerate(zip(names, sizes, strict=True)):
+                place, step = (index, len(names)) if interleaved else (first, 1)
+                self._work.append(partial(self._pack, kind, [name], start, place, step))
+                first += self._padded(size) // self._panel
+        return NativeMatrix(start, self._bias(names), self._outputs(names), inputs, kind)
 
-    def _packing(
-        self, names: list[str], weights: list[torch.Tensor], start: int, first: int, step: int
-    ) -> Callable[[], None]:
-        def pack() -> None:
-            for name, weight in zip(names, weights, strict=True):
-                if not self._code.all_finite(weight.data_ptr(), weight.numel()):
-                    raise self._not_finite(f"{name}.weight")
-            whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+    def _kind(self, names: list[str]) -> Kind:
+        """Return how joined linears are computed: as they are stored if that is the same for all."""
+        if not self._int8:
+            return Kind.BFLOAT16
+        stored = {self._checkpoint.block_kind(f"{name}.weight") for name in names}
+        kind = stored.pop()
+        return Kind.Q8_0 if stored or kind is None else kind
+
+    def _pack(self, kind: Kind, names: list[str], start: int, first: int, step: int) -> None:
+        """Write matrices into panels from `first` on, `step` apart, of those that begin at the address `start`."""
+        rows = [self._bfloat16(name) if kind == Kind.BFLOAT16 else self._blocks(kind, name) for name in names]
+        whole = rows[0] if len(rows) == 1 else torch.cat(rows)
+        if kind == Kind.BFLOAT16:
             self._code.pack(whole.data_ptr(), *whole.shape, start, first, step)
+        else:
+            blocks = whole.shape[1] // BLOCK_BYTES[kind]
+            self._code.pack_blocks(kind, whole.data_ptr(), len(whole), blocks, start, first, step)
 
-        return pack
+    def _bfloat16(self, name: str) -> torch.Tensor:
+        weight = self._checkpoint.weight(f"{name}.weight")
+        if not self._code.all_finite(weight.data_ptr(), weight.numel()):
+            raise self._not_finite(f"{name}.weight")
+        return weight
+
+    def _blocks(self, kind: Kind, name: str) -> torch.Tensor:
+        """Return a matrix as rows of blocks: those stored, or else quantised here to Q8_0."""
+        if self._checkpoint.block_kind(f"{name}.weight") == kind:
+            return self._checkpoint.blocks(f"{name}.weight")
+        weight = self._checkpoint.tensor(f"{name}.weight")
+        outputs, inputs = weight.shape
+        raw = torch.empty((outputs, -(-inputs // BLOCK) * BLOCK_BYTES[Kind.Q8_0]), dtype=torch.uint8)
+        for first in range(0, outputs, _ROWS):
+            some = weight[first : first + _ROWS].float().contiguous()
+            if not self._code.quantize(some.data_ptr(), *some.shape, raw[first:].data_ptr()):
+                raise self._not_finite(f"{name}.weight")
+        return raw
 
     def _bias(self, names: list[str]) -> int | None:
         """Return the bias in whole panels, zero beyond the outputs."""
@@ -140,10 +163,30 @@ class Weights:
         self._kept.append(values)
         return values.data_ptr()
 
-    def _words(self, outputs: int, inputs: int) -> int:
-        """Return the number of 32-bit words of a matrix's panels."""
-        return self._padded(outputs) * inputs // 2
+    def _bytes(self, names: list[str]) -> int:
+        """Return the size of the panels of joined linears."""
+        panels = self._padded(self._outputs(names)) // self._panel
+        return panels * int(self._code.panel_bytes(self._kind(names), self._shapes[f"{names[0]}.weight"][1]))
+
+    def _outputs(self, names: list[str]) -> int:
+        """Return the outputs of joined linears; interleaved ones are padded to whole panels with zeros, which count."""
+        sizes = [self._shapes[f"{name}.weight"][0] for name in names]
+        return sum(map(self._padded, sizes)) if _interleaved(names) else sum(sizes)
 
     def _padded(self, size: int) -> int:
         """Round up to a multiple of a panel."""
         return -(-size // self._panel) * self._panel
+
+
+def _joined(prefix: str) -> dict[str, list[str]]:
+    """Return the linears of a layer that are computed as one product, by the field of `NativeLayer`."""
+    return {
+        "qkv": [f"{prefix}self_attn.{name}_proj" for name in "qkv"],
+        "out": [f"{prefix}self_attn.o_proj"],
+        "gate_up": [f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"],
+        "down": [f"{prefix}mlp.down_proj"],
+    }
+
+
+def _interleaved(names: list[str]) -> bool:
+    return names[0].endswith("gate_proj")

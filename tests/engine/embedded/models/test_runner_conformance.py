@@ -133,6 +133,18 @@ def test_several_prompts_in_one_step(runner: ModelRunner, reference: LlamaForCau
     near(logits, torch.cat([logits_of(reference, tokens) for tokens in (B, D, C)]))
 
 
+def test_drafted_tokens_are_computed_in_one_step_and_wrong_ones_written_over(
+    runner: ModelRunner, reference: LlamaForCausalLM
+) -> None:
+    """Next to a decode, and to a prompt; the last two of three drafted tokens turn out to be others."""
+    runner.forward(step_of([part(2, 0, 10), part(3, 0, 4)]))
+    drafted = [*C[:12], 5, 6]
+    both = step_of([part(3, 4, 1), Part(drafted, TABLES[2], 10, 4, slot=2, sampled=4), part(1, 0, 33)])
+    expected = [logits_of(reference, D)[4:], logits_of(reference, drafted)[10:], logits_of(reference, B)]
+    near(runner.forward(both), torch.cat(expected))
+    near(runner.forward(step_of([part(2, 12, 5)])), logits_of(reference, C)[12:])
+
+
 def test_only_the_rows_wanted_come_back_in_their_order(runner: ModelRunner, reference: LlamaForCausalLM) -> None:
     logits = runner.forward(step_of([part(1, 0, 33), part(3, 0, 5)], [37, 2, 32]))
     near(logits, torch.stack([logits_of(reference, D)[4], logits_of(reference, B)[2], logits_of(reference, B)[32]]))

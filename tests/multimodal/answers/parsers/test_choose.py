@@ -9,11 +9,13 @@ TOOL_NAMES = (
     *("hermes", "qwen3", "qwen3_coder", "qwen3.5", "llama3_json", "llama4_pythonic", "pythonic", "mistral"),
     *("deepseek_v3", "deepseek_v31", "deepseek_v3_1", "deepseek_v32", "deepseek_v3_2", "deepseek_v4", "kimi_k2"),
     *("glm45", "glm47", "gpt-oss", "harmony", "openai", "gemma4", "functiongemma", "granite", "phi4_mini"),
-    *("phi4_mini_json", "minimax_m2", "nemotron", "nemotron_deci", "jamba", "seed_oss", "xlam"),
+    *("phi4_mini_json", "minimax_m2", "nemotron", "nemotron_deci", "nemotron_nano", "jamba", "seed_oss", "xlam"),
+    *("deepseek_v3.1", "deepseek_v3.2"),
 )
 REASONING_NAMES = (
     *("deepseek_r1", "qwen3", "glm45", "gpt-oss", "openai_gptoss", "kimi", "kimi_k2", "minimax", "mistral", "granite"),
     *("minimax_append_think", "nemotron", "nemotron_deci", "seed_oss", "step3", "gemma4", "basic"),
+    *("minimax_m2_append_think", "nemotron_nano", "qwen3.5", "qwen3-thinking", "deepseek_v3.2"),
 )
 
 

@@ -148,19 +148,24 @@ def test_a_stop_token_inside_a_call_leaves_text() -> None:
     assert parts == [Text('<tool_call>{"name": "write", "arguments": {"text": "a')]
 
 
-def test_tokens_of_reasoning_are_counted() -> None:
-    tokenizer = marked("<think>", "</think>")
+@pytest.mark.parametrize(
+    ("reasoning", "written"),
+    [
+        ("qwen3", "<think>abc</think>defg"),
+        ("gpt_oss", "<|channel|>analysis<|message|>abc<|end|><|start|>assistant<|channel|>final<|message|>defg"),
+    ],
+)
+def test_tokens_of_reasoning_are_counted(reasoning: str, written: str) -> None:
+    tokenizer = marked("<think>", "</think>", "<|channel|>", "<|message|>", "<|end|>", "<|start|>")
     for size in (1, 2, 3, 50):
-        found = parser(reasoning="qwen3", tokenizer=tokenizer)
+        found = parser(reasoning=reasoning, tokenizer=tokenizer)
         detokenizer = Detokenizer(tokenizer, False)
-        ids = tokenizer.encode("<think>abc</think>defg")
+        ids = tokenizer.encode(written)
         parts: list[Part] = []
         for start in range(0, len(ids), size):
             parts += found.feed(ids[start : start + size], detokenizer.feed(ids[start : start + size]))
         parts += found.finish()
-        assert (
-            sum(part.tokens for part in parts if isinstance(part, Reasoning)) == 4
-        )  # three letters and the end marker
+        assert sum(part.tokens for part in parts if isinstance(part, Reasoning)) == 3, "markers do not count"
 
 
 @pytest.mark.parametrize(
@@ -278,3 +283,24 @@ def test_each_choice_has_a_parser_of_its_own() -> None:
 
 def test_a_family_without_formats_passes_text_on() -> None:
     assert read(FamilyParser(OutputFormat(), WRITE), "<think>", " a ") == [Text("<think>"), Text(" a ")]
+
+
+@pytest.mark.parametrize("whole_calls", [False, True])
+@pytest.mark.parametrize(
+    ("written", "calls", "text"),
+    [
+        ('{"name": "write", "arguments": {"text": "a"}}', 1, ""),
+        ('```json\n{\n  "name": "write",\n  "arguments": {"text": "a"}\n}\n```', 1, ""),
+        ('{"name": "other", "arguments": {"text": "a"}}', 0, None),
+        ('{"text": "write"}', 0, None),
+        ('```json\n{"name": "Ana"}\n```', 0, None),
+        ('So:\n```json\n{"name": "write", "arguments": {"text": "a"}}\n```', 0, None),
+    ],
+)
+def test_hermes_without_markers(written: str, calls: int, text: str | None, whole_calls: bool) -> None:
+    """As small models write calls: only where the answer begins, and of a tool."""
+    for size in (1, 3, 100):
+        pieces = [written[start : start + size] for start in range(0, len(written), size)]
+        parts = read(parser(whole_calls=whole_calls), *pieces)
+        assert len([name for name, _ in names_and_arguments(parts) if name]) == calls
+        assert "".join(part.text for part in parts if isinstance(part, Text)) == (written if text is None else text)

@@ -85,9 +85,11 @@ def as_here(level: levels.Level) -> levels.Level:
 ALL_LEVELS = tuple(map(as_here, LEVELS))
 
 
-@pytest.fixture(params=[level.name for level in LEVELS])
+@pytest.fixture(
+    params=[level.name for level in LEVELS if level in available() or not any("vnni" in need for need in level.needs)]
+)
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every level's name; each can be had in the test."""
+    """A level's name, which can be had in the test. Without VNNI, its levels are the same code as others."""
     monkeypatch.setattr(levels, "LEVELS", ALL_LEVELS)
     return str(request.param)
 
@@ -110,8 +112,11 @@ def test_logits_are_those_of_transformers(folder: Path, level: str) -> None:
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_a_sequence_gets_the_same_logits_to_the_bit_however_it_is_computed(folder: Path, level: str) -> None:
-    model = load(folder, cpu_isa=level)
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_a_sequence_gets_the_same_logits_to_the_bit_however_it_is_computed(
+    folder: Path, level: str, quantization: str
+) -> None:
+    model = load(folder, cpu_isa=level, quantization=quantization)
     sequence = Part(tokens_of(100, 1), list(range(4)), 0, 100)
     whole = model.forward(step_of([sequence]))
     sequence = sequence.changed(table=list(range(4, 8)))
@@ -325,7 +330,11 @@ def test_a_level_that_the_processor_lacks_is_refused_by_name(tmp_path: Path, mon
         load_runner(EmbeddedConfig(model=str(tmp_path), cpu_isa="avx2"))
     assert levels.chosen("auto").name == "portable"
     monkeypatch.setattr(levels, "_features", lambda: frozenset().union(*(level.needs for level in LEVELS)))
-    assert [levels.chosen(name).name for name in ("auto", "avx2", "portable")] == ["avx512", "avx2", "portable"]
+    assert [levels.chosen(name).name for name in ("auto", "avx512", "portable")] == [
+        "avx512_vnni",
+        "avx512",
+        "portable",
+    ]
 
 
 def test_features_are_those_of_every_core() -> None:

@@ -1,0 +1,254 @@
+"""Speculative decoding on this machine: how much faster than without, for text that repeats and text that does not.
+
+    python -m benchmarks.speculation [--modes ngram suffix] [--streams 1 16] [--repeats 5] [--draft-model FOLDER]
+
+Engines without and with speculation run in this process, in turns, on the same requests. `edit`: chats that ask for a
+changed file, most of which the answer repeats. `predicted`: the same with the file as `prediction`. `story`: sampled
+text of its own. Rates are of output tokens, from when every stream has its first one; ratios are medians over the
+repetitions, each against the plain engine in the same one. Processor time says more than time where others use the
+machine. Every answer is compared with the plain engine's.
+"""
+
+import argparse
+import itertools
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from engine.checkpoints.store import resolve_model
+from engine.config import EmbeddedConfig
+from engine.embedded.core import EngineCore
+from engine.embedded.sampling.state import SamplerState
+from engine.embedded.sequence import Sequence
+from engine.embedded.threads import compute_threads
+from engine.types import Delta, GenerateRequest, SamplingParams
+from multimodal.text.tokenizer import Tokenizer
+from server.settings import Settings
+
+REPORT = """def read_rows(path):
+    rows = []
+    with open(path) as file:
+        for line in file:
+            line = line.strip()
+            if not line or line.startswith("#"):
+                continue
+            rows.append(line.split(","))
+    return rows
+
+
+def total(rows, column):
+    result = 0.0
+    for row in rows:
+        value = float(row[column])
+        if value < 0:
+            raise ValueError("negative value in column %d" % column)
+        result += value
+    return result
+
+
+def report(path, column):
+    rows = read_rows(path)
+    amount = total(rows, column)
+    print("rows:", len(rows))
+    print("total:", amount)
+    if rows:
+        print("mean:", amount / len(rows))
+"""
+QUEUE = """class Queue:
+    def __init__(self, limit):
+        self.items = []
+        self.limit = limit
+
+    def push(self, item):
+        if len(self.items) >= self.limit:
+            raise OverflowError("the queue is full")
+        self.items.append(item)
+
+    def pop(self):
+        if not self.items:
+            raise IndexError("the queue is empty")
+        item = self.items[0]
+        self.items = self.items[1:]
+        return item
+
+    def peek(self):
+        if not self.items:
+            return None
+        return self.items[0]
+
+    def size(self):
+        return len(self.items)
+"""
+WORDS = """import sys
+
+
+def count_words(text):
+    counts = {}
+    for word in text.lower().split():
+        word = word.strip(".,;:!?")
+        if word:
+            counts[word] = counts.get(word, 0) + 1
+    return counts
+
+
+def most_common(counts, number):
+    pairs = sorted(counts.items(), key=lambda pair: pair[1], reverse=True)
+    return pairs[:number]
+
+
+def main():
+    with open(sys.argv[1]) as file:
+        counts = count_words(file.read())
+    for word, count in most_common(counts, 10):
+        print(word, count)
+
+
+main()
+"""
+FILES = (REPORT, QUEUE, WORDS)
+EDITS = (
+    "Fix the bug in this code, and write the whole file again",
+    "Improve this code a little, and write the whole file again",
+)
+SUBJECTS = ("a fisherman and the sea", "a train that is late", "two sisters in the mountains", "the first robot cook")
+BLOCK = 32
+
+
+class Case(NamedTuple):
+    """A request: its prompt, what is predicted, and how it is sampled."""
+
+    prompt: str
+    prediction: str = ""
+    sampling: dict[str, Any] = {}
+
+
+class Rate(NamedTuple):
+    """What one run gave."""
+
+    answers: list[list[int]]
+    seconds: float
+    processor: float
+    steps: int
+    tokens: int
+
+
+def cases(workload: str, streams: int, repeat: int) -> list[Case]:
+    """Return the requests of a run, no two of which are the same."""
+    if workload == "story":
+        sampling = {"temperature": 1.0}
+        return [
+            Case(f"Write a long story about {SUBJECTS[i % len(SUBJECTS)]}.", "", sampling | {"seed": 100 * repeat + i})
+            for i in range(streams)
+        ]
+    found = []
+    for index in range(repeat, repeat + streams):
+        file, asked = FILES[index % len(FILES)], EDITS[index // len(FILES) % len(EDITS)]
+        found.append(Case(f"{asked}:\n```python\n{file}```", file if workload == "predicted" else ""))
+    return found
+
+
+def run(core: EngineCore, tokenizer: Tokenizer, asked: list[Case], tokens: int, salt: str) -> Rate:
+    """Run requests at the same time."""
+    for index, case in enumerate(asked):
+        chat = f"<|im_start|>user\n{case.prompt}<|im_end|>\n<|im_start|>assistant\n"
+        prompt = tuple(tokenizer.encode(chat))
+        params = SamplingParams(**{"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, **case.sampling})
+        request = GenerateRequest(
+            request_id=str(index),
+            prompt_token_ids=prompt,
+            sampling=params,
+            cache_salt=salt,
+            prediction=tuple(tokenizer.encode(case.prediction)) if case.prediction else (),
+        )
+        runner = core.runner
+        state = SamplerState(
+            params, prompt, runner.eos_token_ids, params.seed or 0, None, runner.vocab_size, runner.device
+        )
+        core.add(Sequence(request=request, sampler=state, rank=index, arrival=time.monotonic(), tokens=list(prompt)))
+    answers: list[list[int]] = [[] for _ in asked]
+    started, processor, steps, before = 0.0, 0.0, 0, 0
+    while core.busy:
+        steps += 1
+        for name, delta in core.step():
+            assert isinstance(delta, Delta), delta
+            answers[int(name)] += delta.token_ids
+        if not started and all(answers):
+            started, processor, steps = time.monotonic(), time.process_time(), 0
+            before = sum(map(len, answers))
+    elapsed, used = time.monotonic() - started, time.process_time() - processor
+    return Rate(answers, elapsed, used, steps, sum(map(len, answers)) - before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=Settings.model_fields["model"].default)
+    parser.add_argument("--modes", nargs="+", default=["ngram", "suffix"], choices=["ngram", "suffix", "draft"])
+    parser.add_argument("--draft-model", default="", help="folder, for the mode draft")
+    parser.add_argument("--workloads", nargs="+", default=["edit", "predicted", "story"])
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 16])
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--draft-tokens", type=int, default=EmbeddedConfig(model="").speculative_tokens)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    settings = Settings()
+    folder = resolve_model(options.model, settings.cache_dir)
+    tokenizer = Tokenizer.load(Path(folder))
+    threads = compute_threads(0)
+    torch.set_num_threads(threads)
+
+    def core(mode: str) -> EngineCore:
+        most = max(options.streams)
+        config = EmbeddedConfig(
+            model=str(folder),
+            max_batch_size=most,
+            num_blocks=most * (1024 // BLOCK),
+            kv_block_size=BLOCK,
+            cache_dir=str(settings.cache_dir),
+            speculative=mode,
+            speculative_model=options.draft_model if mode == "draft" else "",
+            speculative_tokens=options.draft_tokens,
+        )
+        return EngineCore(config, lambda _: None)
+
+    cores = {mode: core(mode) for mode in ("none", *options.modes)}
+    runner = cores["none"].runner
+    print(
+        f"{folder.name}, {runner.compute_path} {runner.instruction_set}, {threads} threads, load {os.getloadavg()[0]}"
+    )
+    print("workload   streams  mode    tok/s  tokens/step  accepted  time x  processor x  (least)")
+    for workload, streams in itertools.product(options.workloads, options.streams):
+        rates: dict[str, list[Rate]] = {mode: [] for mode in cores}
+        drafted = {mode: _drafted(cores[mode]) for mode in cores}
+        with torch.inference_mode():
+            for repeat in range(options.repeats):
+                asked = cases(workload, streams, repeat)
+                for mode, engine in cores.items():
+                    salt = f"{workload} {streams} {repeat}"
+                    rates[mode].append(run(engine, tokenizer, asked, options.tokens, salt))
+                    assert rates[mode][-1].answers == rates["none"][-1].answers, "speculation changed an answer"
+        for mode, found in rates.items():
+            pairs = list(zip(found, rates["none"], strict=True))
+            times = [plain.seconds / rate.seconds for rate, plain in pairs]
+            work = [plain.processor / rate.processor for rate, plain in pairs]
+            speed = statistics.median(rate.tokens / rate.seconds for rate in found)
+            length = statistics.median(rate.tokens / rate.steps / streams for rate in found)
+            new, right = (now - old for now, old in zip(_drafted(cores[mode]), drafted[mode], strict=True))
+            share = f"{right / new:8.0%}" if new else "       -"
+            print(
+                f"{workload:10} {streams:7} {mode:7} {speed:6.1f} {length:12.2f}  {share}"
+                f"  {statistics.median(times):6.2f}  {statistics.median(work):11.2f}  ({min(work):.2f})",
+                flush=True,
+            )
+
+
+def _drafted(core: EngineCore) -> tuple[int, int]:
+    stats = core.stats().spec_decoding_stats
+    return (stats.num_draft_tokens, stats.num_accepted_tokens) if stats is not None else (0, 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+// Threads: all run the same function, share out the tasks of each phase, and meet at its end.
+#pragma once
+
+#include <time.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+namespace {
+
+constexpr int kSpins = 4000;  // at a barrier, before the thread sleeps
+
+inline int64_t nanoseconds(clockid_t clock) {
+  timespec time;
+  clock_gettime(clock, &time);
+  return time.tv_sec * INT64_C(1000000000) + time.tv_nsec;
+}
+
+// A thread whose core is busy with other work delays every phase, and so the whole team. So the team tries out whether it
+// works faster with one thread fewer, and later whether with one more.
+class TeamSize {
+ public:
+  explicit TeamSize(int most) : most_(most), size_(most) {}
+  int now() const { return size_; }
+  // After each run: how long it took, and the processor time that all threads worked in it without waiting.
+  void ran(int64_t elapsed, int64_t worked) {
+    elapsed_ += elapsed;
+    worked_ += worked;
+    const float rate = (float)worked_ / elapsed_;  // threads that worked all the time would do as much
+    const bool worse = trial_ && rate < rate_;
+    if (++runs_ < kRuns && !worse) return;
+    elapsed_ = worked_ = runs_ = 0;
+    const int64_t time = nanoseconds(CLOCK_MONOTONIC);
+    if (trial_) {
+      const bool better = rate > kBetter * rate_;
+      if (!better) size_ -= trial_;
+      pause_ = better ? kPause : std::min(2 * pause_, kLongestPause);
+      retry_ = time + pause_;
+      trial_ = 0;
+    } else if (time >= retry_) {
+      rate_ = rate;
+      trial_ = rate < kIdle * size_ ? -1 : 1;
+      if (size_ + trial_ < 1 || size_ + trial_ > most_) trial_ = 0;
+      size_ += trial_;
+    }
+  }
+
+ private:
+  static constexpr int kRuns = 4;           // that are compared
+  static constexpr float kBetter = 1.05f;   // than before: the change stays
+  static constexpr float kIdle = 0.5f;      // below this share of work in the threads' time, fewer are tried
+  static constexpr int64_t kPause = 20'000'000, kLongestPause = 2'000'000'000;  // nanoseconds between trials
+
+  const int most_;
+  int size_, trial_ = 0, runs_ = 0;
+  float rate_ = 0;
+  int64_t elapsed_ = 0, worked_ = 0, pause_ = kPause, retry_ = 0;
+};
+
+class Team {
+ public:
+  explicit Team(int size) : starts_(size), size_(size) {
+    for (int i = 1; i < size; i++) threads_.emplace_back([this, i] { serve(starts_[i]); });
+  }
+  ~Team() {
+    stopping_ = true;
+    wake((int)starts_.size());
+    for (auto& thread : threads_) thread.join();
+  }
+  int size() const { return size_.now(); }
+  template <class Work>
+  void run(int phases, Work& work) {
+    const int64_t began = nanoseconds(CLOCK_MONOTONIC);
+    if ((int)next_.size() < phases) next_ = std::vector<std::atomic<int>>(phases);
+    for (auto& next : next_) next.store(0, std::memory_order_relaxed);
+    work_ = &work;
+    call_ = [](void* work) { (*static_cast<Work*>(work))(); };
+    worked_ = 0;
+    running_ = size_.now();
+    wake(running_);
+    take_part();
+    size_.ran(nanoseconds(CLOCK_MONOTONIC) - began, worked_);
+  }
+  template <class Task>
+  void each(int& phase, int count, Task task) {
+    std::atomic<int>& next = next_[phase++];
+    for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) task(i);
+    meet();
+  }
+
+ private:
+  struct alignas(64) Start {
+    std::atomic<uint32_t> runs{0};
+  };
+
+  void wake(int count) {
+    for (int i = 1; i < count; i++) {
+      starts_[i].runs.fetch_add(1);
+      starts_[i].runs.notify_one();
+    }
+  }
+  void serve(Start& start) {
+    for (uint32_t seen = 0;; seen++) {
+      start.runs.wait(seen);
+      if (stopping_) return;
+      take_part();
+    }
+  }
+  void take_part() {
+    spun_ = 0;
+    const int64_t before = nanoseconds(CLOCK_THREAD_CPUTIME_ID);
+    call_(work_);
+    worked_ += nanoseconds(CLOCK_THREAD_CPUTIME_ID) - before - spun_;
+    meet();
+  }
+  void meet() {
+    const uint32_t met = met_.load();
+    if (arrived_.fetch_add(1) + 1 == running_) {
+      arrived_.store(0);
+      met_.fetch_add(1);
+      met_.notify_all();
+      return;
+    }
+    const int64_t began = nanoseconds(CLOCK_MONOTONIC);
+    for (int i = 0; i < kSpins && met_.load(std::memory_order_acquire) == met; i++) {
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#endif
+    }
+    spun_ += nanoseconds(CLOCK_MONOTONIC) - began;
+    while (met_.load() == met) met_.wait(met);
+  }
+
+  inline static thread_local int64_t spun_ = 0;
+  std::vector<std::thread> threads_;
+  std::vector<Start> starts_;
+  std::vector<std::atomic<int>> next_;
+  std::atomic<uint32_t> met_{0};
+  std::atomic<int> arrived_{0};
+  std::atomic<int64_t> worked_{0};
+  std::atomic<bool> stopping_{false};
+  TeamSize size_;
+  int running_ = 0;
+  void* work_ = nullptr;
+  void (*call_)(void*) = nullptr;
+};
+
+}  // namespace

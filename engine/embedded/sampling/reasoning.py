@@ -1,0 +1,47 @@
+"""The budget of reasoning as a mask, by which every runner's sampler forces the end of reasoning."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.embedded.grammar.compiler import Matcher
+from engine.embedded.grammar.library import Compiled
+from engine.kit.reasoning import ReasoningProgress
+from engine.types import ReasoningBudget
+
+
+class ReasoningMatcher:
+    """A matcher that also follows a budget of reasoning; `guide` is the matcher of the request's guide, if it has one.
+
+    What the guide forbids is not forced.
+    """
+
+    def __init__(self, budget: ReasoningBudget, guide: Matcher | None) -> None:
+        self._progress = ReasoningProgress(budget)
+        self._guide = guide
+
+    @property
+    def error(self) -> str:
+        """See `Matcher`."""
+        return "" if self._guide is None else self._guide.error
+
+    def begin(self, compiled: Compiled) -> None:
+        """Start at the beginning of the guide's grammar."""
+        assert self._guide is not None, "only a guide has a grammar"
+        self._guide.begin(compiled)
+
+    def fill(self, bitmask: torch.Tensor, row: int) -> None:
+        """Clear bits in `row` of a bitmask that allows every id. See `Matcher`."""
+        if self._guide is not None:
+            self._guide.fill(bitmask, row)
+        bits, forced = bitmask.numpy().view("uint32")[row], self._progress.forced
+        if forced is not None and bits[forced // 32] >> forced % 32 & 1:
+            bits[:] = 0
+            bits[forced // 32] = 1 << forced % 32
+        for token_id in self._progress.avoided:
+            bits[token_id // 32] &= ~(1 << token_id % 32) & 0xFFFFFFFF
+
+    def accept(self, token_id: int) -> bool:
+        """See `Matcher`."""
+        self._progress.accept(token_id)
+        return self._guide is None or self._guide.accept(token_id)

@@ -1,0 +1,186 @@
+"""A suffix automaton over this and earlier answers, bounded in memory.
+
+Its states are the sets of substrings that end at the same places (Blumer et al., 1985). Each answer extends it token by
+token from a root of its own salt, so that clients who share no KV blocks learn nothing of each other's answers either.
+Where an answer stands is one state; the longest end of it that has been followed by something is a few suffix links
+away. There are two automata: when the newer is full, the older is dropped.
+"""
+
+from collections.abc import Sequence as Many
+
+from engine.embedded.sequence import Sequence
+from engine.embedded.speculation.drafter import Draft
+from engine.embedded.speculation.lookup import Lookup, Match, draft_of
+
+_COUNTED = 32
+"""Suffixes of which an occurrence is counted, the longest ones: all of them would be many in text that repeats."""
+
+
+class Automaton:
+    """Answers so far, and how often what follows what."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        """Number of tokens in it."""
+        self._roots: dict[str, int] = {}
+        self._next: list[dict[int, int]] = []
+        self._link: list[int] = []
+        self._length: list[int] = []
+        self._count: list[int] = []
+
+    def root(self, salt: str) -> int:
+        """Return the state of the empty text."""
+        if salt not in self._roots:
+            self._roots[salt] = self._state({}, -1, 0)
+        return self._roots[salt]
+
+    def extend(self, state: int, token: int) -> int:
+        """Add a token behind a text that is in it; return the state of the longer text."""
+        self.tokens += 1
+        if (known := self._next[state].get(token)) is not None:
+            found = known if self._length[known] == self._length[state] + 1 else self._split(state, token, known)
+        else:
+            found = self._state({}, -1, self._length[state] + 1)
+            while state >= 0 and token not in self._next[state]:
+                self._next[state][token] = found
+                root, state = state, self._link[state]
+            if state < 0:
+                self._link[found] = root
+            elif self._length[known := self._next[state][token]] == self._length[state] + 1:
+                self._link[found] = known
+            else:
+                self._link[found] = self._split(state, token, known)
+        state = found
+        for _ in range(_COUNTED):
+            self._count[state] += 1
+            state = self._link[state]
+            if state < 0:
+                break
+        return found
+
+    def advance(self, state: int, length: int, token: int) -> tuple[int, int]:
+        """Return the state, and the length, of the longest end of a text and a token that is in it; `state` and
+        `length` are those of the text."""
+        while token not in self._next[state]:
+            if self._link[state] < 0:
+                return state, 0
+            state = self._link[state]
+            length = self._length[state]
+        return self._next[state][token], length + 1
+
+    def match(self, state: int, length: int, limit: int, least: int) -> Match:
+        """Return what has most often followed the longest end of a text that anything has followed, if `least` of its
+        tokens are matched."""
+        while not self._next[state] and self._link[state] >= 0:
+            state = self._link[state]
+            length = self._length[state]
+        if length < least:
+            return Match(0, [])
+        draft = list[int]()
+        while len(draft) < limit and (following := self._next[state]):
+            token = max(following, key=lambda token: self._count[following[token]])
+            draft.append(token)
+            state = following[token]
+        return Match(length, draft)
+
+    def _state(self, following: dict[int, int], link: int, length: int) -> int:
+        self._next.append(following)
+        self._link.append(link)
+        self._length.append(length)
+        self._count.append(0)
+        return len(self._next) - 1
+
+    def _split(self, state: int, token: int, known: int) -> int:
+        """Give the shorter texts of a state, up to that of `state` and the token, a state of their own."""
+        clone = self._state(dict(self._next[known]), self._link[known], self._length[state] + 1)
+        self._count[clone] = self._count[known]
+        self._link[known] = clone
+        while state >= 0 and self._next[state].get(token) == known:
+            self._next[state][token] = clone
+            state = self._link[state]
+        return clone
+
+
+class _Standing:
+    """Where a sequence stands in the two automata."""
+
+    __slots__ = ("known", "length", "matched", "matched_length", "newer", "state")
+
+    def __init__(self, known: int) -> None:
+        self.known = known
+        """How many tokens of the sequence have been followed."""
+        self.newer: Automaton | None = None
+        """The newer automaton when they had."""
+        self.state = 0
+        """Of what was added to the newer automaton."""
+        self.length = 0
+        self.matched = 0
+        """Of the longest end that is in the older one."""
+        self.matched_length = 0
+
+
+class Answers:
+    """The `Drafter` that looks into the sequence itself, and into this and earlier answers."""
+
+    free = True
+
+    def __init__(self, least: int, capacity: int) -> None:
+        """`capacity`: tokens of answers that are kept."""
+        self._lookup = Lookup(least)
+        self._least = least
+        self._capacity = capacity
+        self._older, self._newer = Automaton(), Automaton()
+        self._places: dict[Sequence, _Standing] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of answers that are kept."""
+        return self._older.tokens + self._newer.tokens
+
+    def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[Draft]:
+        """See `Drafter`."""
+        return [draft_of(self._match(sequence, limit)) for sequence, limit in zip(sequences, limits, strict=True)]
+
+    def forget(self, sequence: Sequence) -> None:
+        """See `Drafter`."""
+        if sequence in self._places:
+            self._follow(sequence)
+            del self._places[sequence]
+        self._lookup.forget(sequence)
+
+    def _match(self, sequence: Sequence, limit: int) -> Match:
+        best = self._lookup.match(sequence, limit)
+        place = self._follow(sequence)
+        found = self._newer.match(place.state, place.length, limit, self._least)
+        older = self._older.match(place.matched, place.matched_length, limit, self._least)
+        return max(best, found, older, key=_length)
+
+    def _follow(self, sequence: Sequence) -> _Standing:
+        """Take the new tokens of a sequence into the newer automaton, and return where it stands in both."""
+        if (place := self._places.get(sequence)) is None:
+            place = self._places[sequence] = _Standing(sequence.num_prompt)
+        for token in sequence.tokens[place.known :]:
+            if self._newer.tokens >= self._capacity // 2:
+                self._older, self._newer = self._newer, Automaton()
+            self._settle(place, sequence.request.cache_salt)
+            place.state = self._newer.extend(place.state, token)
+            place.length += 1
+            place.matched, place.matched_length = self._older.advance(place.matched, place.matched_length, token)
+        self._settle(place, sequence.request.cache_salt)
+        place.known = len(sequence.tokens)
+        return place
+
+    def _settle(self, place: _Standing, salt: str) -> None:
+        """Move a place to the present automata: what was added to the one that is the older now is a match there."""
+        if place.newer is self._newer:
+            return
+        if place.newer is not None and place.newer is self._older:
+            place.matched, place.matched_length = place.state, place.length
+        else:
+            place.matched, place.matched_length = self._older.root(salt), 0
+        place.state, place.length = self._newer.root(salt), 0
+        place.newer = self._newer
+
+
+def _length(match: Match) -> int:
+    return match.length

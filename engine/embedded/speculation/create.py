@@ -1,0 +1,31 @@
+"""The choice of a drafter for a configuration."""
+
+from engine.config import EmbeddedConfig
+from engine.embedded.models.runner import ModelRunner
+from engine.embedded.speculation.answers import Answers
+from engine.embedded.speculation.drafter import Drafter
+from engine.embedded.speculation.lookup import Lookup
+from engine.embedded.speculation.speculator import Speculator
+
+
+def create_speculator(config: EmbeddedConfig, runner: ModelRunner) -> Speculator | None:
+    """Return the speculator of a configuration, None if there is to be none. Raises EngineFailure if its draft model
+    cannot be loaded, or is none for this model."""
+    drafter: Drafter
+    match config.speculative:
+        case "none":
+            return None
+        case "ngram":
+            drafter = Lookup(config.speculative_min_match)
+        case "suffix":
+            drafter = Answers(config.speculative_min_match, config.speculative_answer_tokens)
+        case "draft":
+            from engine.embedded.speculation.draft_model import DraftModel  # noqa: PLC0415
+
+            drafter = DraftModel(config, runner)
+    return Speculator(
+        drafter,
+        most=config.speculative_tokens,
+        min_speedup=config.speculative_min_speedup,
+        context_length=runner.context_length,
+    )

@@ -1,0 +1,122 @@
+"""Prompt lookup: the end of a sequence is looked for earlier in it, and what followed there is proposed.
+
+A match is followed for as long as it predicts the output. Once it fails, the longest other match is looked for, and of
+several the one that lies next behind the last: an edited text goes on shortly behind where it was left.
+"""
+
+from array import array
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.embedded.sequence import Sequence
+from engine.embedded.speculation.drafter import NOTHING, Draft, class_of_match
+
+_LONGEST = 32
+"""Tokens by which matches are compared."""
+_PREDICTED = 8
+"""Length of match that the beginning of a prediction counts as, before any of it has come true."""
+
+
+class Match(NamedTuple):
+    length: int
+    """Tokens before `follows` that are also the end of the text."""
+    draft: list[int]
+
+
+class KnownText:
+    """A prediction, if the request has one, then the prompt and the output so far."""
+
+    def __init__(self, prediction: Many[int], least: int) -> None:
+        """`least`: tokens that a match has at least."""
+        self._tokens = array("i", prediction)
+        self._least = least
+        self._next = 0 if prediction else -1
+        """Index of the token that is predicted next; -1 for none."""
+        self._length = _PREDICTED
+        """Length of the match before it."""
+        self._left = 0
+        """Where the last match failed."""
+
+    def append(self, tokens: Many[int], *, follow: bool = True) -> None:
+        """Note tokens; without `follow` they are a prompt, which a prediction does not predict."""
+        if not follow:
+            self._tokens.extend(tokens)
+            return
+        for token in tokens:
+            if self._next >= 0:
+                if self._tokens[self._next] == token:
+                    self._next += 1
+                    self._length += 1
+                else:
+                    self._left, self._next = self._next, -1
+            self._tokens.append(token)
+
+    def match(self, limit: int) -> Match:
+        """Return up to `limit` tokens that may come next; none without a match. Where what followed ends with the text
+        itself, it is taken to repeat."""
+        if self._next < 0:
+            self._search()
+        if self._next < 0:
+            return Match(0, [])
+        found = self._tokens[self._next : self._next + limit].tolist()
+        while len(found) < limit:
+            found += found[: limit - len(found)]
+        return Match(self._length, found)
+
+    def _search(self) -> None:
+        """Find the longest match of the text's end."""
+        text = np.frombuffer(self._tokens, np.int32)
+        end = len(text) - 1
+        if end < self._least:
+            return
+        follows = np.flatnonzero(text[:end] == text[end]) + 1
+        length = 1 if len(follows) else 0
+        while 0 < length < _LONGEST:
+            longer = follows[follows > length]
+            longer = longer[text[longer - length - 1] == text[end - length]]
+            if not len(longer):
+                break
+            follows, length = longer, length + 1
+        if length >= self._least:
+            place = int(np.searchsorted(follows, self._left))
+            self._next = int(follows[place if place < len(follows) else -1])
+            self._length = length
+
+
+class Lookup:
+    """The `Drafter` that looks into the sequence itself."""
+
+    free = True
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._texts: dict[Sequence, tuple[KnownText, int]] = {}
+        """What is followed of each sequence, and how many of its tokens are in it."""
+
+    def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[Draft]:
+        """See `Drafter`."""
+        return [draft_of(self.match(sequence, limit)) for sequence, limit in zip(sequences, limits, strict=True)]
+
+    def match(self, sequence: Sequence, limit: int) -> Match:
+        """Return what follows the longest match of the sequence's end."""
+        if (entry := self._texts.get(sequence)) is None:
+            text, known = KnownText(sequence.request.prediction, self._least), sequence.num_prompt
+            text.append(sequence.tokens[:known], follow=False)
+        else:
+            text, known = entry
+        text.append(sequence.tokens[known:])
+        self._texts[sequence] = text, len(sequence.tokens)
+        return text.match(limit)
+
+    def forget(self, sequence: Sequence) -> None:
+        """See `Drafter`."""
+        self._texts.pop(sequence, None)
+
+
+def draft_of(match: Match) -> Draft:
+    """Return a match as a draft, whose tokens are the surer the longer the match before them is."""
+    if not match.draft:
+        return NOTHING
+    return Draft(match.draft, [class_of_match(match.length + index) for index in range(len(match.draft))])

@@ -1,0 +1,166 @@
+"""Weights in blocks of 8 and 4 bits on the compiled path: at every level they compute what their values say."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType, dequantize, quantize
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from engine.config import EmbeddedConfig
+from engine.embedded.models.load import forecast, load_runner
+from engine.embedded.models.native.build import SOURCE, find_compiler
+from engine.embedded.models.native.checkpoint import Checkpoint
+from engine.embedded.models.native.levels import LEVELS, Level
+from engine.embedded.models.native.structures import Kind
+from engine.errors import EngineFailure
+from tests.engine.embedded.models.native.test_native import (
+    KINDS,
+    ODD_SIZES,
+    level,  # noqa: F401 - a fixture
+    load,
+    make_folder,
+    tokens_of,
+)
+from tests.support.steps import Part, step_of
+
+Q4_0, Q4_1, Q8_0 = GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0
+
+
+def int8(weight: torch.Tensor) -> torch.Tensor:
+    """Round to multiples of a 127th of the largest of 32 neighbours, which has 16 bits itself."""
+    groups = functional.pad(weight, (0, -weight.shape[1] % 32)).unflatten(1, (-1, 32))
+    scales = (groups.abs().amax(-1, keepdim=True) / 127).half().float()
+    return (torch.round(groups / scales).nan_to_num() * scales).flatten(1)[:, : weight.shape[1]]
+
+
+def expected(folder: Path, rounded: dict[str, torch.Tensor], tokens: list[int]) -> torch.Tensor:
+    """Logits of transformers with rounded weights."""
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference.load_state_dict(rounded, strict=False)
+    with torch.inference_mode():
+        logits: torch.Tensor = reference(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+def matrices(folder: Path) -> dict[str, torch.Tensor]:
+    state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    return {name: weight for name, weight in state.items() if weight.ndim == 2}
+
+
+def check(folder: Path, level: str, rounded: dict[str, torch.Tensor]) -> None:
+    """Compare all of a prompt, in steps of one row and of many, with the values that the weights have."""
+    tokens = tokens_of(140, 1, rounded["model.embed_tokens.weight"].shape[0])
+    logits = expected(folder, rounded, tokens)
+    for threads in (1, 3):
+        model = load(folder, cpu_isa=level, quantization="int8", threads=threads)
+        parts = [(0, 100), (100, 1), (101, 5), (106, 34)]
+        steps = [step_of([Part(tokens, list(range(3, 8)), start, length)]) for start, length in parts]
+        computed = torch.cat([model.forward(step) for step in steps])
+        torch.testing.assert_close(computed, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max()))
+
+
+@pytest.mark.parametrize("sizes", ["even", *ODD_SIZES])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_int8_rounds_weights_and_nothing_else(tmp_path: Path, kind: str, sizes: str, level: str) -> None:  # noqa: F811
+    make_folder(tmp_path, kind, **{**KINDS[kind], **ODD_SIZES.get(sizes, {})})
+    check(tmp_path, level, {name: int8(weight) for name, weight in matrices(tmp_path).items()})
+
+
+def store(monkeypatch: pytest.MonkeyPatch, kinds: dict[str, GGMLQuantizationType]) -> None:
+    """Let checkpoints hold matrices as blocks, as GGUF files do; `kinds` by the ends of names."""
+
+    def kind(_: Checkpoint, name: str) -> Kind | None:
+        return next((Kind[kind.name] for end, kind in kinds.items() if name.endswith(end)), None)
+
+    def blocks(self: Checkpoint, name: str) -> torch.Tensor:
+        (kind,) = (kind for end, kind in kinds.items() if name.endswith(end))
+        return torch.from_numpy(quantize(self.floats(name).numpy(), kind))
+
+    monkeypatch.setattr(Checkpoint, "block_kind", kind)
+    monkeypatch.setattr(Checkpoint, "blocks", blocks)
+
+
+def rounded_to(weight: torch.Tensor, kind: GGMLQuantizationType) -> torch.Tensor:
+    return torch.from_numpy(dequantize(quantize(weight.numpy(), kind), kind))
+
+
+@pytest.mark.parametrize("kind", [Q8_0, Q4_0, Q4_1], ids=lambda kind: kind.name)
+def test_stored_blocks_are_computed_as_they_are(
+    tmp_path: Path,
+    kind: GGMLQuantizationType,
+    level: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_folder(tmp_path)
+    store(monkeypatch, {"": kind})
+    check(tmp_path, level, {name: rounded_to(weight, kind) for name, weight in matrices(tmp_path).items()})
+
+
+def test_matrices_of_one_product_that_are_stored_differently_become_int8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_folder(tmp_path)
+    store(monkeypatch, {"q_proj.weight": Q4_1, "down_proj.weight": Q4_0, "up_proj.weight": Q8_0})
+    rounded = {name: int8(weight) for name, weight in matrices(tmp_path).items()}
+    for name, weight in matrices(tmp_path).items():
+        if "down_proj" in name or "up_proj" in name:
+            rounded[name] = rounded_to(weight, Q4_0 if "down_proj" in name else Q8_0)
+    check(tmp_path, "portable", rounded)
+
+
+def test_int8_takes_weights_that_bfloat16_does_not_hold(tmp_path: Path) -> None:
+    make_folder(tmp_path, dtype=torch.float32)
+    check(tmp_path, "portable", {name: int8(weight) for name, weight in matrices(tmp_path).items()})
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(make_folder(tmp_path))
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("inf")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(EngineFailure, match=r"layers\.1\.mlp\.up_proj\.weight.* not finite"):
+        load(tmp_path, quantization="int8")
+
+
+def test_extreme_weights_and_activations_are_computed(tmp_path: Path) -> None:
+    """Rows of zeros, and groups whose scale is a subnormal 16-bit float."""
+    model = AutoModelForCausalLM.from_pretrained(make_folder(tmp_path))
+    model.model.embed_tokens.weight.data[5] = 0
+    model.model.layers[0].mlp.down_proj.weight.data[2] *= 2.0**-16
+    model.save_pretrained(tmp_path)
+    check(tmp_path, "portable", {name: int8(weight) for name, weight in matrices(tmp_path).items()})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"attention": "sdpa"}, "QUANTIZATION=int8 cannot be used with ATTENTION=sdpa"),
+        ({"dtype": "bfloat16"}, "QUANTIZATION=int8 cannot be used: dtype bfloat16"),
+        ({"device": "cuda"}, "QUANTIZATION=int8 cannot be used: it is for a CPU; a GPU takes fp8"),
+    ],
+)
+def test_where_int8_cannot_be_used_it_is_refused(
+    tmp_path: Path, options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = EmbeddedConfig(model=str(make_folder(tmp_path)), **{"device": "cpu", "quantization": "int8", **options})
+    with pytest.raises(EngineFailure, match=said):
+        load_runner(config)
+
+
+def test_what_int8_computes_with_is_known_before(tmp_path: Path) -> None:
+    config = EmbeddedConfig(model=str(make_folder(tmp_path, dtype=torch.float32)), device="cpu", quantization="int8")
+    said = dict(forecast(config))
+    assert (said["compute_path"], said["quantization"]) == ("native", "int8")
+    make_folder(tmp_path, hidden_act="gelu")
+    with pytest.raises(EngineFailure, match="QUANTIZATION=int8 cannot be used: .*the activation gelu"):
+        dict(forecast(config))
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if "vnni" in level.name], ids=lambda level: level.name)
+def test_levels_that_this_processor_may_lack_are_valid_code(level: Level) -> None:  # noqa: F811
+    command = [find_compiler(), "-fsyntax-only", "-std=gnu++20", "-w", *level.flags, f"-DLANES={level.lanes}", SOURCE]
+    assert subprocess.run(command, capture_output=True, text=True, check=False).stderr == ""

@@ -1,0 +1,141 @@
+"""Drafters: what they propose, and what they keep."""
+
+import random
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.embedded.sampling.state import SamplerState
+from engine.embedded.sequence import Sequence
+from engine.embedded.speculation.answers import Answers, Automaton
+from engine.embedded.speculation.drafter import NOTHING
+from engine.embedded.speculation.lookup import Lookup
+from engine.types import GenerateRequest, SamplingParams
+
+WORDS = list(range(100, 140))
+
+
+def sequence(prompt: list[int], prediction: tuple[int, ...] = (), salt: str = "", name: str = "one") -> Sequence:
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    request = GenerateRequest(
+        request_id=name, prompt_token_ids=tuple(prompt), sampling=params, prediction=prediction, cache_salt=salt
+    )
+    state = SamplerState(params, prompt, (2,), 0, None, 384, torch.device("cpu"))
+    return Sequence(request=request, sampler=state, rank=0.0, arrival=0.0, tokens=list(prompt))
+
+
+def test_what_followed_the_longest_match_is_proposed() -> None:
+    lookup = Lookup(2)
+    one = sequence([1, 2, 3, 4, 9, 2, 3, 5, 9, 1, 2, 3])
+    assert lookup.draft([one], [2])[0].tokens == [4, 9], "1, 2, 3 is longer than the later 2, 3"
+    one.tokens.append(5)
+    assert lookup.draft([one], [4])[0].tokens == [9, 1, 2, 3], "what came is another match"
+    one.tokens += [7, 8]
+    assert lookup.draft([one], [4]) == [NOTHING]
+
+
+def test_a_match_that_has_failed_is_found_again_behind_the_edit() -> None:
+    """Both places have the same 2 tokens before them; the one behind the last match is the better guess."""
+    lookup = Lookup(2)
+    first, second = [5, 6, 7], [5, 6, 8]
+    one = sequence([*first, 20, 21, 22, *second, 23, 24, 25, *first])
+    lookup.draft([one], [1])
+    one.tokens += [20, 21, 30, 5, 6]
+    assert lookup.draft([one], [1])[0].tokens == [8]
+
+
+def test_a_text_that_repeats_is_taken_to_go_on() -> None:
+    assert Lookup(2).draft([sequence([9, 4, 5, 6, 4, 5, 6, 4, 5])], [8])[0].tokens == [6, 4, 5, 6, 4, 5, 6, 4]
+
+
+def test_a_prediction_is_followed_from_the_first_token_on() -> None:
+    lookup = Lookup(2)
+    one = sequence([1, 2, 3], prediction=tuple(WORDS))
+    assert lookup.draft([one], [3])[0].tokens == WORDS[:3]
+    one.tokens += [*WORDS[:4], 7, *WORDS[6:8]]
+    draft = lookup.draft([one], [3])[0]
+    assert draft.tokens == WORDS[8:11], "it goes on behind the edit"
+
+
+def test_the_longer_the_match_the_surer_the_token() -> None:
+    draft = Lookup(2).draft([sequence([*WORDS, 1, *WORDS[:3]])], [16])[0]
+    assert draft.tokens == WORDS[3:19] and draft.classes == sorted(draft.classes)
+    assert (draft.classes[0], draft.classes[-1]) == (0, 3)
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 3), st.integers(1, 9))
+def test_proposals_are_what_followed_an_equal_end(tokens: list[int], least: int, limit: int) -> None:
+    """Against a search without any index."""
+    lookup, one = Lookup(least), sequence([3])
+    for token in tokens:
+        one.tokens.append(token)
+        [draft] = lookup.draft([one], [limit])
+        text = one.tokens
+        places = [i for i in range(least, len(text)) if text[i - least : i] == text[-least:]]
+        assert bool(draft.tokens) == bool(places)
+        assert len(draft.tokens) == (limit if places else 0)
+        assert not places or draft.tokens[0] in {text[i] for i in places}
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=25), min_size=1, max_size=4))
+def test_the_automaton_knows_every_end_that_was_followed(texts: list[list[int]]) -> None:
+    automaton, ends = Automaton(), []
+    for text in texts:
+        state = automaton.root("")
+        for token in text:
+            state = automaton.extend(state, token)
+        ends.append(state)
+    for text, state in zip(texts, ends, strict=True):
+        followed = [
+            length
+            for length in range(1, len(text) + 1)
+            if any(text[-length:] == other[i : i + length] for other in texts for i in range(len(other) - length))
+        ]
+        match = automaton.match(state, len(text), 1, 1)
+        assert match.length == max(followed, default=0)
+        if followed:
+            found = [*text[-match.length :], *match.draft]
+            assert any(found == other[i : i + len(found)] for other in texts for i in range(len(other)))
+    assert automaton.tokens == sum(map(len, texts))
+
+
+def test_earlier_answers_are_proposed_to_those_of_the_same_salt() -> None:
+    answers = Answers(2, 1000)
+    for salt in ("a", "a", "b"):
+        earlier = sequence([1], salt=salt)
+        earlier.tokens += WORDS if salt == "a" else WORDS[::-1]
+        answers.draft([earlier], [1])
+        answers.forget(earlier)
+    for salt, expected in (("a", WORDS[12:16]), ("b", [108, 107, 106, 105]), ("c", [])):
+        one = sequence([1], salt=salt)
+        one.tokens += WORDS[10:12] if salt != "b" else [110, 109]
+        assert answers.draft([one], [4])[0].tokens == expected
+
+
+def test_of_what_has_followed_the_most_frequent_is_proposed() -> None:
+    answers = Answers(2, 1000)
+    for last in (7, 8, 8, 9):
+        earlier = sequence([1])
+        earlier.tokens += [50, 51, last]
+        answers.forget(earlier) if answers.draft([earlier], [1]) else None
+    one = sequence([1])
+    one.tokens += [50, 51]
+    assert answers.draft([one], [3])[0].tokens == [8]
+
+
+def test_answers_are_bounded_and_the_newer_half_is_kept() -> None:
+    answers, rng = Answers(2, 400), random.Random(0)
+    running = sequence([1], name="running")
+    texts = [[rng.randrange(1000) for _ in range(50)] for _ in range(30)]
+    for text in texts:
+        for one, tokens in ((sequence([1]), text), (running, text[:5])):
+            one.tokens += tokens
+            answers.draft([one], [1])
+            if one is not running:
+                answers.forget(one)
+        assert answers.tokens <= 400
+    for text, known in ((texts[-1], True), (texts[-3], True), (texts[0], False)):
+        one = sequence([1])
+        one.tokens += text[10:13]
+        assert (answers.draft([one], [4])[0].tokens == text[13:17]) == known

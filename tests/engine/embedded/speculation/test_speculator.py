@@ -1,0 +1,135 @@
+"""How many tokens are drafted: what acceptance and the times of steps make of it."""
+
+from collections.abc import Sequence as Many
+
+import pytest
+import torch
+
+from engine.embedded.sampling.state import SamplerState
+from engine.embedded.sequence import Sequence, SequenceStatus
+from engine.embedded.speculation.drafter import Draft
+from engine.embedded.speculation.speculator import Speculator, StepCosts
+from engine.types import GenerateRequest, SamplingParams
+
+
+class Repeating:
+    """Drafts that the test says are right or not: token 1 is what comes."""
+
+    def __init__(self, *, free: bool = True) -> None:
+        self.free = free
+        self.right = True
+        self.asked = 0
+
+    def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[Draft]:
+        self.asked += len(sequences)
+        return [Draft([1 if self.right else 2] * limit, [2] * limit) for limit in limits]
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+
+def decoding(name: str, max_tokens: int = 100_000) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens)
+    return Sequence(
+        request=GenerateRequest(request_id=name, prompt_token_ids=(5,), sampling=params),
+        sampler=SamplerState(params, (5,), (2,), 0, None, 10, torch.device("cpu")),
+        rank=0.0, arrival=0.0, tokens=[5, 1], computed=1, status=SequenceStatus.RUNNING,
+    )  # fmt: skip
+
+
+def simulate(
+    speculator: Speculator, sequences: list[Sequence], steps: int, row: float, base: float = 1.0
+) -> tuple[float, int]:
+    """Run steps in which every token is 1, and a row costs `row`; return tokens per second and drafted tokens."""
+    seconds, tokens, drafted = 0.0, 0, 0
+    for _ in range(steps):
+        speculator.plan(sequences)
+        rows = len(sequences) + sum(len(sequence.draft) for sequence in sequences)
+        cost = base + row * rows
+        for sequence in sequences:
+            right = len(sequence.draft) if sequence.draft[:1] == [1] else 0
+            drafted += len(sequence.draft)
+            tokens += right + 1
+            sequence.tokens += [1] * (right + 1)
+            sequence.computed = len(sequence.tokens) - 1
+        seconds += cost
+        speculator.note_step(rows, rows > len(sequences), cost)
+    return tokens / seconds, drafted
+
+
+def speculator(drafter: Repeating, **options: float) -> Speculator:
+    return Speculator(drafter, **{"most": 8, "min_speedup": 1.05, "context_length": 1 << 20, **options})  # type: ignore[arg-type]
+
+
+def test_right_drafts_are_used_in_full_where_rows_are_cheap() -> None:
+    one = speculator(Repeating())
+    simulate(one, sequences := [decoding("a")], 20, row=0.05)
+    rate, drafted = simulate(one, sequences, 20, row=0.05)
+    assert drafted == 20 * 8 and rate > 5
+
+
+def test_wrong_drafts_are_given_up_and_taken_up_again() -> None:
+    drafter = Repeating()
+    drafter.right = False
+    one, sequences = speculator(drafter), [decoding("a")]
+    simulate(one, sequences, 50, row=0.1)
+    rate, drafted = simulate(one, sequences, 200, row=0.1)
+    assert drafted == 0 and rate > 0.97 / 1.1
+    drafter.right = True
+    simulate(one, sequences, 30, row=0.1)
+    assert simulate(one, sequences, 20, row=0.1)[1] > 50, "what was not computed is judged, too"
+
+
+def test_a_sequence_is_judged_by_itself() -> None:
+    class Both(Repeating):
+        def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[Draft]:
+            return [
+                Draft([1 if sequence.request.request_id == "good" else 2] * limit, [2] * limit)
+                for sequence, limit in zip(sequences, limits, strict=True)
+            ]
+
+    one, good, bad = speculator(Both()), decoding("good"), decoding("bad")
+    simulate(one, [good, bad], 60, row=0.1)
+    one.plan([good, bad])
+    assert len(good.draft) > 2 and not bad.draft
+
+
+@pytest.mark.parametrize(("streams", "row", "least"), [(1, 1.0, 0.97), (64, 1.0, 0.97), (64, 0.02, 0.97)])
+def test_load_turns_drafts_down(streams: int, row: float, least: float) -> None:
+    """Where a row costs as much as a step, no draft is worth it; the plain speed is what is left."""
+    drafter = Repeating()
+    one, sequences = speculator(drafter), [decoding(str(index)) for index in range(streams)]
+    simulate(one, sequences, 100, row=row)
+    rate, _ = simulate(one, sequences, 100, row=row)
+    assert rate > least * streams / (1.0 + row * streams)
+
+
+def test_a_draft_ends_where_the_answer_does() -> None:
+    one = speculator(Repeating(), min_speedup=0)
+    near, last = decoding("near", max_tokens=4), decoding("last", max_tokens=2)
+    assert one.plan([near, last])
+    assert (len(near.draft), last.draft) == (2, []), "the token after the draft is the last one"
+    assert not speculator(Repeating(), min_speedup=0, context_length=3).plan([decoding("full")])
+
+
+def test_a_drafter_that_costs_is_asked_only_where_it_is_worth_it() -> None:
+    drafter = Repeating(free=False)
+    drafter.right = False
+    one, sequences = speculator(drafter), [decoding("a")]
+    simulate(one, sequences, 60, row=0.2)
+    drafter.asked = 0
+    simulate(one, sequences, 640, row=0.2)
+    assert 5 <= drafter.asked <= 15, "once in a while, to see"
+    drafter.right = True
+    simulate(one, sequences, 1000, row=0.2)
+    assert simulate(one, sequences, 20, row=0.2)[1] > 20
+
+
+def test_costs_are_fitted_and_one_slow_step_does_not_overthrow_them() -> None:
+    costs = StepCosts()
+    for rows in (1, 4, 9, 17) * 20:
+        costs.note(rows, rows > 1, 10 + 2 * rows + 5 * (rows > 1))
+    cost = costs.fit()
+    assert cost.of(1, False) == pytest.approx(12, rel=0.2) and cost.of(12, True) == pytest.approx(39, rel=0.2)
+    costs.note(4, True, 1000.0)
+    assert costs.fit().of(12, True) == pytest.approx(39, rel=0.2)

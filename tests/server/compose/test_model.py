@@ -1,0 +1,50 @@
+"""Which parsers a model gets."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multimodal.text.templates import ChatTemplate
+from multimodal.text.tokenizer import CHATML
+from server.compose.model import answer_format
+from server.settings import Settings
+
+OWN: dict[str, Any] = {
+    "version": 1,
+    "fields": {
+        "thinking": {"open": "<muse>", "close": "</muse>"},
+        "tool_calls": {
+            "open": "<do>",
+            "close": "</do>",
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {},
+    },
+}
+
+
+def names(folder: Path, template: str, own: Any = OWN, **settings: Any) -> tuple[str, str]:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"response_template": own}))
+    found = Settings(engine="fake", model=str(folder), **settings)
+    return answer_format(found, folder, ChatTemplate(template, {})).parser_names
+
+
+def test_auto_takes_a_models_own_response_template_where_no_family_fits(tmp_path: Path) -> None:
+    unknown, known = "{{ tools }}<do>", "{{ tools }}<|im_start|><tool_call></think>"
+    own = ("response_template", "response_template")
+    assert names(tmp_path, unknown) == own
+    assert names(tmp_path, known) == ("hermes", "qwen3"), "of a known family, calls can be guided"
+    assert names(tmp_path, "{{ tools }}<tool_call>") == own, "the family has no reasoning"
+    assert names(tmp_path, known, tool_call_parser="response_template") == own
+    assert names(tmp_path, unknown, tool_call_parser="none", reasoning_parser="none") == ("", "")
+    assert names(tmp_path, unknown, tool_call_parser="hermes") == ("hermes", "")
+
+
+def test_a_response_template_that_cannot_be_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert names(tmp_path, CHATML, {"version": 9, "fields": {}}) == ("hermes", "")
+    assert "version 9" in caplog.text
+    with pytest.raises(ValueError, match="response_template"):
+        names(tmp_path, CHATML, None, tool_call_parser="response_template")
