@@ -183,7 +183,7 @@ def _flat(tools: Iterable[ResponsesTool]) -> Iterator[tuple[str, str | None, Mem
 
 
 def _function(tool: MemberTool, name: str) -> FunctionDefinition:
-    fields = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
+    fields: dict[str, Any] = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
     given = {field: value for field, value in fields.items() if value is not None}
     return FunctionDefinition(name=name, **given)
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.types import FinishReason, Logprob
@@ -57,6 +57,7 @@ def happenings(parts: Sequence[Part], size: int, finish: FinishReason) -> tuple[
     return reducer, found + reducer.feed(piece([], finish))
 
 
+@settings(max_examples=50)
 @given(RUNS, st.lists(st.integers(0, 20), max_size=4), st.integers(1, 5), st.sampled_from(["stop", "length"]))
 def test_any_split_gives_the_same_items(
     runs: list[tuple[str, str]], cuts: list[int], size: int, finish: FinishReason
@@ -75,6 +76,7 @@ def test_any_split_gives_the_same_items(
     assert "".join(item.text for item in split.items) == "".join(joined)
 
 
+@settings(max_examples=50)
 @given(RUNS, st.lists(st.integers(0, 20), max_size=4), st.integers(1, 5))
 def test_what_happens_adds_up_to_the_items(runs: list[tuple[str, str]], cuts: list[int], size: int) -> None:
     reducer, found = happenings(parts_of(runs, cuts), size, "stop")

@@ -23,7 +23,7 @@ from engine.embedded.speculation.drafter import Draft
 from engine.embedded.speculation.speculator import Speculator
 from engine.kit.logits import register
 from engine.kv_events import KvEvent
-from engine.types import Delta, GenerateRequest, Guide, SamplingParams
+from engine.types import Delta, GenerateRequest, Guide, ReasoningBudget, SamplingParams
 
 VOCAB, EOS, CONTEXT, BLOCK = 256, 2, 128, 8
 OUTPUT = 20
@@ -79,6 +79,10 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "stopped": {"stop_token_ids": tuple(range(0, VOCAB, 9)), "temperature": 1.0},
     "processed": {"processors": ("counting",), "temperature": 0.5},
     "guided": {"guide": Guide("regex", "turns"), "temperature": 1.0, "logprobs": 0},
+    "reasoning": {
+        "temperature": 1.0,
+        "reasoning_budget": ReasoningBudget(5, (20, 21, 22), (23,), True, {0: {30: 1}, 1: {20: 0}}),
+    },
     "short": {"max_tokens": 2},
     "none": {"max_tokens": 0},
     "reported": {"prompt_logprobs": 1, "max_tokens": 5},

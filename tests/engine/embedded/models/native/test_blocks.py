@@ -20,7 +20,6 @@ from engine.errors import EngineFailure
 from tests.engine.embedded.models.native.test_native import (
     KINDS,
     ODD_SIZES,
-    level,  # noqa: F401 - a fixture
     load,
     make_folder,
     tokens_of,
@@ -65,7 +64,7 @@ def check(folder: Path, level: str, rounded: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("sizes", ["even", *ODD_SIZES])
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_int8_rounds_weights_and_nothing_else(tmp_path: Path, kind: str, sizes: str, level: str) -> None:  # noqa: F811
+def test_int8_rounds_weights_and_nothing_else(tmp_path: Path, kind: str, sizes: str, level: str) -> None:
     make_folder(tmp_path, kind, **{**KINDS[kind], **ODD_SIZES.get(sizes, {})})
     check(tmp_path, level, {name: int8(weight) for name, weight in matrices(tmp_path).items()})
 
@@ -92,7 +91,7 @@ def rounded_to(weight: torch.Tensor, kind: GGMLQuantizationType) -> torch.Tensor
 def test_stored_blocks_are_computed_as_they_are(
     tmp_path: Path,
     kind: GGMLQuantizationType,
-    level: str,  # noqa: F811
+    level: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make_folder(tmp_path)
@@ -156,11 +155,11 @@ def test_what_int8_computes_with_is_known_before(tmp_path: Path) -> None:
     said = dict(forecast(config))
     assert (said["compute_path"], said["quantization"]) == ("native", "int8")
     make_folder(tmp_path, hidden_act="gelu")
-    with pytest.raises(EngineFailure, match="QUANTIZATION=int8 cannot be used: .*the activation gelu"):
+    with pytest.raises(EngineFailure, match=r"QUANTIZATION=int8 cannot be used: .*the activation gelu"):
         dict(forecast(config))
 
 
-@pytest.mark.parametrize("level", [level for level in LEVELS if "vnni" in level.name], ids=lambda level: level.name)
-def test_levels_that_this_processor_may_lack_are_valid_code(level: Level) -> None:  # noqa: F811
-    command = [find_compiler(), "-fsyntax-only", "-std=gnu++20", "-w", *level.flags, f"-DLANES={level.lanes}", SOURCE]
+@pytest.mark.parametrize("vnni", [level for level in LEVELS if "vnni" in level.name], ids=lambda level: level.name)
+def test_levels_that_this_processor_may_lack_are_valid_code(vnni: Level) -> None:
+    command = [find_compiler(), "-fsyntax-only", "-std=gnu++20", "-w", *vnni.flags, f"-DLANES={vnni.lanes}", SOURCE]
     assert subprocess.run(command, capture_output=True, text=True, check=False).stderr == ""

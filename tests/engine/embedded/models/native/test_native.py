@@ -23,10 +23,11 @@ from engine.embedded.models.load import forecast, load_runner
 from engine.embedded.models.native import build, levels
 from engine.embedded.models.native.build import NoCompilerError, library
 from engine.embedded.models.native.checkpoint import Checkpoint, read_config
-from engine.embedded.models.native.levels import LEVELS, available
+from engine.embedded.models.native.levels import LEVELS
 from engine.embedded.models.native.runner import NativeRunner
 from engine.embedded.models.torch.runner import TorchRunner
 from engine.errors import EngineFailure
+from tests.engine.embedded.models.native.conftest import ALL_LEVELS
 from tests.engine.embedded.test_equivalence import OPTIONS, add, make_core, run, tokens
 from tests.support.steps import Part, step_of
 
@@ -71,27 +72,6 @@ def make_folder(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.bf
 @pytest.fixture(scope="module", params=KINDS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp(request.param), request.param, **KINDS[request.param])
-
-
-def as_here(level: levels.Level) -> levels.Level:
-    """The level itself, or its vector width in instructions that this processor has.
-
-    It takes 23 s to compile that with -O3, and 4 s with -O1.
-    """
-    here = available()
-    return level if level in here else level._replace(flags=(*here[-1].flags, "-O1"), needs=frozenset())
-
-
-ALL_LEVELS = tuple(map(as_here, LEVELS))
-
-
-@pytest.fixture(
-    params=[level.name for level in LEVELS if level in available() or not any("vnni" in need for need in level.needs)]
-)
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A level's name, which can be had in the test. Without VNNI, its levels are the same code as others."""
-    monkeypatch.setattr(levels, "LEVELS", ALL_LEVELS)
-    return str(request.param)
 
 
 def load(folder: Path, **options: Any) -> NativeRunner:
