@@ -119,6 +119,8 @@ async def test_text_and_calls_whole_and_streamed(tmp_path: Path) -> None:
         events = await stream(client, tools=[WEATHER, TIME])
         page = (await client.get("/metrics")).text
     assert 'http_requests_total{handler="/v1/messages",method="POST",status="2xx"} 2.0' in page
+    assert 'trtllm_tool_calls_total{api="messages",model_name="fake",parser="hermes"} 4.0' in page
+    assert 'trtllm_malformed_tool_calls_total{api="responses",model_name="fake",parser="hermes"} 0.0' in page
     assert [block.get("text") or (block["name"], block["input"]) for block in whole["content"]] == [
         "Let me look.",
         ("get_weather", {"city": "Paris"}),
