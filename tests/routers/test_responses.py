@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -610,6 +611,22 @@ async def test_a_router_finds_the_replica_that_has_a_response(tmp_path: Path) ->
             assert check_adds_up(events)["previous_response_id"] == one["id"]
             assert (await client.delete(f"{PATH}/{one['id']}")).json()["deleted"]
         assert (await client.get(f"{PATH}/resp_1")).status_code == 404
+
+
+async def test_a_decode_replica_serves_both_newer_apis_with_prompts_computed_elsewhere(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        peer, _ = await stack.enter_async_context(replica("prefill"))
+        settings = {"prefill_urls": (peer,), "prefill_min_tokens": 0, "cache_dir": tmp_path, "responses_store_mb": 64}
+        url, _ = await stack.enter_async_context(replica("decode", **settings))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10))
+        first = await ask(client, max_output_tokens=4)
+        events = await stream(client, max_output_tokens=4, previous_response_id=first["id"])
+        assert check_adds_up(events)["usage"]["output_tokens"] == first["usage"]["output_tokens"] == 4
+        body = {"model": "fake", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+        message = (await client.post("/v1/messages", json=body)).json()
+        assert (message["usage"]["output_tokens"], message["stop_reason"]) == (4, "max_tokens")
+        page = (await client.get("/metrics")).text
+        assert re.search(r'trtllm_prefill_requests_total\{.*outcome="ok".*\} 3\.0', page)
 
 
 def test_a_relay_s_error_is_an_event() -> None:
