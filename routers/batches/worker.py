@@ -129,10 +129,7 @@ class BatchWorker:
             failure = error
         scope: Scope = {"type": "http", "path": ENDPOINT.path, "state": {"request_id": request_id}}
         result = b'{"type":"errored","error":%b}' % self.render_error(failure, scope)
-        if not await self.store.finish(job, "errored", result):
-            await self.store.put_back(job)
-            return False
-        return True
+        return await self.store.finish(job, "errored", result)
 
     def _hopeless(self, job: BatchJob, error: Exception) -> bool:
         """Count how often the engine died of a request, and tell whether that is enough."""

@@ -192,8 +192,14 @@ async def test_a_router_keeps_no_batches() -> None:
             assert "send them to a replica" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("error", "attempts"), [(EngineDied("dead"), 3), (QueueFull("full"), 2)])
-async def test_a_request_is_done_again_but_not_for_ever(tmp_path: Path, error: Exception, attempts: int) -> None:
+@pytest.mark.parametrize(
+    ("error", "attempts", "room"),
+    [(EngineDied("dead"), 3, 1 << 20), (QueueFull("full"), 2, 1 << 20), (RuntimeError("long " * 40), 1, 400)],
+    ids=["the engine dies", "the queue is full", "no room for the result"],
+)
+async def test_a_request_is_done_again_but_not_for_ever(
+    tmp_path: Path, error: Exception, attempts: int, room: int
+) -> None:
     asked: list[int] = []
 
     async def prepare(*_: Any) -> Any:
@@ -202,7 +208,7 @@ async def test_a_request_is_done_again_but_not_for_ever(tmp_path: Path, error: E
             raise RuntimeError("another")
         raise error
 
-    store = BatchStore(tmp_path / "batches.sqlite", 1 << 20, 10)
+    store = BatchStore(tmp_path / "batches.sqlite", room, 10)
     worker = BatchWorker(
         store=store,
         processor=SimpleNamespace(prepare=prepare),  # type: ignore[arg-type]
