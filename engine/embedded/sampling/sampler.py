@@ -81,11 +81,23 @@ class Sampler:
             put(logits, edited, part)
         tokens = largest(logits) if len(random) < len(states) else logits.new_empty(len(states), dtype=torch.int64)
         if random:
-            tokens[random] = _draw(take(logits, random), [states[row] for row in random])
+            tokens[random] = self._draw(take(logits, random), [states[row] for row in random])
         if raw is None:
             return Drawn(tokens)
         counts = [states[row].sampling.logprobs or 0 for row in reported]
         return Drawn(tokens, [(reported, Report.of(raw, tokens[reported], counts))])
+
+    def _draw(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
+        """Return a random token for each row of `logits`, float32 [len(states), vocab], that is ready to draw from."""
+        weights = weigh(logits, [Truncation.of(state.sampling) for state in states])
+        seeded = [row for row, state in enumerate(states) if state.sampling.seed is not None]
+        free = [row for row, state in enumerate(states) if state.sampling.seed is None]
+        tokens = logits.new_empty(len(states), dtype=torch.int64)
+        if seeded:
+            tokens[seeded] = race(weights, seeded, [(states[row].seed, states[row].position) for row in seeded])
+        if free:
+            tokens[free] = quantile(take(weights, free), [uniform(states[row].seed, states[row].position) for row in free])
+        return tokens
 
 
 class Drawn:
@@ -148,18 +160,6 @@ def uniform(seed: int, position: int) -> float:
         seed.to_bytes(16, "little", signed=True) + position.to_bytes(8, "little"), digest_size=8
     ).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
-
-
-def _draw(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
-    weights = weigh(logits, [Truncation.of(state.sampling) for state in states])
-    seeded = [row for row, state in enumerate(states) if state.sampling.seed is not None]
-    free = [row for row, state in enumerate(states) if state.sampling.seed is None]
-    tokens = logits.new_empty(len(states), dtype=torch.int64)
-    if seeded:
-        tokens[seeded] = race(weights, seeded, [(states[row].seed, states[row].position) for row in seeded])
-    if free:
-        tokens[free] = quantile(take(weights, free), [uniform(states[row].seed, states[row].position) for row in free])
-    return tokens
 
 
 class Report:

@@ -1,0 +1,202 @@
+// Draws of tokens from logits, as engine/embedded/sampling/truncation.py defines them, without passes over what cannot
+// matter: chunks of ids below a threshold are skipped, and of the race's noise only what may win is made in full.
+#pragma once
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int kChunk = 256;  // ids summed together, as truncation.py does
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+
+// What a row's request asks for.
+struct Draw {
+  int64_t seed, position, top_k;  // the first two: of the race
+  double quantile;
+  float temperature, top_p, min_p;
+  int32_t races;  // or is drawn at the quantile
+};
+
+// The words of Philox 4x32-10 for the ids of one chunk; see engine/kit/noise.py.
+inline void philox(uint64_t key, uint32_t position, uint32_t chunk, uint32_t* words) {
+  constexpr int kGroups = kChunk / 4;
+  uint32_t a[kGroups], b[kGroups], c[kGroups], d[kGroups];
+  for (int i = 0; i < kGroups; i++) a[i] = chunk * kGroups + i, b[i] = position, c[i] = d[i] = 0;
+  uint32_t first = (uint32_t)key, second = (uint32_t)(key >> 32);
+  for (int round = 0; round < 10; round++, first += 0x9E3779B9u, second += 0xBB67AE85u)
+    for (int i = 0; i < kGroups; i++) {
+      const uint64_t left = (uint64_t)a[i] * 0xD2511F53u, right = (uint64_t)c[i] * 0xCD9E8D57u;
+      a[i] = (uint32_t)(right >> 32) ^ b[i] ^ first, b[i] = (uint32_t)right;
+      c[i] = (uint32_t)(left >> 32) ^ d[i] ^ second, d[i] = (uint32_t)left;
+    }
+  for (int i = 0; i < kGroups; i++) words[4 * i] = a[i], words[4 * i + 1] = b[i], words[4 * i + 2] = c[i], words[4 * i + 3] = d[i];
+}
+
+class Drawer {
+ public:
+  int64_t draw(const float* logits, long vocab, const Draw& draw) {
+    weigh(logits, vocab, std::max(draw.temperature, 1e-30f));
+    const bool limited = 0 < draw.top_k && draw.top_k < vocab;
+    if (limited || draw.top_p < 1 || draw.min_p > 0)
+      cut(limited || draw.top_p < 1 ? threshold(limited ? draw.top_k : 0, draw.top_p, vocab) : kNever, draw.min_p);
+    return draw.races ? race(draw.seed, draw.position) : quantile(draw.quantile);
+  }
+
+ private:
+  struct Candidate {
+    float scaled, weight;
+  };
+
+  // Scales logits, so that the largest is 0, and makes weights of them; sums these and finds the best in each chunk.
+  void weigh(const float* logits, long vocab, float temperature) {
+    const long chunks = (vocab + kChunk - 1) / kChunk, whole = vocab / kChunk * kChunk;
+    scaled_.resize(chunks * kChunk), weights_.resize(chunks * kChunk), sums_.resize(chunks), peaks_.resize(chunks);
+    Vec best[4] = {all(kNever), all(kNever), all(kNever), all(kNever)};
+    for (long i = 0; i < whole; i += 4 * kLanes)
+      for (int j = 0; j < 4; j++) {
+        const Vec x = load<Vec>(logits + i + j * kLanes);
+        best[j] = x > best[j] ? x : best[j];
+      }
+    float highest = kNever, rest[kChunk];
+    for (Vec part : best) highest = std::max(highest, largest(part));
+    for (long i = 0; i < kChunk; i++) {
+      rest[i] = whole + i < vocab ? logits[whole + i] : kNever;
+      highest = std::max(highest, rest[i]);
+    }
+    for (long chunk = 0; chunk < chunks; chunk++) {
+      const float* from = chunk * kChunk < whole ? logits + chunk * kChunk : rest;
+      float *scaled = &scaled_[chunk * kChunk], *weights = &weights_[chunk * kChunk];
+      Vec peak = all(kNever);
+      for (int i = 0; i < kChunk; i += kLanes) {
+        const Vec x = (load<Vec>(from + i) - highest) / temperature;
+        save(scaled + i, x);
+        save(weights + i, x < -87.0f ? Vec{} : exponential(x));
+        peak = x > peak ? x : peak;
+      }
+      peaks_[chunk] = largest(peak);
+      sums_[chunk] = sum(chunk);
+    }
+  }
+  float sum(long chunk) const {
+    return total(&weights_[chunk * kChunk], kChunk, [](auto weight) { return weight; });
+  }
+
+  // The smallest scaled logit kept: that of top-k, then that of top-p among what top-k keeps.
+  float threshold(long top_k, float top_p, long vocab) {
+    double mass = 0;
+    float lowest = kNever;
+    if (top_k) {
+      // So many chunks have one at least as large.
+      gather(top_k <= (long)peaks_.size() ? kth(std::vector<float>(peaks_), top_k) : kNever);
+      std::vector<float> values;
+      for (const auto& candidate : candidates_) values.push_back(candidate.scaled);
+      lowest = kth(std::move(values), top_k);
+      std::erase_if(candidates_, [&](const auto& candidate) { return candidate.scaled < lowest; });
+      for (const auto& candidate : candidates_) mass += candidate.weight;
+    }
+    if (top_p >= 1) return lowest;
+    if (!top_k) {
+      for (float part : sums_) mass += part;
+      // All those smaller together have less than what top-p cuts; a bit more is kept, for rounding.
+      gather((float)std::log((1 - top_p) * mass / vocab) - 0.01f);
+    }
+    return reach(mass * top_p);
+  }
+  static float kth(std::vector<float> values, long k) {
+    std::nth_element(values.begin(), values.begin() + k - 1, values.end(), std::greater<>());
+    return values[k - 1];
+  }
+  void gather(float lowest) {
+    candidates_.clear();
+    for (size_t chunk = 0; chunk < peaks_.size(); chunk++)
+      if (peaks_[chunk] >= lowest)
+        for (size_t i = chunk * kChunk; i < (chunk + 1) * kChunk; i++)
+          if (scaled_[i] >= lowest) candidates_.push_back({scaled_[i], weights_[i]});
+  }
+  // The largest scaled logit such that candidates at or above it have the mass: a search by halves, as of a median.
+  float reach(double mass) {
+    auto first = candidates_.begin(), last = candidates_.end();
+    float reached = kNever;
+    const auto add = [](double sum, const Candidate& candidate) { return sum + candidate.weight; };
+    while (first != last) {
+      reached = first[(last - first) / 2].scaled;
+      const auto equal = std::partition(first, last, [&](const auto& one) { return one.scaled > reached; });
+      const double above = std::accumulate(first, equal, 0.0, add);
+      if (equal != first && above >= mass) {
+        last = equal;
+        continue;
+      }
+      first = std::partition(equal, last, [&](const auto& one) { return one.scaled == reached; });
+      mass -= std::accumulate(equal, first, above, add);
+      if (mass <= 0) break;
+    }
+    return reached;
+  }
+  void cut(float lowest, float min_p) {
+    for (size_t chunk = 0; chunk < sums_.size(); chunk++) {
+      sums_[chunk] = 0;
+      if (peaks_[chunk] < lowest) continue;
+      const float* scaled = &scaled_[chunk * kChunk];
+      float* weights = &weights_[chunk * kChunk];
+      for (int i = 0; i < kChunk; i += kLanes) {
+        const Vec weight = load<Vec>(weights + i);
+        save(weights + i, ((load<Vec>(scaled + i) >= lowest) & (weight >= min_p)) ? weight : Vec{});
+      }
+      sums_[chunk] = sum(chunk);
+    }
+  }
+
+  int64_t quantile(double part) const {
+    const long chunk = invert(sums_.data(), (long)sums_.size(), part);
+    return chunk * kChunk + invert(&weights_[chunk * kChunk], kChunk, part);
+  }
+  // The index at the quantile, which becomes that of what is left within the index.
+  static long invert(const float* weights, long count, double& quantile) {
+    double all = 0, sum = 0;
+    for (long i = 0; i < count; i++) all += weights[i];
+    const double target = std::min(quantile * all, std::nextafter(all, 0.0));
+    long index = 0;
+    while (index < count - 1 && sum + weights[index] <= target) sum += weights[index++];
+    quantile = std::clamp((target - sum) / weights[index], 0.0, 1.0);
+    return index;
+  }
+
+  // The id with the largest weight / noise. Noise is -log(1 - u), at least u: few ids have a weight / u that may win.
+  int64_t race(int64_t seed, int64_t position) const {
+    float best = 0;
+    int64_t winner = 0;
+    for (size_t chunk = 0; chunk < sums_.size(); chunk++) {
+      if (sums_[chunk] <= 0) continue;
+      const float* weights = &weights_[chunk * kChunk];
+      uint32_t words[kChunk];
+      float uniforms[kChunk];
+      philox((uint64_t)seed, (uint32_t)position, (uint32_t)chunk, words);
+      Ints may_win = {};
+      for (int i = 0; i < kChunk; i += kLanes) {
+        const Vec uniform = (__builtin_convertvector(load<Bits>(words + i), Vec) + 0.5f) * 0x1p-32f;
+        save(uniforms + i, uniform);
+        may_win |= load<Vec>(weights + i) > uniform * (best * 0.999999f);
+      }
+      int any = 0;
+      for (int i = 0; i < kLanes; i++) any |= may_win[i];
+      if (!any) continue;
+      for (int i = 0; i < kChunk; i++)
+        if (weights[i] > uniforms[i] * (best * 0.999999f)) {
+          const float score = weights[i] / -std::log1p(-std::min(uniforms[i], 1 - 0x1p-24f));
+          if (score > best) best = score, winner = (int64_t)chunk * kChunk + i;
+        }
+    }
+    return winner;
+  }
+
+  std::vector<float> scaled_, weights_, sums_, peaks_;
+  std::vector<Candidate> candidates_;
+};
+
+}  // namespace
