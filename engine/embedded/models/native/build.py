@@ -86,10 +86,11 @@ def _declared(code: ctypes.CDLL) -> ctypes.CDLL:
     code.quantize.argtypes = [pointer, integer, integer, pointer]
     code.panel_bytes.argtypes, code.panel_bytes.restype = [integer, integer], integer
     code.draw.argtypes = [pointer, integer, integer, ctypes.POINTER(NativeDraw), pointer]
+    code.report.argtypes = [pointer, integer, integer, pointer, integer, pointer]
     code.decoder_new.argtypes, code.decoder_new.restype = [ctypes.POINTER(NativeModel), ctypes.c_int], pointer
     code.decoder_forward.argtypes = [pointer, ctypes.POINTER(NativeStep)]
     code.decoder_threads.argtypes, code.decoder_threads.restype = [pointer], ctypes.c_int
     code.decoder_delete.argtypes = [pointer]
-    for function in (code.pack, code.pack_blocks, code.draw, code.decoder_forward, code.decoder_delete):
-        function.restype = None
+    for name in ("pack", "pack_blocks", "draw", "report", "decoder_forward", "decoder_delete"):
+        code[name].restype = None
     return code

@@ -365,8 +365,12 @@ int64_t panel_bytes(int64_t kind, int64_t inputs) { return Matrix{.inputs = inpu
 
 // A token for each row of logits [rows][vocab].
 void draw(const float* logits, int64_t rows, int64_t vocab, const Draw* draws, int64_t* tokens) {
-  thread_local Drawer drawer;  // keeps its memory
-  for (int64_t row = 0; row < rows; row++) tokens[row] = drawer.draw(logits + row * vocab, vocab, draws[row]);
+  for (int64_t row = 0; row < rows; row++) tokens[row] = drawer().draw(logits + row * vocab, vocab, draws[row]);
+}
+// Log-probabilities of the chosen ids, values [rows][3 + 2 * listed]; see Report in engine/embedded/sampling/sampler.py.
+void report(const float* logits, int64_t rows, int64_t vocab, const int64_t* chosen, int64_t listed, float* values) {
+  for (int64_t row = 0; row < rows; row++)
+    drawer().report(logits + row * vocab, vocab, chosen[row], listed, values + row * (3 + 2 * listed));
 }
 
 void* decoder_new(const Model* model, int threads) { return new Decoder(*model, threads); }

@@ -1,4 +1,4 @@
-"""Sampling on the compiled path: the draws of `sampling.h`, and all else as the reference sampler does it."""
+"""Sampling on the compiled path: draws and log-probabilities by `sampling.h`, edits as the reference makes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.embedded.models.native.structures import NativeDraw
-from engine.embedded.sampling.sampler import Sampler, uniform
+from engine.embedded.sampling.sampler import SPARE, Report, Sampler, uniform
 from engine.embedded.sampling.state import SamplerState
 
 
@@ -24,6 +24,13 @@ class NativeSampler(Sampler):
         draws = (NativeDraw * len(states))(*map(_describe, states))
         self._code.draw(logits.data_ptr(), *logits.shape, draws, tokens.data_ptr())
         return tokens
+
+    def _report(self, logits: torch.Tensor, chosen: torch.Tensor, counts: Sequence[int]) -> Report:
+        logits = logits.contiguous()
+        listed = min(max(counts) + SPARE, self._vocab_size)
+        values = torch.empty((len(logits), 3 + 2 * listed))
+        self._code.report(logits.data_ptr(), *logits.shape, chosen.data_ptr(), listed, values.data_ptr())
+        return Report(values, counts, SPARE)
 
 
 def _describe(state: SamplerState) -> NativeDraw:

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
-#include <numeric>
+#include <span>
 #include <vector>
 
 #include "vectors.h"
@@ -47,6 +47,25 @@ class Drawer {
       cut(limited || draw.top_p < 1 ? threshold(limited ? draw.top_k : 0, draw.top_p, vocab) : kNever, draw.min_p);
     return draw.races ? race(draw.seed, draw.position) : quantile(draw.quantile);
   }
+  // The log of the sum of exponentials, the chosen id's logit and rank, the largest logits and their ids.
+  void report(const float* logits, long vocab, int64_t chosen, long listed, float* values) {
+    weigh(logits, vocab, 1);
+    double mass = 0;
+    for (float part : sums_) mass += part;
+    values[0] = (float)(highest_ + std::log(mass));
+    values[1] = logits[chosen];
+    values[2] = 1 + (float)std::count_if(logits, logits + vocab, [&](float logit) { return logit > logits[chosen]; });
+    const float lowest = bound(listed);
+    std::vector<int64_t> ids;
+    for (long chunk = 0; chunk < (long)peaks_.size(); chunk++)
+      if (peaks_[chunk] >= lowest)
+        for (long i = chunk * kChunk; i < std::min(vocab, (chunk + 1) * kChunk); i++)
+          if (scaled_[i] >= lowest) ids.push_back(i);
+    std::partial_sort(ids.begin(), ids.begin() + listed, ids.end(), [&](int64_t a, int64_t b) {
+      return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
+    });
+    for (long i = 0; i < listed; i++) values[3 + i] = logits[ids[i]], values[3 + listed + i] = (float)ids[i];
+  }
 
  private:
   struct Candidate {
@@ -63,18 +82,19 @@ class Drawer {
         const Vec x = load<Vec>(logits + i + j * kLanes);
         best[j] = x > best[j] ? x : best[j];
       }
-    float highest = kNever, rest[kChunk];
-    for (Vec part : best) highest = std::max(highest, largest(part));
+    float rest[kChunk];
+    highest_ = kNever;
+    for (Vec part : best) highest_ = std::max(highest_, largest(part));
     for (long i = 0; i < kChunk; i++) {
       rest[i] = whole + i < vocab ? logits[whole + i] : kNever;
-      highest = std::max(highest, rest[i]);
+      highest_ = std::max(highest_, rest[i]);
     }
     for (long chunk = 0; chunk < chunks; chunk++) {
       const float* from = chunk * kChunk < whole ? logits + chunk * kChunk : rest;
       float *scaled = &scaled_[chunk * kChunk], *weights = &weights_[chunk * kChunk];
       Vec peak = all(kNever);
       for (int i = 0; i < kChunk; i += kLanes) {
-        const Vec x = (load<Vec>(from + i) - highest) / temperature;
+        const Vec x = (load<Vec>(from + i) - highest_) / temperature;
         save(scaled + i, x);
         save(weights + i, x < -87.0f ? Vec{} : exponential(x));
         peak = x > peak ? x : peak;
@@ -92,13 +112,11 @@ class Drawer {
     double mass = 0;
     float lowest = kNever;
     if (top_k) {
-      // So many chunks have one at least as large.
-      gather(top_k <= (long)peaks_.size() ? kth(std::vector<float>(peaks_), top_k) : kNever);
+      gather(bound(top_k));
       std::vector<float> values;
-      for (const auto& candidate : candidates_) values.push_back(candidate.scaled);
+      for (const auto& candidate : candidates()) values.push_back(candidate.scaled);
       lowest = kth(std::move(values), top_k);
-      std::erase_if(candidates_, [&](const auto& candidate) { return candidate.scaled < lowest; });
-      for (const auto& candidate : candidates_) mass += candidate.weight;
+      for (const auto& candidate : candidates()) mass += candidate.scaled >= lowest ? candidate.weight : 0;
     }
     if (top_p >= 1) return lowest;
     if (!top_k) {
@@ -106,37 +124,55 @@ class Drawer {
       // All those smaller together have less than what top-p cuts; a bit more is kept, for rounding.
       gather((float)std::log((1 - top_p) * mass / vocab) - 0.01f);
     }
-    return reach(mass * top_p);
+    return std::max(lowest, reach(mass * top_p));
   }
+  // A scaled logit that at least `k` reach: so many chunks have one.
+  float bound(long k) const { return k <= (long)peaks_.size() ? kth(peaks_, k) : kNever; }
   static float kth(std::vector<float> values, long k) {
     std::nth_element(values.begin(), values.begin() + k - 1, values.end(), std::greater<>());
     return values[k - 1];
   }
+  std::span<Candidate> candidates() { return {candidates_.data(), count_}; }
   void gather(float lowest) {
-    candidates_.clear();
+    candidates_.resize(scaled_.size());
+    count_ = 0;
     for (size_t chunk = 0; chunk < peaks_.size(); chunk++)
       if (peaks_[chunk] >= lowest)
-        for (size_t i = chunk * kChunk; i < (chunk + 1) * kChunk; i++)
-          if (scaled_[i] >= lowest) candidates_.push_back({scaled_[i], weights_[i]});
+        for (size_t i = chunk * kChunk; i < (chunk + 1) * kChunk; i++) {
+          candidates_[count_] = {scaled_[i], weights_[i]};
+          count_ += scaled_[i] >= lowest;
+        }
   }
   // The largest scaled logit such that candidates at or above it have the mass: a search by halves, as of a median.
   float reach(double mass) {
-    auto first = candidates_.begin(), last = candidates_.end();
+    Candidate *first = candidates_.data(), *last = first + count_;
     float reached = kNever;
-    const auto add = [](double sum, const Candidate& candidate) { return sum + candidate.weight; };
     while (first != last) {
       reached = first[(last - first) / 2].scaled;
-      const auto equal = std::partition(first, last, [&](const auto& one) { return one.scaled > reached; });
-      const double above = std::accumulate(first, equal, 0.0, add);
-      if (equal != first && above >= mass) {
-        last = equal;
+      double above = 0, equal = 0;
+      Candidate* const rest = parted(first, last, above, [&](float scaled) { return scaled > reached; });
+      if (rest != first && above >= mass) {
+        last = rest;
         continue;
       }
-      first = std::partition(equal, last, [&](const auto& one) { return one.scaled == reached; });
-      mass -= std::accumulate(equal, first, above, add);
+      first = parted(rest, last, equal, [&](float scaled) { return scaled == reached; });
+      mass -= above + equal;
       if (mass <= 0) break;
     }
     return reached;
+  }
+  // std::partition, but without branches, of which a processor would guess half wrongly; adds up what comes first.
+  template <class Belongs>
+  static Candidate* parted(Candidate* first, Candidate* last, double& mass, Belongs belongs) {
+    for (Candidate* next = first; next != last; next++) {
+      const Candidate candidate = *next;
+      const bool belonging = belongs(candidate.scaled);
+      *next = *first;
+      *first = candidate;
+      first += belonging;
+      mass += belonging ? candidate.weight : 0;
+    }
+    return first;
   }
   void cut(float lowest, float min_p) {
     for (size_t chunk = 0; chunk < sums_.size(); chunk++) {
@@ -197,6 +233,14 @@ class Drawer {
 
   std::vector<float> scaled_, weights_, sums_, peaks_;
   std::vector<Candidate> candidates_;
+  size_t count_ = 0;  // of candidates
+  float highest_ = 0;  // logit
 };
+
+// The thread's own, which keeps its memory.
+inline Drawer& drawer() {
+  thread_local Drawer drawer;
+  return drawer;
+}
 
 }  // namespace
