@@ -15,6 +15,8 @@ namespace {
 constexpr int kChunk = 256;  // ids summed together, as truncation.py does
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
+constexpr int kHalvings = 6;  // of the range of logits in which top-p ends
+
 // What a row's request asks for.
 struct Draw {
   int64_t seed, position, top_k;  // the first two: of the race
@@ -22,6 +24,12 @@ struct Draw {
   float temperature, top_p, min_p;
   int32_t races;  // or is drawn at the quantile
 };
+
+inline bool any(Ints mask) {
+  int found = 0;
+  for (int i = 0; i < kLanes; i++) found |= mask[i];
+  return found;
+}
 
 // The words of Philox 4x32-10 for the ids of one chunk; see engine/kit/noise.py.
 inline void philox(uint64_t key, uint32_t position, uint32_t chunk, uint32_t* words) {
@@ -119,12 +127,38 @@ class Drawer {
       for (const auto& candidate : candidates()) mass += candidate.scaled >= lowest ? candidate.weight : 0;
     }
     if (top_p >= 1) return lowest;
-    if (!top_k) {
-      for (float part : sums_) mass += part;
-      // All those smaller together have less than what top-p cuts; a bit more is kept, for rounding.
-      gather((float)std::log((1 - top_p) * mass / vocab) - 0.01f);
+    if (top_k) return std::max(lowest, reach(mass * top_p));
+    for (float part : sums_) mass += part;
+    // All those smaller together have less than what top-p cuts; a bit more is kept, for rounding.
+    lowest = (float)std::log((1 - top_p) * mass / vocab) - 0.01f;
+    float highest = 0;
+    double above = 0;
+    for (int halving = 0; halving < kHalvings; halving++) {
+      const float middle = (lowest + highest) / 2;
+      const double found = mass_above(middle);
+      if (found >= mass * top_p)
+        lowest = middle;
+      else
+        highest = middle, above = found;
     }
-    return std::max(lowest, reach(mass * top_p));
+    gather(lowest, highest);
+    return reach(mass * top_p - above);
+  }
+  double mass_above(float scaled) const {
+    double mass = 0;
+    for (size_t chunk = 0; chunk < peaks_.size(); chunk++)
+      if (peaks_[chunk] > scaled) {
+        Vec parts[2] = {};
+        for (size_t i = chunk * kChunk; i < (chunk + 1) * kChunk; i += 2 * kLanes)
+          for (size_t j = 0; j < 2; j++) {
+            const Vec weight = load<Vec>(&weights_[i + j * kLanes]);
+            parts[j] += load<Vec>(&scaled_[i + j * kLanes]) > scaled ? weight : Vec{};
+          }
+        float sums[kLanes];
+        save(sums, parts[0] + parts[1]);
+        for (float part : sums) mass += part;
+      }
+    return mass;
   }
   // A scaled logit that at least `k` reach: so many chunks have one.
   float bound(long k) const { return k <= (long)peaks_.size() ? kth(peaks_, k) : kNever; }
@@ -133,15 +167,18 @@ class Drawer {
     return values[k - 1];
   }
   std::span<Candidate> candidates() { return {candidates_.data(), count_}; }
-  void gather(float lowest) {
+  void gather(float lowest, float highest = 0) {
     candidates_.resize(scaled_.size());
     count_ = 0;
-    for (size_t chunk = 0; chunk < peaks_.size(); chunk++)
-      if (peaks_[chunk] >= lowest)
-        for (size_t i = chunk * kChunk; i < (chunk + 1) * kChunk; i++) {
-          candidates_[count_] = {scaled_[i], weights_[i]};
-          count_ += scaled_[i] >= lowest;
-        }
+    for (size_t first = 0; first < scaled_.size(); first += kLanes) {
+      if (peaks_[first / kChunk] < lowest) continue;
+      const Vec scaled = load<Vec>(&scaled_[first]);
+      if (!any((scaled >= lowest) & (scaled <= highest))) continue;
+      for (size_t i = first; i < first + kLanes; i++) {
+        candidates_[count_] = {scaled_[i], weights_[i]};
+        count_ += scaled_[i] >= lowest && scaled_[i] <= highest;
+      }
+    }
   }
   // The largest scaled logit such that candidates at or above it have the mass: a search by halves, as of a median.
   float reach(double mass) {
@@ -219,9 +256,7 @@ class Drawer {
         save(uniforms + i, uniform);
         may_win |= load<Vec>(weights + i) > uniform * (best * 0.999999f);
       }
-      int any = 0;
-      for (int i = 0; i < kLanes; i++) any |= may_win[i];
-      if (!any) continue;
+      if (!any(may_win)) continue;
       for (int i = 0; i < kChunk; i++)
         if (weights[i] > uniforms[i] * (best * 0.999999f)) {
           const float score = weights[i] / -std::log1p(-std::min(uniforms[i], 1 - 0x1p-24f));
