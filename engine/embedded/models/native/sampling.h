@@ -9,6 +9,9 @@
 #include <vector>
 
 #include "vectors.h"
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -31,19 +34,37 @@ inline bool any(Ints mask) {
   return found;
 }
 
+// Products of the low halves of each 64 bits with a number.
+inline Longs low_products(Longs x, uint32_t by) {
+#if defined(__AVX512F__) && LANES == 16
+  return (Longs)_mm512_mul_epu32((__m512i)x, _mm512_set1_epi64(by));
+#elif defined(__AVX2__) && LANES == 8
+  return (Longs)_mm256_mul_epu32((__m256i)x, _mm256_set1_epi64x(by));
+#else
+  return (x & 0xffffffffu) * by;
+#endif
+}
+inline void multiply(Bits x, uint32_t by, Bits& high, Bits& low) {
+  const Longs even = low_products((Longs)x, by), odd = low_products((Longs)x >> 32, by);
+  high = (Bits)(even >> 32 | odd >> 32 << 32);
+  low = (Bits)((even & 0xffffffffu) | odd << 32);
+}
+
 // The words of Philox 4x32-10 for the ids of one chunk; see engine/kit/noise.py.
 inline void philox(uint64_t key, uint32_t position, uint32_t chunk, uint32_t* words) {
-  constexpr int kGroups = kChunk / 4;
-  uint32_t a[kGroups], b[kGroups], c[kGroups], d[kGroups];
-  for (int i = 0; i < kGroups; i++) a[i] = chunk * kGroups + i, b[i] = position, c[i] = d[i] = 0;
-  uint32_t first = (uint32_t)key, second = (uint32_t)(key >> 32);
-  for (int round = 0; round < 10; round++, first += 0x9E3779B9u, second += 0xBB67AE85u)
-    for (int i = 0; i < kGroups; i++) {
-      const uint64_t left = (uint64_t)a[i] * 0xD2511F53u, right = (uint64_t)c[i] * 0xCD9E8D57u;
-      a[i] = (uint32_t)(right >> 32) ^ b[i] ^ first, b[i] = (uint32_t)right;
-      c[i] = (uint32_t)(left >> 32) ^ d[i] ^ second, d[i] = (uint32_t)left;
+  for (int group = 0; group < kChunk / 4; group += kLanes) {
+    Bits a, b = position + Bits{}, c = {}, d = {};
+    for (int i = 0; i < kLanes; i++) a[i] = chunk * (kChunk / 4) + group + i;
+    uint32_t first = (uint32_t)key, second = (uint32_t)(key >> 32);
+    for (int round = 0; round < 10; round++, first += 0x9E3779B9u, second += 0xBB67AE85u) {
+      Bits left, left_low, right, right_low;
+      multiply(a, 0xD2511F53u, left, left_low);
+      multiply(c, 0xCD9E8D57u, right, right_low);
+      a = right ^ b ^ first, b = right_low;
+      c = left ^ d ^ second, d = left_low;
     }
-  for (int i = 0; i < kGroups; i++) words[4 * i] = a[i], words[4 * i + 1] = b[i], words[4 * i + 2] = c[i], words[4 * i + 3] = d[i];
+    for (int i = 0; i < kLanes; i++, words += 4) words[0] = a[i], words[1] = b[i], words[2] = c[i], words[3] = d[i];
+  }
 }
 
 class Drawer {
