@@ -42,26 +42,20 @@ def _add_bias(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
 
 def _penalise(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
     """Apply repetition (multiplicative, prompt and output), then presence and frequency penalties (subtractive,
-    output only)."""
-    rows = [row for row, state in enumerate(states) if state.penalised]
-    if not rows:
-        return
-    found = [occurrences for state in states if (occurrences := state.occurrences) is not None]
-    counts = torch.stack([occurrences.counts for occurrences in found])
-    seen = torch.stack([occurrences.seen for occurrences in found])
-    sampling = [states[row].sampling for row in rows]
-
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=logits.device).unsqueeze(1)
-
-    repetition = column([params.repetition_penalty for params in sampling])
-    frequency = column([params.frequency_penalty for params in sampling])
-    presence = column([params.presence_penalty for params in sampling])
-    part = take(logits, rows)
-    # Both ways of the repetition penalty are a division, of positive logits by it and of others by its inverse.
-    divisor = torch.where(part > 0, repetition, 1 / repetition)
-    part.div_(divisor.masked_fill_(~seen, 1)).sub_(frequency * counts).sub_(presence * (counts > 0))
-    put(logits, rows, part)
+    output only), to the ids that have occurred."""
+    for row, state in enumerate(states):
+        if (occurrences := state.occurrences) is None:
+            continue
+        sampling = state.sampling
+        ids = torch.from_numpy(occurrences.seen.nonzero()[0])
+        counts = torch.from_numpy(occurrences.counts)[ids].to(logits.device)
+        ids = ids.to(logits.device)
+        part = logits[row, ids]
+        # Both ways of the repetition penalty are a division, of positive logits by it and of others by its inverse.
+        repetition = torch.tensor(sampling.repetition_penalty, device=logits.device)
+        part.div_(torch.where(part > 0, repetition, 1 / repetition))
+        part.sub_(sampling.frequency_penalty * counts).sub_(sampling.presence_penalty * (counts > 0))
+        logits[row, ids] = part
 
 
 def _mask(

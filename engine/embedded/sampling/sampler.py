@@ -20,7 +20,7 @@ from engine.embedded.sampling.truncation import Truncation, largest, put, quanti
 from engine.types import Logprob, TokenLogprobs
 
 _LOWEST_LOGPROB = -9999.0  # what OpenAI reports for a probability of zero; JSON has no infinity
-_SPARE = 8
+SPARE = 8
 """Alternatives listed beyond those asked for, so that ties at the end are cut by id and not by accident."""
 _ROWS_AT_ONCE = 64  # prompt positions turned into float32 at a time: 12 MiB for a vocabulary of 49152
 
@@ -73,7 +73,7 @@ class Sampler:
         edited = [row for row, state in enumerate(states) if state.edited]
         random = [row for row, state in enumerate(states) if not state.greedy]
         reported = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
-        raw = logits[reported].float() if reported else None
+        raw = (logits[reported] if edited else take(logits, reported)).float() if reported else None
         logits = logits.float().contiguous()
         if edited:
             part = take(logits, edited)
@@ -81,11 +81,29 @@ class Sampler:
             put(logits, edited, part)
         tokens = largest(logits) if len(random) < len(states) else logits.new_empty(len(states), dtype=torch.int64)
         if random:
-            tokens[random] = _draw(take(logits, random), [states[row] for row in random])
+            tokens[random] = self._draw(take(logits, random), [states[row] for row in random])
         if raw is None:
             return Drawn(tokens)
         counts = [states[row].sampling.logprobs or 0 for row in reported]
-        return Drawn(tokens, [(reported, Report.of(raw, tokens[reported], counts))])
+        return Drawn(tokens, [(reported, self._report(raw, tokens[reported], counts))])
+
+    def _draw(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
+        """Return a random token for each row of `logits`, float32 [len(states), vocab], that is ready to draw from."""
+        weights = weigh(logits, [Truncation.of(state.sampling) for state in states])
+        seeded = [row for row, state in enumerate(states) if state.sampling.seed is not None]
+        free = [row for row, state in enumerate(states) if state.sampling.seed is None]
+        tokens = logits.new_empty(len(states), dtype=torch.int64)
+        if seeded:
+            tokens[seeded] = race(weights, seeded, [(states[row].seed, states[row].position) for row in seeded])
+        if free:
+            tokens[free] = quantile(
+                take(weights, free), [uniform(states[row].seed, states[row].position) for row in free]
+            )
+        return tokens
+
+    def _report(self, logits: torch.Tensor, chosen: torch.Tensor, counts: Sequence[int]) -> Report:
+        """See `Report.of`."""
+        return Report.of(logits, chosen, counts)
 
 
 class Drawn:
@@ -150,18 +168,6 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def _draw(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
-    weights = weigh(logits, [Truncation.of(state.sampling) for state in states])
-    seeded = [row for row, state in enumerate(states) if state.sampling.seed is not None]
-    free = [row for row, state in enumerate(states) if state.sampling.seed is None]
-    tokens = logits.new_empty(len(states), dtype=torch.int64)
-    if seeded:
-        tokens[seeded] = race(weights, seeded, [(states[row].seed, states[row].position) for row in seeded])
-    if free:
-        tokens[free] = quantile(take(weights, free), [uniform(states[row].seed, states[row].position) for row in free])
-    return tokens
-
-
 class Report:
     """Log-probabilities of a chosen token, and of the `counts[i]` best, for each row.
 
@@ -184,9 +190,9 @@ class Report:
         """Report on `chosen`, int64 [rows], by `logits`, float32 [rows, vocab]. The computation is queued at once."""
         values = logits.gather(1, chosen.unsqueeze(1))
         ranks = (logits > values).sum(dim=1, keepdim=True) + 1
-        best = logits.topk(min(max(counts) + _SPARE, logits.shape[1]), dim=1)
+        best = logits.topk(min(max(counts) + SPARE, logits.shape[1]), dim=1)
         norms = logits.logsumexp(dim=1, keepdim=True)
-        return cls(torch.cat((norms, values, ranks.float(), best.values, best.indices.float()), dim=1), counts, _SPARE)
+        return cls(torch.cat((norms, values, ranks.float(), best.values, best.indices.float()), dim=1), counts, SPARE)
 
     def entries(self, tokens: Sequence[int]) -> list[TokenLogprobs]:
         """Return for each row the chosen token, then its alternatives; ties are listed by id. To be called when the

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.embedded.grammar.compiler import Matcher
 from engine.embedded.sampling.reasoning import ReasoningMatcher
@@ -26,10 +28,12 @@ class Bias(NamedTuple):
 
 
 class Occurrences(NamedTuple):
-    counts: torch.Tensor
-    """float32 [vocab]: how often each id is in the output."""
-    seen: torch.Tensor
-    """bool [vocab]: whether it is in the prompt or the output."""
+    """In the host's memory, so that only ids that have occurred go to a device."""
+
+    counts: NDArray[np.float32]
+    """[vocab]: how often each id is in the output."""
+    seen: NDArray[np.bool_]
+    """[vocab]: whether it is in the prompt or the output."""
 
 
 class SamplerState:
@@ -99,13 +103,10 @@ class SamplerState:
         """For penalties; None without any. Those who never ask, as a GPU's sampler, spend nothing on it."""
         if not self.penalised:
             return None
-        with torch.inference_mode(False):  # `accept` changes them outside of it
-            counts = torch.bincount(
-                torch.tensor(self.tokens[self.num_prompt :], dtype=torch.int64), minlength=self._vocab_size
-            )
-            seen = torch.zeros(self._vocab_size, dtype=torch.bool)
-            seen[self.tokens] = True
-            return Occurrences(counts.float().to(self._device), seen.to(self._device))
+        counts = np.bincount(np.array(self.tokens[self.num_prompt :], np.int64), minlength=self._vocab_size)
+        seen = np.zeros(self._vocab_size, np.bool_)
+        seen[self.tokens] = True
+        return Occurrences(counts.astype(np.float32), seen)
 
     @property
     def position(self) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from engine.embedded.models.native.levels import Level
-from engine.embedded.models.native.structures import NativeModel, NativeStep
+from engine.embedded.models.native.structures import NativeDraw, NativeModel, NativeStep
 
 SOURCE = Path(__file__).with_name("decoder.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
@@ -85,10 +85,12 @@ def _declared(code: ctypes.CDLL) -> ctypes.CDLL:
     code.pack_blocks.argtypes = [integer, pointer, integer, integer, pointer, integer, integer]
     code.quantize.argtypes = [pointer, integer, integer, pointer]
     code.panel_bytes.argtypes, code.panel_bytes.restype = [integer, integer], integer
+    code.draw.argtypes = [pointer, integer, integer, ctypes.POINTER(NativeDraw), pointer]
+    code.report.argtypes = [pointer, integer, integer, pointer, integer, pointer]
     code.decoder_new.argtypes, code.decoder_new.restype = [ctypes.POINTER(NativeModel), ctypes.c_int], pointer
     code.decoder_forward.argtypes = [pointer, ctypes.POINTER(NativeStep)]
     code.decoder_threads.argtypes, code.decoder_threads.restype = [pointer], ctypes.c_int
     code.decoder_delete.argtypes = [pointer]
-    for function in (code.pack, code.pack_blocks, code.decoder_forward, code.decoder_delete):
-        function.restype = None
+    for name in ("pack", "pack_blocks", "draw", "report", "decoder_forward", "decoder_delete"):
+        code[name].restype = None
     return code

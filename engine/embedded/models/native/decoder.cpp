@@ -13,6 +13,7 @@
 
 #include "blocks.h"
 #include "products.h"
+#include "sampling.h"
 #include "team.h"
 
 namespace {
@@ -361,6 +362,16 @@ int quantize(const float* weight, int64_t outputs, int64_t inputs, uint8_t* raw)
 }
 
 int64_t panel_bytes(int64_t kind, int64_t inputs) { return Matrix{.inputs = inputs, .kind = kind}.stride(); }
+
+// A token for each row of logits [rows][vocab].
+void draw(const float* logits, int64_t rows, int64_t vocab, const Draw* draws, int64_t* tokens) {
+  for (int64_t row = 0; row < rows; row++) tokens[row] = drawer().draw(logits + row * vocab, vocab, draws[row]);
+}
+// Log-probabilities of the chosen ids, values [rows][3 + 2 * listed]; see Report in engine/embedded/sampling/sampler.py.
+void report(const float* logits, int64_t rows, int64_t vocab, const int64_t* chosen, int64_t listed, float* values) {
+  for (int64_t row = 0; row < rows; row++)
+    drawer().report(logits + row * vocab, vocab, chosen[row], listed, values + row * (3 + 2 * listed));
+}
 
 void* decoder_new(const Model* model, int threads) { return new Decoder(*model, threads); }
 void decoder_forward(void* decoder, const Step* step) { static_cast<Decoder*>(decoder)->forward(*step); }

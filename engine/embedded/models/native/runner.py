@@ -21,6 +21,7 @@ from engine.embedded.models.devices import UnsupportedModelError
 from engine.embedded.models.native.build import NoCompilerError, find_compiler, library
 from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig, read_config
 from engine.embedded.models.native.levels import chosen
+from engine.embedded.models.native.sampler import NativeSampler
 from engine.embedded.models.native.structures import NativeStep
 from engine.embedded.models.native.weights import Weights, zeros
 from engine.embedded.models.runner import EmbeddingRows, PendingTokens, StepInput
@@ -58,6 +59,7 @@ class NativeRunner(PendingTokens):
                 log.warning("the model does not use all that %s has: %s", folder, some(checkpoint.unused))
         self.takes_images = shape.takes_images
         self.vocab_size = shape.vocab_size
+        self.sampler = NativeSampler(shape.vocab_size, code)
         self.eos_token_ids = shape.eos_token_ids
         self.context_length = min(config.max_seq_len or shape.context_length, shape.context_length)
         self.groups = _share(config, shape)

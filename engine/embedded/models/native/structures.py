@@ -1,6 +1,6 @@
 """The structures that `decoder.cpp` takes, field by field."""
 
-from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
 
@@ -47,4 +47,13 @@ class NativeStep(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("tokens", "embeddings", "cos", "sin", "chunks", "tables", "rows", "logits")),
         *((name, c_int64) for name in ("num_tokens", "num_chunks", "num_rows")),
+    ]
+
+
+class NativeDraw(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("seed", "position", "top_k")),
+        ("quantile", c_double),
+        *((name, c_float) for name in ("temperature", "top_p", "min_p")),
+        ("races", c_int32),
     ]

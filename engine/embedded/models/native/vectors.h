@@ -13,6 +13,7 @@ constexpr int kPanel = 2 * kLanes;  // outputs that one panel of a weight makes
 
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
+typedef uint64_t Longs __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 
 template <class V>
