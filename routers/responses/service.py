@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +35,8 @@ _TYPES |= {"custom_tool_call": "custom", "custom_tool_call_output": "custom"}
 
 ErrorOf = Callable[[Exception], dict[str, Any]]
 """Returns the `error` of a response that failed."""
+Kept = Mapping[str, Sequence[Record]]
+"""Responses that only one connection knows, by id: each after those that it continues."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class History:
     own: list[InputItem]
     previous: str | None
     """The response that it continues."""
+    records: Sequence[Record] = ()
+    """That response after those before it."""
 
 
 @dataclass(eq=False)
@@ -72,19 +76,20 @@ class Responses:
             raise RequestError("This server stores no responses (RESPONSES_STORE_MB).", None, "unsupported_parameter")
         return self.store
 
-    async def history(self, owner: str, body: ContextFields) -> History:
-        """Return what comes before a request. Raises RequestError."""
+    async def history(self, owner: str, body: ContextFields, kept: Kept | None = None) -> History:
+        """Return what comes before a request, on a connection that has `kept` responses. Raises RequestError."""
+        kept = kept or {}
         previous, conversation = body.previous_response_id, conversation_of(body)
         if previous is not None and conversation is not None:
             raise RequestError("'conversation' and 'previous_response_id' exclude each other.", "conversation")
-        own = [await self._resolved(owner, item, place) for place, item in enumerate(items_of(body.input))]
+        own = [await self._resolved(owner, item, place, kept) for place, item in enumerate(items_of(body.input))]
         if conversation is not None and previous is None:
             previous = await self.stored().last(owner, conversation)
         if previous is None:
             return History([], own, None)
-        chain = await self._chain(owner, previous)
-        earlier = await off_loop(_size(chain), lambda: [InputItem.model_validate(item) for item in _items(chain)])
-        return History(earlier, own, previous)
+        chain = kept.get(previous) or await self._chain(owner, previous)
+        earlier = await off_loop(size_of(chain), lambda: [InputItem.model_validate(item) for item in _items(chain)])
+        return History(earlier, own, previous, chain)
 
     async def get(self, owner: str, response: str) -> Record:
         """Return a stored response; one whose process has died meanwhile has failed. Raises ResponseNotFound."""
@@ -97,7 +102,7 @@ class Responses:
         """Return the items that a stored response was made of, oldest first. Raises ResponseNotFound."""
         record = await self.get(owner, response)
         chain = await self._chain(owner, record.previous) if record.previous is not None else []
-        return await off_loop(_size([*chain, record]), lambda: [*_items(chain), *orjson.loads(record.items)])
+        return await off_loop(size_of([*chain, record]), lambda: [*_items(chain), *orjson.loads(record.items)])
 
     async def save(self, record: Record, shape: ResponsesShape) -> bool:
         """Store what has become of a response, and return whether that succeeded."""
@@ -226,16 +231,17 @@ class Responses:
             raise RequestError(f"The response '{shown(response)}' has not ended yet.", "previous_response_id")
         return found
 
-    async def _resolved(self, owner: str, item: InputItem, place: int) -> InputItem:
+    async def _resolved(self, owner: str, item: InputItem, place: int, kept: Kept) -> InputItem:
         """Return the item that an item refers to, or itself."""
         if item.type != "item_reference" and (item.type is not None or item.role is not None or item.id is None):
             return item
         unique = (item.id or "").partition("_")[2][:32]
-        record = await self.store.get(owner, f"resp_{unique}") if self.store is not None else None
-        if record is not None:
-            for known in _items([record]):
-                if known["id"] == item.id:
-                    return InputItem.model_validate(known)
+        response = f"resp_{unique}"
+        stored = self.store is not None and response not in kept
+        record = await self.stored().get(owner, response) if stored else None
+        for known in _items(kept.get(response, [record] if record is not None else [])):
+            if known["id"] == item.id:
+                return InputItem.model_validate(known)
         param = f"input.{place}.id"
         raise RequestError(f"Item with id '{shown(item.id or '')}' not found.", param, "item_not_found")
 
@@ -291,7 +297,8 @@ class Responses:
         run.changed.set()
 
 
-def _size(records: Sequence[Record]) -> int:
+def size_of(records: Iterable[Record]) -> int:
+    """Return the bytes of responses and their input."""
     return sum(len(record.items) + len(record.response) for record in records)
 
 
