@@ -40,6 +40,10 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         elif self._message_timer is None:
             self._message_timer = self.loop.call_later(self._message_seconds, self._message_too_slow)
 
+    def send_receive_event_to_app(self) -> None:
+        self._end_message()
+        super().send_receive_event_to_app()
+
     def pause_writing(self) -> None:
         """Called when more than the transport's high-water mark waits for the client."""
         super().pause_writing()

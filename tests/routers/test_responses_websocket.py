@@ -95,6 +95,7 @@ def wait_for(done: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.filterwarnings("ignore:connect.. must be used as a context manager")
 def test_the_sdk_connects_and_continues(server: ServerThread) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused")
     with client.responses.connect() as connection:
@@ -276,10 +277,10 @@ def test_other_routes_and_handshakes(server: ServerThread) -> None:
     with pytest.raises(InvalidStatus) as refused:
         opened(server, additional_headers={f"x-{number}": "1" for number in range(200)})
     assert refused.value.response.status_code == 400
-    for more, status in (("host: y\r\n", 400), ("", 400), (KEY.replace("13", "12"), 426)):
+    for more in ("host: y\r\n", "", KEY.replace("13", "12"), KEY + "content-length: 1\r\n"):
         with socket.create_connection(("127.0.0.1", server.port), timeout=20 * slowness()) as client:
             client.sendall(f"{HANDSHAKE}{more}\r\n".encode())
-            assert client.recv(64).startswith(f"HTTP/1.1 {status}".encode()), (more, status)
+            assert client.recv(64).startswith(b"HTTP/1.1 400"), more
     with socket.create_connection(("127.0.0.1", server.port), timeout=20 * slowness()) as client:
         post = f"GET /version HTTP/1.1\r\nhost: x\r\n\r\n{HANDSHAKE}\r\n"
         client.sendall(post.encode())
@@ -347,13 +348,15 @@ def test_slow_clients_are_cut_off() -> None:
     """One that sends half a message, and one that reads no answers to its pings."""
     with ServerThread(body_timeout_seconds=0.2, send_timeout_seconds=0.2) as server:
         with opened(server) as client:
-            client.socket.sendall(b"\x81\xfe\xff\xff")
+            client.socket.sendall(b"\x81\xfe\xff\xff" + bytes(4) + b"half")
             with pytest.raises(ConnectionClosed) as closed:
                 client.recv(timeout=20 * slowness())
             assert closed.value.rcvd is not None
             assert closed.value.rcvd.code == 1008
-        with socket.create_connection(("127.0.0.1", server.port), timeout=60 * slowness()) as raw:
+        with socket.socket() as raw:
+            raw.settimeout(60 * slowness())
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.connect(("127.0.0.1", server.port))
             raw.sendall(f"{HANDSHAKE}{KEY}\r\n".encode())
             ping = b"\x89\xfd" + bytes(4) + b"x" * 125
             with pytest.raises((ConnectionResetError, BrokenPipeError)):
