@@ -84,7 +84,7 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     """Tokens that must be found again before what followed them is drafted."""
     speculative_answer_tokens: int = 32768
     """Tokens of answers that `suffix` keeps."""
-    speculative_min_speedup: float = 1.05
+    speculative_min_speedup: float = 1.1
     """Drafts are computed if they are expected to make a step so many times as fast; 0 computes all of them."""
     guide_timeout_seconds: float = 15.0
     guide_workers: int = 2

@@ -2,10 +2,14 @@
 
 import time
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from engine.types import GenerateRequest, Performance
+
+Api = Literal["chat_completions", "completions", "responses", "messages"]
+"""The generating APIs, as labels of metrics."""
 
 # Bounds of buckets: vLLM's, so that rules made for it find theirs, and more where it has gaps; up to the timeout of
 # requests.
@@ -40,9 +44,9 @@ class GenerationMetrics:
         def counter(name: str, text: str) -> Counter:
             return Counter(f"trtllm_{name}", text, ["model_name"], registry=registry).labels(model_name)
 
-        def parsed(name: str, text: str, parser: str) -> Counter:
-            family = Counter(f"trtllm_{name}", text, ["model_name", "parser"], registry=registry)
-            return family.labels(model_name, parser or "none")
+        def parsed(name: str, text: str, parser: str) -> dict[Api, Counter]:
+            family = Counter(f"trtllm_{name}", text, ["model_name", "parser", "api"], registry=registry)
+            return {api: family.labels(model_name, parser or "none", api) for api in get_args(Api)}
 
         def seconds(name: str, text: str, buckets: Sequence[float] = _REQUEST) -> Histogram:
             return histogram(f"{name}_seconds", f"Seconds {text}", buckets)
@@ -99,11 +103,11 @@ class GenerationMetrics:
         if request.sampling.guide is not None:
             self.structured_requests.inc()
 
-    def parsed(self, calls: int, malformed: int, reasoning: int) -> None:
+    def parsed(self, api: Api, calls: int, malformed: int, reasoning: int) -> None:
         """Count what a parser found in a choice that finished."""
-        self.tool_calls.inc(calls)
-        self.malformed_calls.inc(malformed)
-        self.reasoning_tokens.inc(reasoning)
+        self.tool_calls[api].inc(calls)
+        self.malformed_calls[api].inc(malformed)
+        self.reasoning_tokens[api].inc(reasoning)
 
 
 class ChoiceTimer:

@@ -201,7 +201,7 @@ class Generation:
                 if piece.finish_reason is not None:
                     await stream.aclose()
                     timer.finish(piece.finish_reason)
-                    self.metrics.parsed(choice.tool_calls, choice.malformed, choice.reasoning_tokens)
+                    self.metrics.parsed(self.shape.api, choice.tool_calls, choice.malformed, choice.reasoning_tokens)
                     stages.end(choice.completion_tokens)
                     self._reasons.append(piece.finish_reason)
                     yield piece

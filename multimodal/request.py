@@ -93,6 +93,8 @@ class Conversation:
     """The media of all messages, in order."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """The tools that the template shows, as OpenAI's requests have them."""
+    as_sent: bool = False
+    """Whether messages and tools are the request's own, one for one: errors then name the one at fault."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -56,6 +56,7 @@ def conversation(
         messages=[to_template(message, place) for place, message in enumerate(messages)],
         media=list(_media_refs(messages)),
         tools=tools,
+        as_sent=True,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         template_kwargs=body.chat_template_kwargs or {},

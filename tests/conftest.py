@@ -69,6 +69,7 @@ SLOW = (
     "engine/embedded/grammar/test_grammar_worker.py",
     "engine/embedded/handoff/",
     "engine/embedded/models/cuda/",
+    "engine/embedded/models/native/test_blocks.py",
     "engine/embedded/speculation/test_draft_model.py",
     "engine/embedded/test_images_requests.py",
     "engine/embedded/test_tiered_engine.py",

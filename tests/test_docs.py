@@ -138,7 +138,10 @@ def routes_of(app: FastAPI) -> set[tuple[str, str]]:
 
 
 def listed_routes() -> set[tuple[str, str]]:
-    """Return the routes in the README's table: the first column, and "also at" or "also under" in the second."""
+    """Return the routes in the README's table: the first column, and "also at" or "also under" in the second.
+
+    What is below a route may be left to the page that the row names.
+    """
     found = set()
     for line in section(text_of(README), "Endpoints").splitlines():
         if not line.startswith("| `"):
@@ -147,7 +150,11 @@ def listed_routes() -> set[tuple[str, str]]:
         routes = {(method, plain(path)) for method, path in re.findall(r"`([A-Z]+) (/[^`]*)`", names)}
         assert routes, line
         found |= routes
-        method = next(iter(routes))[0]
+        method, first = next(iter(routes))
+        if names.endswith(", and what is below"):
+            (page,) = re.findall(r"\]\((docs/[^)]*)\)", description)
+            below = re.findall(rf"`([A-Z]+) ({first}/[^`?]*)[^`]*`", text_of(ROOT / page))
+            found |= {(method, plain(path)) for method, path in below}
         found |= {(method, plain(path)) for path in re.findall(r"also at `(/[^`]*)`", description)}
         found |= {
             (method, prefix + path)

@@ -120,7 +120,7 @@ def make_room(cache_dir: Path, needed: int) -> None:
     """Remove folders that nobody uses: those that are out of date, then others until `needed` bytes are free. Raises
     ModelError if that is not enough."""
     cache_dir.mkdir(parents=True, exist_ok=True)
-    others = sorted(conversions(cache_dir), key=lambda each: (each.folder / _RECORD).stat().st_mtime)
+    others = sorted(conversions(cache_dir), key=_last_used)
     for stale in [True, False]:
         for each in others:
             full = shutil.disk_usage(cache_dir).free < needed + _SPARE
@@ -132,6 +132,13 @@ def make_room(cache_dir: Path, needed: int) -> None:
             f"the converted model takes {size_text(needed)}, and {cache_dir} has {size_text(max(0, free - _SPARE))} "
             "left for it: make room there, or set CACHE_DIR to a folder on another disk"
         )
+
+
+def _last_used(conversion: Conversion) -> float:
+    try:
+        return (conversion.folder / _RECORD).stat().st_mtime
+    except FileNotFoundError:  # another process has just removed it
+        return 0.0
 
 
 def _is_stale(conversion: Conversion) -> bool:

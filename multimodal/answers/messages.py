@@ -15,6 +15,7 @@ class MessageShape(Shape):
     """A message of content blocks, one for each item of the answer."""
 
     operation = "chat"
+    api = "messages"
 
     def __init__(self, context: AnswerContext) -> None:
         (choice,) = context.choices

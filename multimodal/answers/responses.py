@@ -53,6 +53,7 @@ class ResponsesShape(Shape):
     """A response and its events. Every event gets its sequence number here, once."""
 
     operation = "responses"
+    api = "responses"
 
     def __init__(self, context: AnswerContext, asked: Asked | None = None) -> None:
         self.asked = asked or Asked(unique=context.request_id)

@@ -16,6 +16,7 @@ import orjson
 from engine.types import Logprob, PromptReport, TokenLogprobs
 from multimodal.answers.choices import Choice, Piece, usage
 from multimodal.answers.parts import Part, Reasoning, Text, ToolCall
+from multimodal.metrics import Api
 from multimodal.request import Ask
 from multimodal.text.tokenizer import Detokenizer, Tokenizer
 
@@ -52,6 +53,8 @@ class Shape(ABC):
 
     operation: str
     """The API's name in traces."""
+    api: Api
+    """Its name in metrics."""
     id: str
     """The answer's id."""
 
@@ -245,6 +248,7 @@ class ChatShape(ChoicesShape):
     """chat.completion and its chunks."""
 
     operation = "chat"
+    api = "chat_completions"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl"
@@ -310,6 +314,7 @@ class CompletionShape(ChoicesShape):
     """text_completion, whose chunks have the same shape."""
 
     operation = "text_completion"
+    api = "completions"
     object = "text_completion"
     chunk_object = "text_completion"
     id_prefix = "cmpl"

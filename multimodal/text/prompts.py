@@ -67,7 +67,7 @@ class Prompts:
         """
         if not isinstance(ask.prompt, Conversation):
             return [await self._of_text(prompt, ask, info) for prompt in ask.prompt]
-        text, opening = await self._rendered(ask.prompt, limits)
+        text, opening = await self._rendered(ask, ask.prompt, limits)
 
         async def tokenise(text: str) -> list[int]:
             return await self._encoded(text, ask, info)
@@ -92,30 +92,34 @@ class Prompts:
         if not isinstance(ask.prompt, Conversation):
             (prompt,) = ask.prompt
             return await tokenise(prompt) if isinstance(prompt, str) else prompt
-        text, _ = await self._rendered(ask.prompt, limits)
+        text, _ = await self._rendered(ask, ask.prompt, limits)
         if self.images is not None and ask.prompt.media:
             return await self.images.tokens(text, ask.prompt.media, tokenise)
         return await tokenise(text)
 
-    async def _rendered(self, chat: Conversation, limits: Limits) -> tuple[str, str]:
+    async def _rendered(self, ask: Ask, chat: Conversation, limits: Limits) -> tuple[str, str]:
         """Return the text of a chat, and its opening. Raises RequestError."""
         template = self.template
+        name = ask.fields.get("prompt", "messages")
         if template is None:
-            raise RequestError("This model has no chat template; use /v1/completions.", "messages")
+            raise RequestError("This model has no chat template; use /v1/completions.", name)
         if len(chat.messages) > limits.max_messages:
-            raise RequestError(f"'messages' may have {limits.max_messages} entries at most.", "messages")
+            raise RequestError(f"{name!r} may have {limits.max_messages} entries at most.", name)
         if self.images is None and chat.media:
-            raise RequestError("This model takes text only; a message has an image.", "messages", "unsupported_content")
+            raise RequestError("This model takes text only; a message has an image.", name, "unsupported_content")
         variables = template_variables(chat, limits.chat_template_kwargs)
         control = template.control
 
         def render() -> tuple[str, str]:
             text = template.render(chat.messages, **variables)
             if limits.special_tokens_in_content == "refuse" and control is not None:
-                check_forged(chat, control.forged(text))
+                check_forged(chat, control.forged(text), name)
             return text, _opening(template, text, chat, variables) if self.openings else ""
 
-        return await off_loop(chat.characters, render)
+        try:
+            return await off_loop(chat.characters, render)
+        except RequestError as error:
+            raise error if chat.as_sent or error.code else error.at(name) from error
 
     async def _of_text(self, prompt: str | list[int], ask: Ask, info: EngineInfo) -> Prompt:
         """Tokenise a text, or check token ids."""

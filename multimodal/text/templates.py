@@ -156,13 +156,15 @@ def template_variables(chat: Conversation, allowed: Sequence[str]) -> dict[str, 
     return {**chat.variables, **chat.template_kwargs, **own, "tools": chat.tools or None}
 
 
-def check_forged(chat: Conversation, forged: Sequence[str]) -> None:
-    """Raise RequestError if messages or tools have control tokens: `forged`."""
+def check_forged(chat: Conversation, forged: Sequence[str], name: str) -> None:
+    """Raise RequestError if messages or tools have control tokens: `forged`. The request calls its messages `name`."""
     for token in forged[:1]:
-        parts = {f"messages.{place}": message for place, message in enumerate(chat.messages)}
+        parts = {f"{name}.{place}": message for place, message in enumerate(chat.messages)}
         parts |= {f"tools.{place}": tool for place, tool in enumerate(chat.tools)}
-        holds = (name for name, part in parts.items() if token in json.dumps(part, ensure_ascii=False))
-        where = next(holds, "messages")  # several texts make it, or a variable of the template has it
+        holds = (field for field, part in parts.items() if token in json.dumps(part, ensure_ascii=False))
+        where = next(holds, name)  # several texts make it, or a variable of the template has it
+        if not chat.as_sent:
+            where = where.partition(".")[0]
         raise RequestError(f"{where!r} must not have {token!r}, which controls the model.", where, "special_token")
 
 

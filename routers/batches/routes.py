@@ -14,8 +14,8 @@ from multimodal.errors import RequestError
 from protocol.batches import BatchesPage, BatchRequest, DeletedBatch, MessageBatch, RequestCounts
 from protocol.messages import MessagesErrorEnvelope
 from routers.batches.store import EXPIRY_SECONDS, OUTCOMES, BatchRecord, BatchStore
-from routers.body import json_body, request_body
-from routers.state import ChatServiceDep, Owner
+from routers.body import converted, json_body, request_body
+from routers.state import ChatServiceDep, Owner, StateDep
 
 PATH = "/v1/messages/batches"
 BODIES = (BatchRequest,)
@@ -39,6 +39,7 @@ Store = Annotated[BatchStore, Depends(_store)]
 @router.post(PATH, summary="Create a batch of messages", openapi_extra=request_body(BatchRequest))
 async def create(
     request: Request,
+    state: StateDep,
     store: Store,
     owner: Owner,
     body: Annotated[BatchRequest, Depends(json_body(BatchRequest))],
@@ -53,8 +54,11 @@ async def create(
         if places.setdefault(one.custom_id, place) != place:
             param = f"requests.{place}.custom_id"
             raise RequestError(f"'{param}' is that of 'requests.{places[one.custom_id]}', too.", param)
-    requests = [(one.custom_id, json.dumps(one.params).encode()) for one in body.requests]
-    record = await store.create(owner, f"msgbatch_{uuid4().hex}", requests)
+
+    def bodies() -> list[tuple[str, bytes]]:
+        return [(one.custom_id, json.dumps(one.params).encode()) for one in body.requests]
+
+    record = await store.create(owner, f"msgbatch_{uuid4().hex}", await converted(state, bodies))
     return _shown(record, request)
 
 

@@ -190,7 +190,7 @@ class BatchStore:
 
     async def finish(self, job: BatchJob, outcome: Outcome, result: bytes) -> bool:
         """Store what has become of a request; return False if there is no room for that, even without the oldest of the
-        batches that have ended.
+        batches that have ended. There always is for an error, which is short: else the request would be done again.
         """
 
         def work(db: sqlite3.Connection) -> bool:
@@ -201,7 +201,7 @@ class BatchStore:
                     break
                 _delete(db, "number=?", number)
                 excess -= size
-            if excess > 0:
+            if excess > 0 and outcome != "errored":
                 return False
             query = "UPDATE requests SET state=?, params=NULL, result=? WHERE batch=? AND place=?"
             db.execute(query, (outcome, result, job.batch, job.place))

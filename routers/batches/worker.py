@@ -12,10 +12,11 @@ from starlette.types import Scope
 
 from engine.errors import EngineDied, EngineUnavailable
 from engine.kit.tasks import cancel
-from engine.kit.work import begin_request
+from engine.kit.work import begin_request, off_loop
 from multimodal.answers.messages import MessageShape
 from multimodal.errors import RequestError
 from multimodal.processor import Processor
+from multimodal.request import Ask
 from protocol.messages import MessagesRequest
 from routers.batches.store import BatchJob, BatchStore
 from routers.body import parsed
@@ -128,10 +129,7 @@ class BatchWorker:
             failure = error
         scope: Scope = {"type": "http", "path": ENDPOINT.path, "state": {"request_id": request_id}}
         result = b'{"type":"errored","error":%b}' % self.render_error(failure, scope)
-        if not await self.store.finish(job, "errored", result):
-            await self.store.put_back(job)
-            return False
-        return True
+        return await self.store.finish(job, "errored", result)
 
     def _hopeless(self, job: BatchJob, error: Exception) -> bool:
         """Count how often the engine died of a request, and tell whether that is enough."""
@@ -145,6 +143,10 @@ class BatchWorker:
         body = await parsed(MessagesRequest, params, self.max_text_bytes, self.max_values)
         if body.stream:
             raise RequestError("'stream' must be false in a batch.", "stream")
-        self.fields.check(body)
-        ask = replace(convert(body), priority=_LOWEST)
+
+        def request() -> Ask:
+            self.fields.check(body)
+            return replace(convert(body), priority=_LOWEST)
+
+        ask = await off_loop(len(params), request)
         return await (await self.processor.prepare(ask, MessageShape, request_id)).complete()

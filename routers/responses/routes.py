@@ -127,7 +127,7 @@ async def input_tokens(
     body: Annotated[InputTokensRequest, Depends(json_body(InputTokensRequest))],
 ) -> wire.InputTokens:
     """The number of tokens of the prompt that a response to this input would have."""
-    service.fields.check(body)
+    await converted(state, lambda: service.fields.check(body))
     history = await service.responses.history(owner, body)
     ask = await converted(state, lambda: context(_with_input(body, history.own), history.earlier))
     ids = await while_connected(request, service.processor.tokenize(ask))
@@ -155,8 +155,11 @@ async def compact(
         input=body.input, instructions=body.instructions, previous_response_id=body.previous_response_id
     )
     history = await service.responses.history(owner, given)
+    if not (history.own or history.earlier):
+        raise RequestError("'input' is missing.", "input")
     order = InputItem(type="message", role="user", content=_COMPACT)
-    ask = await converted(state, lambda: context(_with_input(given, [*history.own, order]), history.earlier))
+    ordered = given.model_copy(update={"input": [*history.own, order]})
+    ask = await converted(state, lambda: context(ordered, history.earlier))
     assert isinstance(ask.prompt, Conversation)
     fewest, most = _COMPACT_TOKENS
     ask = Ask(
@@ -248,7 +251,7 @@ async def prepare(
     kept: Kept | None = None,
 ) -> PreparedResponse:
     """Prepare a response, on a connection that has `kept` others. Raises what preparing a chat raises."""
-    service.fields.check(body)
+    await converted(state, lambda: service.fields.check(body))
     if body.background and body.store is False:
         raise RequestError("'background' needs 'store'.", "background")
     responses = service.responses

@@ -5,11 +5,13 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import orjson
 from msgspec.structs import replace
 
+from engine.errors import ContextOverflow
 from engine.kit.tasks import cancel
 from engine.kit.work import off_loop
 from multimodal.answers.responses import PREFIXES, ResponsesShape
@@ -68,6 +70,8 @@ class Responses:
     """The responses of one process; its store is shared with others. Without a store nothing is kept."""
 
     store: ResponseStore | None = None
+    max_bytes: int = 64 << 20
+    """Most bytes of the items that a request continues, and of those that it refers to."""
     _runs: dict[str, BackgroundRun] = field(default_factory=dict, init=False)
 
     def stored(self) -> ResponseStore:
@@ -82,14 +86,14 @@ class Responses:
         previous, conversation = body.previous_response_id, conversation_of(body)
         if previous is not None and conversation is not None:
             raise RequestError("'conversation' and 'previous_response_id' exclude each other.", "conversation")
-        own = [await self._resolved(owner, item, place, kept) for place, item in enumerate(items_of(body.input))]
+        own = await self._resolved(owner, items_of(body.input), kept)
         if conversation is not None and previous is None:
             previous = await self.stored().last(owner, conversation)
         if previous is None:
             return History([], own, None)
-        chain = kept.get(previous) or await self._chain(owner, previous)
-        earlier = await off_loop(size_of(chain), lambda: [InputItem.model_validate(item) for item in _items(chain)])
-        return History(earlier, own, previous, chain)
+        records = kept.get(previous) or await self._chain(owner, previous)
+        earlier = await off_loop(size_of(records), lambda: [InputItem.model_validate(item) for item in _items(records)])
+        return History(earlier, own, previous, records)
 
     async def get(self, owner: str, response: str) -> Record:
         """Return a stored response; one whose process has died meanwhile has failed. Raises ResponseNotFound."""
@@ -101,16 +105,16 @@ class Responses:
     async def items(self, owner: str, response: str) -> list[dict[str, Any]]:
         """Return the items that a stored response was made of, oldest first. Raises ResponseNotFound."""
         record = await self.get(owner, response)
-        chain = await self._chain(owner, record.previous) if record.previous is not None else []
-        return await off_loop(size_of([*chain, record]), lambda: [*_items(chain), *orjson.loads(record.items)])
+        earlier = await self._chain(owner, record.previous) if record.previous is not None else []
+        size = size_of([*earlier, record])
+        return await off_loop(size, lambda: [*_items(earlier), *orjson.loads(record.items)])
 
     async def save(self, record: Record, shape: ResponsesShape) -> bool:
         """Store what has become of a response, and return whether that succeeded."""
         if self.store is None:
             return False
-        response = shape.response()
         try:
-            await self.store.put(replace(record, status=response["status"], response=orjson.dumps(response)))
+            await self.store.put(recorded(record, shape))
         except StoreUnavailable:
             return False
         return True
@@ -223,7 +227,10 @@ class Responses:
 
     async def _chain(self, owner: str, response: str) -> list[Record]:
         """Return a response after those that it continues. Raises RequestError."""
-        found = await self.store.chain(owner, response) if self.store is not None else None
+        try:
+            found = await self.store.chain(owner, response, self.max_bytes) if self.store is not None else None
+        except ContextOverflow as error:
+            raise error.at("previous_response_id") from error
         if found is None:
             said = f"Previous response with id '{shown(response)}' not found."
             raise RequestError(said, "previous_response_id", "previous_response_not_found")
@@ -231,19 +238,35 @@ class Responses:
             raise RequestError(f"The response '{shown(response)}' has not ended yet.", "previous_response_id")
         return found
 
-    async def _resolved(self, owner: str, item: InputItem, place: int, kept: Kept) -> InputItem:
-        """Return the item that an item refers to, or itself."""
-        if item.type != "item_reference" and (item.type is not None or item.role is not None or item.id is None):
-            return item
-        unique = (item.id or "").partition("_")[2][:32]
-        response = f"resp_{unique}"
-        stored = self.store is not None and response not in kept
-        record = await self.stored().get(owner, response) if stored else None
-        for known in _items(kept.get(response, [record] if record is not None else [])):
-            if known["id"] == item.id:
-                return InputItem.model_validate(known)
-        param = f"input.{place}.id"
-        raise RequestError(f"Item with id '{shown(item.id or '')}' not found.", param, "item_not_found")
+    async def _resolved(self, owner: str, items: list[InputItem], kept: Kept) -> list[InputItem]:
+        """Return items; in place of those that refer to others, these. Raises RequestError."""
+        found: list[InputItem] = []
+        read: set[str] = set()
+        known: dict[str, tuple[InputItem, int]] = {}
+        """Items of the responses that have been read, and their bytes."""
+        left = self.max_bytes
+        for place, item in enumerate(items):
+            if item.type != "item_reference" and (item.type is not None or item.role is not None or item.id is None):
+                found.append(item)
+                continue
+            named = item.id or ""
+            response = f"resp_{named.partition('_')[2][:32]}"
+            if response not in read:
+                read.add(response)
+                record = kept[response][-1] if response in kept else None
+                if record is None and self.store is not None:
+                    record = await self.store.get(owner, response)
+                if record is not None:
+                    known |= await off_loop(record.size, partial(_sized, record))
+            param = f"input.{place}.id"
+            if named not in known:
+                raise RequestError(f"Item with id '{shown(named)}' not found.", param, "item_not_found")
+            item, size = known[named]
+            if (left := left - size) < 0:
+                said = f"The items that 'input' refers to have more than {self.max_bytes} bytes."
+                raise ContextOverflow(said, param)
+            found.append(item)
+        return found
 
     async def _run(
         self, run: BackgroundRun, record: Record, generation: Generation, shape: ResponsesShape, error_of: ErrorOf
@@ -259,11 +282,11 @@ class Responses:
                 async for chunk in chunks:
                     pending.append(chunk)
 
-        async def flush() -> bool:
+        async def flush(ended: Record | None = None) -> bool:
             nonlocal number
             events, pending[:] = pending[:], []
             number += len(events)
-            goes_on = await store.append(record.id, number - len(events), events)
+            goes_on = await store.append(record.id, number - len(events), events, ended)
             run.changed.set()
             run.changed = asyncio.Event()
             return goes_on
@@ -276,7 +299,7 @@ class Responses:
                 if consuming.done() or not (pending or time.monotonic() - flushed > BEAT_SECONDS):
                     continue
                 if not flushed:
-                    await store.put(replace(record, status="in_progress", response=orjson.dumps(shape.response())))
+                    await store.put(recorded(record, shape))
                 flushed = time.monotonic()
                 if not await flush():
                     run.cancelled = True
@@ -292,14 +315,19 @@ class Responses:
                 shape.break_off("cancelled") if cancelled else shape.break_off("failed", error or _SHUT_DOWN)
             )
         with suppress(StoreUnavailable):
-            await flush()
-            await self.save(record, shape)
+            await flush(recorded(record, shape))
         run.changed.set()
+
+
+def recorded(record: Record, shape: ResponsesShape) -> Record:
+    """Return what has become of a response."""
+    response = shape.response()
+    return replace(record, status=response["status"], response=orjson.dumps(response))
 
 
 def size_of(records: Iterable[Record]) -> int:
     """Return the bytes of responses and their input."""
-    return sum(len(record.items) + len(record.response) for record in records)
+    return sum(record.size for record in records)
 
 
 def _items(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
@@ -307,6 +335,11 @@ def _items(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
     for record in records:
         yield from orjson.loads(record.items)
         yield from orjson.loads(record.response)["output"]
+
+
+def _sized(record: Record) -> dict[str, tuple[InputItem, int]]:
+    """Return the items of a response by their ids, each with its bytes."""
+    return {item["id"]: (InputItem.model_validate(item), len(orjson.dumps(item))) for item in _items([record])}
 
 
 def numbered(items: list[InputItem], unique: str) -> bytes:

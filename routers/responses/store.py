@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from engine.errors import ContextOverflow
 from routers.database import Database
 
 FINAL = frozenset({"completed", "incomplete", "failed", "cancelled"})
@@ -55,6 +56,11 @@ class Record(msgspec.Struct, frozen=True):
     cancelled: bool = False
     """Whether somebody has asked to cancel it."""
 
+    @property
+    def size(self) -> int:
+        """Bytes of what it consists of."""
+        return len(self.response) + len(self.items)
+
 
 class ResponseStore(Protocol):
     """Keeps responses. All methods see only what `owner` owns."""
@@ -65,8 +71,10 @@ class ResponseStore(Protocol):
 
     async def get(self, owner: str, response: str) -> Record | None: ...
 
-    async def chain(self, owner: str, response: str) -> list[Record] | None:
-        """Return a response after those that it continues, oldest first; None if one of them is not stored."""
+    async def chain(self, owner: str, response: str, most: int) -> list[Record] | None:
+        """Return a response after those that it continues, oldest first; None if one of them is not stored. Raises
+        ContextOverflow if they have more than `most` bytes.
+        """
         ...
 
     async def last(self, owner: str, conversation: str) -> str | None:
@@ -77,9 +85,10 @@ class ResponseStore(Protocol):
         """Return whether there was such a response."""
         ...
 
-    async def append(self, response: str, first: int, events: Sequence[bytes]) -> bool:
+    async def append(self, response: str, first: int, events: Sequence[bytes], ended: Record | None = None) -> bool:
         """Store events of a response that runs in the background, the first with number `first`, and note that its
-        process lives. Return whether it goes on: nobody has cancelled or deleted it.
+        process lives. Return whether it goes on: nobody has cancelled or deleted it. What has become of it is stored
+        together with its last events, so that who sees these finds it `ended`.
         """
         ...
 
@@ -107,40 +116,21 @@ class SqliteStore:
         """Bytes written since the bounds were last checked; they are checked at the first write."""
 
     async def put(self, record: Record) -> None:
-        def work(db: sqlite3.Connection) -> None:
-            size = len(record.response) + len(record.items)
-            head = (record.owner, record.created, time.time(), size)
-            values = (*head, record.status, record.background, record.previous, record.conversation)
-            known = db.execute(
-                "UPDATE responses SET owner=?, created=?, beat=?, size=size-length(response)-length(items)+?, status=?,"
-                " background=?, previous=?, conversation=?, response=?, items=? WHERE id=?",
-                (*values, record.response, record.items, record.id),
-            ).rowcount
-            if not known and not (record.background and record.status != "queued"):
-                db.execute(
-                    "INSERT INTO responses (owner, created, beat, size, status, background, previous, conversation,"
-                    " response, items, id) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    (*values, record.response, record.items, record.id),
-                )
-            if record.conversation is not None and record.status in ("completed", "incomplete"):
-                db.execute(
-                    "INSERT OR REPLACE INTO conversations VALUES (?, ?, ?, ?)",
-                    (record.owner, record.conversation, record.id, record.created),
-                )
-            self._bound(db, size)
-
-        await self._database.run(work)
+        await self._database.run(lambda db: self._put(db, record))
 
     async def get(self, owner: str, response: str) -> Record | None:
         return await self._database.run(lambda db: self._get(db, owner, response))
 
-    async def chain(self, owner: str, response: str) -> list[Record] | None:
+    async def chain(self, owner: str, response: str, most: int) -> list[Record] | None:
         def work(db: sqlite3.Connection) -> list[Record] | None:
             found: list[Record] = []
+            left = most
             following: str | None = response
             while following is not None:
                 if (record := self._get(db, owner, following)) is None:
                     return None
+                if (left := left - record.size) < 0:
+                    raise ContextOverflow(f"The responses that this one continues have more than {most} bytes.")
                 found.append(record)
                 following = record.previous
             return found[::-1]
@@ -167,7 +157,7 @@ class SqliteStore:
 
         return await self._database.run(work)
 
-    async def append(self, response: str, first: int, events: Sequence[bytes]) -> bool:
+    async def append(self, response: str, first: int, events: Sequence[bytes], ended: Record | None = None) -> bool:
         def work(db: sqlite3.Connection) -> bool:
             size = sum(map(len, events))
             lives = db.execute(
@@ -177,6 +167,8 @@ class SqliteStore:
                 return False
             rows = ((response, number, event) for number, event in enumerate(events, first))
             db.executemany("INSERT OR REPLACE INTO events VALUES (?, ?, ?)", rows)
+            if ended is not None:
+                self._put(db, ended)
             self._bound(db, size)
             return not lives[0][0]
 
@@ -201,6 +193,27 @@ class SqliteStore:
     @property
     def _oldest(self) -> float:
         return time.time() - self._max_seconds
+
+    def _put(self, db: sqlite3.Connection, record: Record) -> None:
+        head = (record.owner, record.created, time.time(), record.size)
+        values = (*head, record.status, record.background, record.previous, record.conversation)
+        known = db.execute(
+            "UPDATE responses SET owner=?, created=?, beat=?, size=size-length(response)-length(items)+?, status=?,"
+            " background=?, previous=?, conversation=?, response=?, items=? WHERE id=?",
+            (*values, record.response, record.items, record.id),
+        ).rowcount
+        if not known and not (record.background and record.status != "queued"):
+            db.execute(
+                "INSERT INTO responses (owner, created, beat, size, status, background, previous, conversation,"
+                " response, items, id) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*values, record.response, record.items, record.id),
+            )
+        if record.conversation is not None and record.status in ("completed", "incomplete"):
+            db.execute(
+                "INSERT OR REPLACE INTO conversations VALUES (?, ?, ?, ?)",
+                (record.owner, record.conversation, record.id, record.created),
+            )
+        self._bound(db, record.size)
 
     def _get(self, db: sqlite3.Connection, owner: str, response: str) -> Record | None:
         query = f"SELECT {_COLUMNS} FROM responses WHERE id=? AND owner=? AND created>?"

@@ -8,7 +8,6 @@ from typing import Any, cast
 import orjson
 from fastapi import APIRouter, WebSocket
 from fastapi.exceptions import RequestValidationError
-from msgspec.structs import replace
 from starlette.types import Message
 from starlette.websockets import WebSocketDisconnect
 
@@ -19,7 +18,7 @@ from multimodal.errors import RequestError
 from protocol.responses import ResponseCreate
 from routers.body import parsed
 from routers.responses.routes import PATH, PreparedResponse, events, failure, prepare
-from routers.responses.service import size_of
+from routers.responses.service import recorded, size_of
 from routers.responses.store import Record
 from routers.state import ChatService, State
 
@@ -151,13 +150,12 @@ class Session:
 
     def _keep(self, body: ResponseCreate, service: ChatService, prepared: PreparedResponse) -> None:
         """Remember a response that is not stored."""
-        response = prepared.shape.response()
-        if response["status"] == "failed":
+        record = recorded(prepared.record, prepared.shape)
+        if record.status == "failed":
             self._forget(body)
             return
         if body.store is not False and service.responses.store is not None:
             return
-        record = replace(prepared.record, status=response["status"], response=orjson.dumps(response))
         self._kept[record.id] = [*prepared.earlier, record]
         while self._kept and (len(self._kept) > MAX_KEPT or self._kept_bytes() > self._state["http"].max_body_bytes):
             del self._kept[next(iter(self._kept))]

@@ -200,6 +200,6 @@ def _responses(to: Composition) -> Responses:
     if settings.responses_store_mb:
         path = settings.cache_dir / "responses.sqlite3"
         store = SqliteStore(path, settings.responses_store_mb << 20, settings.responses_store_days * 86400)
-    responses = Responses(store)
+    responses = Responses(store, int(settings.max_body_mb * (1 << 20)))
     to.stack.push_async_callback(responses.close)
     return responses

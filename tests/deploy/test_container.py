@@ -15,6 +15,7 @@ import yaml
 from engine.config import TrtllmConfig
 from engine.process import child
 from server.doctor import check_limits
+from server.http.routes import INTERNAL
 from server.roles import missing_setting
 from server.settings import Settings
 from server.settings.environment import read_env_file
@@ -73,6 +74,11 @@ def test_tls_is_what_nginx_includes() -> None:
     assert mounted["./deploy/nginx/tls.conf"] == "/etc/nginx/tls/tls.conf"
     assert "include tls/*.conf;" in CONFIGURATION
     assert set(re.findall(r"certificate(?:_key)? (\S+)/", text)) == {list(mounted.values())[1]}
+
+
+def test_nginx_hides_every_internal_route() -> None:
+    (hidden,) = re.findall(r"location ~ (\S+metrics\S*) \{", (ROOT / "deploy/nginx/trellis.conf").read_text())
+    assert all(re.match(hidden, path) for path in INTERNAL) and not re.match(hidden, "/v1/models")
 
 
 def test_compose_image_proxy_and_settings_agree() -> None:

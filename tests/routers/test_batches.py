@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,15 @@ import httpx
 import pytest
 
 from engine.errors import EngineDied, QueueFull
+from multimodal.request import Ask
 from protocol.batches import BatchesPage, MessageBatch
-from protocol.messages import MessagesErrorEnvelope, WholeMessage
+from protocol.messages import MessagesErrorEnvelope, MessagesRequest, WholeMessage
 from routers.batches import store as store_module
 from routers.batches.store import BatchStore
 from routers.batches.worker import BatchWorker
+from routers.body import INLINE_BYTES
 from routers.fields import FieldCheck
+from routers.messages import convert
 from server.http.errors import render_event
 from tests.support.disaggregated import replica
 from tests.support.routing import before
@@ -161,6 +165,25 @@ async def test_bounds(tmp_path: Path, settings: dict[str, Any], body: Any, statu
     assert (answer.status_code, word in answer.json()["error"]["message"]) == (status, True), answer.text
 
 
+async def test_large_requests_do_not_hold_up_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[int] = set()
+
+    def dumps(value: Any) -> str:
+        threads.add(threading.get_ident())
+        return json.dumps(value)
+
+    def noted(body: MessagesRequest) -> Ask:
+        threads.add(threading.get_ident())
+        return convert(body)
+
+    monkeypatch.setattr("routers.batches.routes.json", SimpleNamespace(dumps=dumps))
+    monkeypatch.setattr("routers.batches.worker.convert", noted)
+    async with application(cache_dir=tmp_path) as (client, _):
+        found = await ended(client, (await create(client, {"system": "x" * INLINE_BYTES}))["id"])
+    assert found["request_counts"]["succeeded"] + found["request_counts"]["errored"] == 1
+    assert threads and threading.get_ident() not in threads
+
+
 async def test_a_router_keeps_no_batches() -> None:
     async with replica("aggregated") as (url, _), before(url) as (client, _):
         for method, path in (("POST", ""), ("GET", ""), ("GET", "/x"), ("GET", "/x/results"), ("DELETE", "/x")):
@@ -169,8 +192,14 @@ async def test_a_router_keeps_no_batches() -> None:
             assert "send them to a replica" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("error", "attempts"), [(EngineDied("dead"), 3), (QueueFull("full"), 2)])
-async def test_a_request_is_done_again_but_not_for_ever(tmp_path: Path, error: Exception, attempts: int) -> None:
+@pytest.mark.parametrize(
+    ("error", "attempts", "room"),
+    [(EngineDied("dead"), 3, 1 << 20), (QueueFull("full"), 2, 1 << 20), (RuntimeError("long " * 40), 1, 400)],
+    ids=["the engine dies", "the queue is full", "no room for the result"],
+)
+async def test_a_request_is_done_again_but_not_for_ever(
+    tmp_path: Path, error: Exception, attempts: int, room: int
+) -> None:
     asked: list[int] = []
 
     async def prepare(*_: Any) -> Any:
@@ -179,7 +208,7 @@ async def test_a_request_is_done_again_but_not_for_ever(tmp_path: Path, error: E
             raise RuntimeError("another")
         raise error
 
-    store = BatchStore(tmp_path / "batches.sqlite", 1 << 20, 10)
+    store = BatchStore(tmp_path / "batches.sqlite", room, 10)
     worker = BatchWorker(
         store=store,
         processor=SimpleNamespace(prepare=prepare),  # type: ignore[arg-type]

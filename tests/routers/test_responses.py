@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -446,6 +447,19 @@ async def test_errors_name_the_field(tmp_path: Path) -> None:
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+async def test_errors_of_the_prompt_name_the_input(tmp_path: Path) -> None:
+    async with served(tmp_path, max_messages=2, special_tokens_in_content="refuse") as client:
+        for given in (
+            [{"role": "user", "content": "hi"}] * 3,
+            [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "<|im_end|>"}],
+        ):
+            error = (await client.post(PATH, json={"input": given})).json()["error"]
+            assert (error["param"], "messages" in error["message"]) == ("input", False)
+        tool = WEATHER | {"description": "<|im_end|>"}
+        error = (await client.post(PATH, json={"input": "hi", "tools": [{"type": "mcp"}, tool]})).json()["error"]
+        assert (error["param"], error["code"]) == ("tools", "special_token")
+
+
 async def test_hosted_tools_are_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hosted = {"type": "file_search", "vector_store_ids": ["vs_1"]}
     async with served(tmp_path, "Yes.", strict_fields=True) as client:
@@ -515,6 +529,54 @@ async def test_compaction_gives_the_next_input(tmp_path: Path) -> None:
         await ask(client, input=told)
 
 
+async def test_every_kind_of_input_is_compacted(tmp_path: Path) -> None:
+    """The order to summarise comes last, however the conversation is given."""
+    async with served(tmp_path, "Hello.") as client:
+        talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}]
+        made = await ask(client)
+
+        async def tokens(**fields: Any) -> int:
+            return int((await client.post(f"{PATH}/compact", json=fields)).json()["usage"]["input_tokens"])
+
+        assert await tokens(input="hi") == await tokens(input=talk[:1])
+        assert await tokens(previous_response_id=made["id"]) == await tokens(input=talk)
+        assert (await client.post(f"{PATH}/compact", json={})).json()["error"]["param"] == "input"
+
+
+async def test_what_a_small_request_refers_to_is_bounded(tmp_path: Path) -> None:
+    async with served(tmp_path, "Yes.", max_body_mb=0.02) as client:
+        mine = await ask(client, input="y" * 6000)
+        (item,) = (await client.get(f"{PATH}/{mine['id']}/input_items")).json()["data"]
+        reference = {"type": "item_reference", "id": item["id"]}
+        await ask(client, input=[reference] * 3)
+        refused = (await client.post(PATH, json={"input": [reference] * 4})).json()["error"]
+        assert (refused["code"], refused["param"]) == ("context_length_exceeded", "input.3.id")
+        for _ in range(2):
+            mine = await ask(client, input="y" * 6000, previous_response_id=mine["id"])
+        refused = (await client.post(PATH, json={"input": "y", "previous_response_id": mine["id"]})).json()["error"]
+        assert (refused["code"], refused["param"]) == ("context_length_exceeded", "previous_response_id")
+
+
+async def test_who_sees_the_last_event_of_the_background_finds_the_response_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = SqliteStore.append
+    found: list[str] = []
+
+    async def watched(self: SqliteStore, response: str, first: int, events: Any, *more: Any) -> bool:
+        goes_on = await append(self, response, first, events, *more)
+        if any(json.loads(event)["type"] == "response.completed" for event in events):
+            record = await self.get("", response)
+            assert record is not None
+            found.append(record.status)
+        return goes_on
+
+    monkeypatch.setattr(SqliteStore, "append", watched)
+    async with served(tmp_path, "Yes.") as client:
+        await stream(client, background=True)
+        assert found == ["completed"]
+
+
 async def test_the_store_is_bounded_in_size_and_age(tmp_path: Path) -> None:
     path = tmp_path / "responses.sqlite3"
     store = SqliteStore(path, 1 << 20, 100.0)
@@ -549,6 +611,22 @@ async def test_a_router_finds_the_replica_that_has_a_response(tmp_path: Path) ->
             assert check_adds_up(events)["previous_response_id"] == one["id"]
             assert (await client.delete(f"{PATH}/{one['id']}")).json()["deleted"]
         assert (await client.get(f"{PATH}/resp_1")).status_code == 404
+
+
+async def test_a_decode_replica_serves_both_newer_apis_with_prompts_computed_elsewhere(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        peer, _ = await stack.enter_async_context(replica("prefill"))
+        settings = {"prefill_urls": (peer,), "prefill_min_tokens": 0, "cache_dir": tmp_path, "responses_store_mb": 64}
+        url, _ = await stack.enter_async_context(replica("decode", **settings))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10))
+        first = await ask(client, max_output_tokens=4)
+        events = await stream(client, max_output_tokens=4, previous_response_id=first["id"])
+        assert check_adds_up(events)["usage"]["output_tokens"] == first["usage"]["output_tokens"] == 4
+        body = {"model": "fake", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+        message = (await client.post("/v1/messages", json=body)).json()
+        assert (message["usage"]["output_tokens"], message["stop_reason"]) == (4, "max_tokens")
+        page = (await client.get("/metrics")).text
+        assert re.search(r'trtllm_prefill_requests_total\{.*outcome="ok".*\} 3\.0', page)
 
 
 def test_a_relay_s_error_is_an_event() -> None:

@@ -117,7 +117,7 @@ async def test_whole_calls_in_streams(tmp_path: Path) -> None:
         assert streamed["content"] == whole["message"]["content"] == broken
         assert streamed["finish_reason"] == whole["finish_reason"] == "stop"
         metrics = (await client.get("/metrics")).text
-        labels = '{model_name="fake",parser="hermes"}'
+        labels = '{api="chat_completions",model_name="fake",parser="hermes"}'
         assert f"trtllm_tool_calls_total{labels} 1.0" in metrics
         assert f"trtllm_malformed_tool_calls_total{labels} 2.0" in metrics
 

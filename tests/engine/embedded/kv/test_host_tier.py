@@ -28,6 +28,16 @@ class HostMachine(RuleBasedStateMachine):
         self.order: dict[int, list[bytes]] = {0: [], 1: []}
         """Least recently requested first."""
         self.pinned: list[tuple[Name, Slot, bytes]] = []
+        self.dropped: list[Slot] = []
+        """Pinned slots whose block has been dropped."""
+
+    @property
+    def kept(self) -> set[Name]:
+        """Blocks that are here and pinned."""
+        return {name for name, slot, _ in self.pinned if not any(slot is one for one in self.dropped)}
+
+    def _note_drop(self, *names: Name) -> None:
+        self.dropped += [slot for name, slot, _ in self.pinned if name in names]
 
     def teardown(self) -> None:
         for name, slot, _ in self.pinned:
@@ -48,7 +58,7 @@ class HostMachine(RuleBasedStateMachine):
         assert id(slot) not in held, "a pinned slot was given away"
         assert slot.address % ALIGNMENT == 0
         if evicted is not None:
-            pins = {other for (other_group, other), _, _ in self.pinned if other_group == group}
+            pins = {other for other_group, other in self.kept if other_group == group}
             assert evicted == next(old for old in self.order[group] if old not in pins), "not the least recent one"
             self.order[group].remove(evicted)
         else:
@@ -79,15 +89,19 @@ class HostMachine(RuleBasedStateMachine):
     def unpin(self, index: int) -> None:
         name, slot, _ = self.pinned.pop(index % len(self.pinned))
         self.tier.unpin(name, slot)
+        if not slot.pins:
+            self.dropped = [one for one in self.dropped if one is not slot]
 
     @rule(name=NAMES)
     def drop(self, name: Name) -> None:
         if self.tier.has(name):
+            self._note_drop(name)
             self.tier.drop(name)
             self.order[name[0]].remove(name[1])
 
     @rule()
     def clear(self) -> None:
+        self._note_drop(*(name for name, _, _ in self.pinned))
         self.tier.clear()
         self.order = {0: [], 1: []}
 

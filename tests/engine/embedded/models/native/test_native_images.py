@@ -147,7 +147,8 @@ def test_a_text_configuration_tells_only_what_differs(tmp_path: Path) -> None:
     config = read_config(tmp_path)
     sizes = (config.hidden, config.intermediate, config.layers, config.heads, config.kv_heads)
     assert sizes == (4096, 11008, 32, 32, 32)
-    assert (config.vocab_size, config.epsilon, config.rope_theta, config.context_length) == (32064, 1e-6, 10000.0, 2048)
+    assert (config.vocab_size, config.epsilon, config.context_length) == (32064, 1e-6, 2048)
+    assert config.facts.rope_theta == 10000.0
     assert config.takes_images is not None and config.takes_images.token_id == 32000
 
 
