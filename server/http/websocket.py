@@ -6,9 +6,10 @@ from typing import Any
 from fastapi import HTTPException
 from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.frames import CloseCode
 
 from server.http.connection import rendered
+
+_POLICY_VIOLATION = 1008
 
 
 class WebSocketConnection(WebSocketsSansIOProtocol):
@@ -84,7 +85,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         if self.close_sent or self.transport.is_closing():
             return
         reason = f"A message did not arrive within {self._message_seconds:g} s."
-        self.conn.fail(CloseCode.POLICY_VIOLATION, reason)
+        self.conn.fail(_POLICY_VIOLATION, reason)
         self.transport.write(b"".join(self.conn.data_to_send()))
         self.close_sent = True
         self.transport.close()
