@@ -42,7 +42,7 @@ def started(port: int, arguments: list[str], folder: Path) -> Iterator[subproces
     ):
         try:
             deadline = time.monotonic() + 30 * slowness()
-            while len(listening(process)) < 2 or not ready(port):
+            while len(listening(process)) < 2 or not all(ready(port) for _ in range(12)):  # each process is asked
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.1)
             yield process

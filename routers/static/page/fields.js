@@ -54,7 +54,7 @@ export function fieldGroups(document) {
 // Returns how a field is typed: number, integer, boolean, string, strings, integers or json; "" if it has no type.
 function kindOf(schema) {
   const choices = schema.anyOf || [schema];
-  const types = choices.flatMap((choice) => choice.type || []);
+  const types = choices.flatMap((choice) => choice.type || (choice.$ref ? "object" : []));
   for (const type of ["number", "integer", "boolean"]) if (types.includes(type)) return type;
   const list = choices.find((choice) => [choice.type].flat().includes("array"));
   if (list) return { string: "strings", integer: "integers" }[list.items?.type] || "json";

@@ -15,7 +15,8 @@ from engine.embedded.core import EngineCore
 from engine.embedded.models.native.runner import NativeRunner
 from engine.kv_events import Stored
 from engine.types import Delta, GenerateRequest
-from tests.engine.embedded.models.native.test_native import level, make_folder  # noqa: F401 - a fixture
+from tests.engine.embedded.models.native.conftest import level  # noqa: F401 - a fixture
+from tests.engine.embedded.models.native.test_native import make_folder
 from tests.support.handoff import OPTIONS, Deltas, pair_of, request_of, sequence_of, step, tokens
 from tests.support.window_models import save
 
