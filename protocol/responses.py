@@ -260,6 +260,18 @@ class ResponsesRequest(ContextFields, SamplingFields):
     """Not supported; POST /v1/responses/compact compacts a conversation."""
 
 
+class ResponseCreate(ResponsesRequest):
+    """A client's message in the WebSocket mode of /v1/responses: the body of POST, and what concerns the connection."""
+
+    type: Literal["response.create"]
+    """Kind of this message. Example: "response.create" """
+    stream_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """The lane of this response: those of a lane come one after the other. Its events repeat it. Example: "main" """
+    generate: bool | None = None
+    """False computes the prompt, so that its KV blocks are cached, and answers without output. Default: true.
+    Example: true"""
+
+
 class InputTokensRequest(ContextFields):
     """Body of POST /v1/responses/input_tokens."""
 

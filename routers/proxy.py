@@ -10,10 +10,10 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Request, Response, WebSocket
 from fastapi.exceptions import RequestValidationError
 from starlette.types import Receive, Scope, Send
 
@@ -31,7 +31,7 @@ from routers.endpoints import ENDPOINTS
 from routers.errors import WrongReplica
 from routers.messages import COUNT_PATH
 from routers.responses import routes as responses
-from routers.state import DP_RANK_HEADER, INTERNAL_HEADER, RouterService, RouterServiceDep, state_of
+from routers.state import DP_RANK_HEADER, INTERNAL_HEADER, RouterService, RouterServiceDep, State, state_of
 from routers.tokenize import PATHS
 
 router = APIRouter(tags=["router"])
@@ -65,6 +65,14 @@ async def keep_no_batches() -> None:
     raise WrongReplica("A router keeps no batches: send them to a replica.")
 
 
+async def refuse_websocket(websocket: WebSocket) -> None:
+    """Refuse a WebSocket: its responses would all have to go to one replica, whatever the others have."""
+    state = cast(State, websocket.scope["state"])
+    error = WrongReplica("A router takes no WebSockets: connect to a replica, or use HTTP.")
+    body = state["render_error"](error, websocket.scope)
+    await websocket.send_denial_response(Response(body, state["status_of"](error), media_type="application/json"))
+
+
 async def forward(request: Request, service: RouterServiceDep) -> Response:
     """Answer as a replica does."""
     body = await read_body(request, state_of(request)["http"]) if request.method == "POST" else b""
@@ -80,6 +88,7 @@ for _path in (
     router.add_api_route(_path, forward, methods=["POST"], include_in_schema=False)
 for _path in (BATCHES_PATH, f"{BATCHES_PATH}/{{path:path}}"):
     router.add_api_route(_path, keep_no_batches, methods=["GET", "POST", "DELETE"], include_in_schema=False)
+router.add_api_websocket_route(responses.PATH, refuse_websocket)
 router.add_api_route("/v1/{path:path}", forward, methods=["GET", "POST", "DELETE"], include_in_schema=False)
 
 

@@ -189,6 +189,8 @@ class State(TypedDict):
     http: HttpOptions
     render_error: Callable[[Exception, Scope], bytes]
     """Return the error envelope of a request's exception (`server/http/errors.py`)."""
+    status_of: Callable[[Exception], int]
+    """Return the status of the answer to a request's exception."""
     render_metrics: Callable[[], bytes]
     runtime: Callable[[], Runtime]
     """Return how the replica runs, as far as is known now."""

@@ -12,7 +12,14 @@ from routers.page import page_router
 from server import __version__
 from server.compose.model import served_name
 from server.http import errors, openapi
-from server.http.middleware import ApiKeyMiddleware, GateMiddleware, HeadMiddleware, RequestMiddleware, instrument
+from server.http.middleware import (
+    ApiKeyMiddleware,
+    GateMiddleware,
+    HeadMiddleware,
+    OriginMiddleware,
+    RequestMiddleware,
+    instrument,
+)
 from server.lifespan import make_lifespan
 from server.metrics.page import ServerMetrics
 from server.process.banner import on_terminal
@@ -74,6 +81,7 @@ def _add_middleware(app: FastAPI, settings: Settings, server_metrics: ServerMetr
         internal_secret=secret,
         open_probes=settings.open_probes,
     )
+    app.add_middleware(OriginMiddleware, origins=settings.cors_origins)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

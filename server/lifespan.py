@@ -18,7 +18,7 @@ from server.compose.model import model_folder, served_name
 from server.compose.routing import add_router
 from server.compose.runtime import runtime_of, shown_settings
 from server.health.readiness import Health
-from server.http.errors import render_event
+from server.http.errors import render_event, status_of
 from server.metrics.page import ServerMetrics
 from server.process.logs import one_line
 from server.roles import role_of
@@ -53,6 +53,7 @@ def make_lifespan(
                 replica=replica,
                 http=http_options(settings),
                 render_error=render_event,
+                status_of=status_of,
                 render_metrics=metrics.render,
                 runtime=partial(runtime_of, settings, replica),
                 settings=shown_settings(settings),

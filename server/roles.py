@@ -99,9 +99,11 @@ def _public() -> tuple[APIRouter, ...]:
     from routers import internal, messages, models, tokenize  # noqa: PLC0415
     from routers.batches import routes as batches  # noqa: PLC0415
     from routers.endpoints import ENDPOINTS  # noqa: PLC0415
+    from routers.responses import websocket  # noqa: PLC0415
 
     return (
         *(endpoint.router() for endpoint in ENDPOINTS),
+        websocket.router,
         messages.router,
         batches.router,
         models.router,

@@ -40,6 +40,8 @@ class Asked:
     """Namespace and name of tools that the model knows by other names."""
     seal: bool = False
     """Whether reasoning items have `encrypted_content`."""
+    generate: bool = True
+    """Whether the response shows what was generated; else it has no output, and is complete."""
     created_at: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -84,6 +86,10 @@ class ResponsesShape(Shape):
         return [*first, self._lifecycle("response.in_progress")]
 
     def stream(self, piece: Piece) -> list[bytes]:
+        if not self.asked.generate:
+            events = self.begin()
+            self.add(piece)
+            return events
         events = self.begin()
         for happening in self._reducer.feed(piece):
             events += self._events(happening)
@@ -125,13 +131,18 @@ class ResponsesShape(Shape):
             "error": self._error,
             "model": self._model,
             **self.asked.fields,
-            "output": [self._done.get(item.place) or self._item(item, "in_progress") for item in self._reducer.items],
+            "output": [self._done.get(item.place) or self._item(item, "in_progress") for item in self._shown],
             "usage": self._usage() if self.ended else None,
         }
 
+    @property
+    def _shown(self) -> Sequence[Item]:
+        return self._reducer.items if self.asked.generate else ()
+
     def _finish(self) -> None:
         assert self._last is not None, "an answer ended without a piece"
-        self._status = "incomplete" if self._last.finish_reason == "length" else "completed"
+        short = self._last.finish_reason == "length" and self.asked.generate
+        self._status = "incomplete" if short else "completed"
         self._completed_at = int(time.time()) if self._status == "completed" else None
         self.ended = True
 

@@ -9,7 +9,15 @@ from multimodal.answers.responses import Asked
 from multimodal.errors import RequestError, shown
 from multimodal.request import Ask, AskedGuide, Conversation, Tool, Tools
 from protocol.chat import FunctionDefinition
-from protocol.responses import ContextFields, InputItem, MemberTool, ResponsesRequest, ResponsesTool, TextFormat
+from protocol.responses import (
+    ContextFields,
+    InputItem,
+    MemberTool,
+    ResponseCreate,
+    ResponsesRequest,
+    ResponsesTool,
+    TextFormat,
+)
 from routers.fields import sampling_of
 from routers.responses.history import InputEntry, Messages, known_name
 from routers.tools import chosen_tools, template_tools
@@ -33,6 +41,8 @@ def convert(body: ResponsesRequest, history: Sequence[InputItem] = ()) -> Ask:
     own: dict[str, Any] = sampling_of(body)
     if body.max_output_tokens is not None:
         own["max_tokens"] = body.max_output_tokens
+    if not generates(body):
+        own["max_tokens"] = 1
     if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
         own["logprobs"] = body.top_logprobs or 0
     elif body.top_logprobs is not None and body.top_logprobs < 0:
@@ -45,6 +55,11 @@ def convert(body: ResponsesRequest, history: Sequence[InputItem] = ()) -> Ask:
         reasoning_budget=body.thinking_token_budget,
         **own,
     )
+
+
+def generates(body: ResponsesRequest) -> bool:
+    """Tell whether a response has output."""
+    return not (isinstance(body, ResponseCreate) and body.generate is False)
 
 
 def context(body: ContextFields, history: Sequence[InputItem] = ()) -> Ask:
@@ -91,6 +106,7 @@ def asked_of(body: ResponsesRequest, ask: Ask, unique: str) -> Asked:
         custom=frozenset(known_name(space, tool.name or "") for space, tool in tools if tool.type == "custom"),
         namespaces={known_name(space, tool.name or ""): (space, tool.name or "") for space, tool in tools if space},
         seal="reasoning.encrypted_content" in (body.include or ()),
+        generate=generates(body),
         fields={
             "background": bool(body.background),
             "conversation": {"id": conversation} if conversation is not None else None,

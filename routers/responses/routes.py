@@ -1,6 +1,6 @@
 """POST /v1/responses and the routes beside it."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import orjson
 from fastapi import APIRouter, Depends, Query, Request, Response
+from starlette.types import Scope
 
 from engine.errors import ContextOverflow
 from multimodal.answers.responses import ResponsesShape, seal
@@ -21,7 +22,7 @@ from protocol.responses import CompactRequest, ContextFields, InputItem, InputTo
 from routers.body import converted, json_body, request_body, while_connected
 from routers.endpoint import Endpoint, EventStream, NamedEvents
 from routers.responses.convert import asked_of, context, conversation_of, convert
-from routers.responses.service import ErrorOf, Responses, numbered
+from routers.responses.service import ErrorOf, Kept, Responses, numbered
 from routers.responses.store import Record
 from routers.state import ChatService, ChatServiceDep, DpRank, Owner, RequestId, State, StateDep
 
@@ -70,6 +71,8 @@ class PreparedResponse:
     """A response that has not begun."""
 
     record: Record
+    earlier: Sequence[Record]
+    """The response that it continues, after those before it."""
     generation: Generation
     shape: ResponsesShape
 
@@ -93,7 +96,7 @@ async def create(
 ) -> Response:
     """Answer, or begin to."""
     responses = service.responses
-    error_of = partial(failure, state, request)
+    error_of = partial(failure, state, request.scope)
     prepared = await while_connected(request, prepare(state, service, body, owner, request_id, dp_rank))
     record, generation, shape = prepared.record, prepared.generation, prepared.shape
     if body.background:
@@ -239,16 +242,22 @@ async def input_items(
 
 
 async def prepare(
-    state: State, service: ChatService, body: ResponsesRequest, owner: str, request_id: str, dp_rank: int | None
+    state: State,
+    service: ChatService,
+    body: ResponsesRequest,
+    owner: str,
+    request_id: str,
+    dp_rank: int | None,
+    kept: Kept | None = None,
 ) -> PreparedResponse:
-    """Prepare a response. Raises what preparing a chat raises."""
+    """Prepare a response, on a connection that has `kept` others. Raises what preparing a chat raises."""
     await converted(state, lambda: service.fields.check(body))
     if body.background and body.store is False:
         raise RequestError("'background' needs 'store'.", "background")
     responses = service.responses
     if body.background:
         responses.stored()
-    history = await responses.history(owner, body)
+    history = await responses.history(owner, body, kept)
     unique = uuid4().hex
     ask = await converted(state, lambda: convert(_with_input(body, history.own), history.earlier))
     shape = partial(ResponsesShape, asked=asked_of(body, ask, unique))
@@ -266,7 +275,7 @@ async def prepare(
         response=b"",
         items=await converted(state, lambda: numbered(history.own, unique)),
     )
-    return PreparedResponse(record, generation, generation.shape)
+    return PreparedResponse(record, history.records, generation, generation.shape)
 
 
 async def events(responses: Responses, prepared: PreparedResponse, error_of: ErrorOf) -> AsyncGenerator[bytes]:
@@ -297,9 +306,9 @@ async def events(responses: Responses, prepared: PreparedResponse, error_of: Err
         yield await ended(last)
 
 
-def failure(state: State, request: Request, error: Exception) -> dict[str, Any]:
+def failure(state: State, scope: Scope, error: Exception) -> dict[str, Any]:
     """Return the `error` of a response that failed."""
-    rendered = orjson.loads(state["render_error"](error, request.scope))["error"]
+    rendered = orjson.loads(state["render_error"](error, scope))["error"]
     return {"code": _CODES.get(rendered["type"], "server_error"), "message": rendered["message"]}
 
 

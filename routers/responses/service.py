@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +37,8 @@ _TYPES |= {"custom_tool_call": "custom", "custom_tool_call_output": "custom"}
 
 ErrorOf = Callable[[Exception], dict[str, Any]]
 """Returns the `error` of a response that failed."""
+Kept = Mapping[str, Sequence[Record]]
+"""Responses that only one connection knows, by id: each after those that it continues."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class History:
     own: list[InputItem]
     previous: str | None
     """The response that it continues."""
+    records: Sequence[Record] = ()
+    """That response after those before it."""
 
 
 @dataclass(eq=False)
@@ -76,19 +80,20 @@ class Responses:
             raise RequestError("This server stores no responses (RESPONSES_STORE_MB).", None, "unsupported_parameter")
         return self.store
 
-    async def history(self, owner: str, body: ContextFields) -> History:
-        """Return what comes before a request. Raises RequestError."""
+    async def history(self, owner: str, body: ContextFields, kept: Kept | None = None) -> History:
+        """Return what comes before a request, on a connection that has `kept` responses. Raises RequestError."""
+        kept = kept or {}
         previous, conversation = body.previous_response_id, conversation_of(body)
         if previous is not None and conversation is not None:
             raise RequestError("'conversation' and 'previous_response_id' exclude each other.", "conversation")
-        own = await self._resolved(owner, items_of(body.input))
+        own = await self._resolved(owner, items_of(body.input), kept)
         if conversation is not None and previous is None:
             previous = await self.stored().last(owner, conversation)
         if previous is None:
             return History([], own, None)
-        records = await self._chain(owner, previous)
-        earlier = await off_loop(_size(records), lambda: [InputItem.model_validate(item) for item in _items(records)])
-        return History(earlier, own, previous)
+        records = kept.get(previous) or await self._chain(owner, previous)
+        earlier = await off_loop(size_of(records), lambda: [InputItem.model_validate(item) for item in _items(records)])
+        return History(earlier, own, previous, records)
 
     async def get(self, owner: str, response: str) -> Record:
         """Return a stored response; one whose process has died meanwhile has failed. Raises ResponseNotFound."""
@@ -101,7 +106,7 @@ class Responses:
         """Return the items that a stored response was made of, oldest first. Raises ResponseNotFound."""
         record = await self.get(owner, response)
         earlier = await self._chain(owner, record.previous) if record.previous is not None else []
-        size = _size([*earlier, record])
+        size = size_of([*earlier, record])
         return await off_loop(size, lambda: [*_items(earlier), *orjson.loads(record.items)])
 
     async def save(self, record: Record, shape: ResponsesShape) -> bool:
@@ -109,7 +114,7 @@ class Responses:
         if self.store is None:
             return False
         try:
-            await self.store.put(_now(record, shape))
+            await self.store.put(recorded(record, shape))
         except StoreUnavailable:
             return False
         return True
@@ -233,7 +238,7 @@ class Responses:
             raise RequestError(f"The response '{shown(response)}' has not ended yet.", "previous_response_id")
         return found
 
-    async def _resolved(self, owner: str, items: list[InputItem]) -> list[InputItem]:
+    async def _resolved(self, owner: str, items: list[InputItem], kept: Kept) -> list[InputItem]:
         """Return items; in place of those that refer to others, these. Raises RequestError."""
         found: list[InputItem] = []
         read: set[str] = set()
@@ -248,7 +253,9 @@ class Responses:
             response = f"resp_{named.partition('_')[2][:32]}"
             if response not in read:
                 read.add(response)
-                record = await self.store.get(owner, response) if self.store is not None else None
+                record = kept[response][-1] if response in kept else None
+                if record is None and self.store is not None:
+                    record = await self.store.get(owner, response)
                 if record is not None:
                     known |= await off_loop(record.size, partial(_sized, record))
             param = f"input.{place}.id"
@@ -292,7 +299,7 @@ class Responses:
                 if consuming.done() or not (pending or time.monotonic() - flushed > BEAT_SECONDS):
                     continue
                 if not flushed:
-                    await store.put(_now(record, shape))
+                    await store.put(recorded(record, shape))
                 flushed = time.monotonic()
                 if not await flush():
                     run.cancelled = True
@@ -308,17 +315,18 @@ class Responses:
                 shape.break_off("cancelled") if cancelled else shape.break_off("failed", error or _SHUT_DOWN)
             )
         with suppress(StoreUnavailable):
-            await flush(_now(record, shape))
+            await flush(recorded(record, shape))
         run.changed.set()
 
 
-def _now(record: Record, shape: ResponsesShape) -> Record:
+def recorded(record: Record, shape: ResponsesShape) -> Record:
     """Return what has become of a response."""
     response = shape.response()
     return replace(record, status=response["status"], response=orjson.dumps(response))
 
 
-def _size(records: Sequence[Record]) -> int:
+def size_of(records: Iterable[Record]) -> int:
+    """Return the bytes of responses and their input."""
     return sum(record.size for record in records)
 
 

@@ -5,6 +5,7 @@ due.
 import asyncio
 import socket
 import uuid
+from collections.abc import Container
 from typing import Any, cast
 
 import httptools
@@ -35,10 +36,23 @@ class HttpConnection(HttpToolsProtocol):
 
     It also closes a connection that is idle for the keep-alive time, even before the first request, and aborts one
     whose client leaves an answer unread for `send_seconds`: what waits for it takes memory.
+
+    A WebSocket's handshake for one of `websocket_paths` goes on as a `WebSocketConnection`. All other offers of another
+    protocol are declined.
     """
 
-    def __init__(self, *args: Any, head_seconds: float, send_seconds: float, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        head_seconds: float,
+        send_seconds: float,
+        websocket_paths: Container[bytes] = (),
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._websocket_paths = websocket_paths
+        self._handing_over = False
+        """Whether the head that was parsed last opens a WebSocket; nothing is parsed any more."""
         self._head_seconds = head_seconds
         self._send_seconds = send_seconds
         self._send_timer: asyncio.TimerHandle | None = None
@@ -93,7 +107,7 @@ class HttpConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Start the request, or queue it. Raises HTTPException for one that is to be refused."""
         self._end_head()
-        if self._is_upgrade:
+        if self._is_upgrade and not self._opens_websocket():
             return
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
@@ -103,6 +117,9 @@ class HttpConnection(HttpToolsProtocol):
             raise HTTPException(400, f"A request must have one Host header; this one has {hosts}.")
         if self._head_size() > MAX_HEAD_BYTES:
             raise _head_too_large()
+        if self._is_upgrade:
+            self._handing_over = True
+            return
         super().on_headers_complete()
         self._in_body = True
 
@@ -116,7 +133,7 @@ class HttpConnection(HttpToolsProtocol):
             return
         self._unparsed += data
         self._parse()
-        if self._idle and self._head_timer is None and self._refusal is None:
+        if self._idle and self._head_timer is None and self._refusal is None and not self._handing_over:
             self._close_when_idle()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # as asyncio documents it
@@ -138,7 +155,8 @@ class HttpConnection(HttpToolsProtocol):
         super().on_response_complete()
         if not self.transport.is_closing():
             self._parse()
-            self._settle()
+            if not self._handing_over:
+                self._settle()
 
     def shutdown(self) -> None:
         if self._idle:
@@ -154,6 +172,21 @@ class HttpConnection(HttpToolsProtocol):
     def _is_upgrade(self) -> bool:
         """Whether the parser stops after this head, without the body, for another protocol."""
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _opens_websocket(self) -> bool:
+        """Return whether the offer is one to take. One before which answers are due is not, as no client makes it."""
+        return (
+            self.parser.get_method() == b"GET"
+            and self.parser.get_http_version() == "1.1"
+            and self._get_upgrade() == b"websocket"
+            and httptools.parse_url(self.url).path in self._websocket_paths
+            and self._idle
+            and not self._half_closed
+        )
+
+    def _should_upgrade(self) -> bool:
+        """Return False: what uvicorn would take for an upgrade is told apart here, before it sees the head."""
+        return False
 
     @property
     def _idle(self) -> bool:
@@ -172,6 +205,9 @@ class HttpConnection(HttpToolsProtocol):
             try:
                 self.parser.feed_data(piece)
             except httptools.HttpParserUpgrade as offer:
+                if self._handing_over:
+                    self._hand_over(bytes(piece[offer.args[0] :]) + bytes(rest))
+                    return
                 rest = memoryview(self._head_without_upgrade() + bytes(piece[offer.args[0] :]) + bytes(rest))
             except httptools.HttpParserError as error:
                 cause = error.__context__
@@ -189,9 +225,29 @@ class HttpConnection(HttpToolsProtocol):
 
     def _head_without_upgrade(self) -> bytes:
         """Return the head that was parsed last, without its offer of another protocol (Java's client makes one)."""
+        return self._head([header for header in self.headers if header[0] != b"upgrade"])
+
+    def _head(self, headers: list[tuple[bytes, bytes]]) -> bytes:
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
-        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        lines += [b"%b: %b" % header for header in headers]
         return b"\r\n".join([*lines, b"", b""])
+
+    def _hand_over(self, rest: bytes) -> None:
+        """Go on as a WebSocket, with the head that was parsed last and what came behind it."""
+        assert self.ws_protocol_class is not None, "WebSockets have paths"
+        self._unparsed = b""
+        self._end_send()
+        self._unset_keepalive_if_required()
+        self.flow.resume_reading()
+        self.connections.discard(self)
+        protocol = self.ws_protocol_class(
+            config=self.config, server_state=self.server_state, app_state=self.app_state, _loop=self.loop
+        )  # type: ignore[call-arg]
+        protocol.connection_made(self.transport)
+        self.transport.set_protocol(protocol)
+        protocol.data_received(self._head(self.headers))
+        if rest and not self.transport.is_closing():
+            protocol.data_received(rest)
 
     def _close_when_idle(self) -> None:
         self._unset_keepalive_if_required()
@@ -215,7 +271,7 @@ class HttpConnection(HttpToolsProtocol):
         """Answer `error` after the answers that are due, and close; what comes later is discarded."""
         self._end_head()
         has_answer = self._in_body and self.cycle.response_complete
-        self._refusal = b"" if has_answer else _rendered(error)
+        self._refusal = b"" if has_answer else rendered(error)
         self._drop_unfinished()
         self._settle()
 
@@ -278,7 +334,7 @@ def _can_be_probed(cycle: RequestResponseCycle) -> bool:
     return cycle.scope["http_version"] != "1.0" and not (cycle.response_started and "lease" in cycle.scope["state"])
 
 
-def _rendered(error: HTTPException) -> bytes:
+def rendered(error: HTTPException) -> bytes:
     """Return the answer to what has reached no application."""
     answer = render(error)
     headers = {

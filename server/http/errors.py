@@ -112,11 +112,7 @@ class ErrorAnswer:
 
 def render(error: Exception, scope: Scope | None = None) -> ErrorAnswer:
     """Return the answer to a request that failed with `error`; without `scope`, nothing is known of the request."""
-    rule = (
-        _http_rule(error)
-        if isinstance(error, HTTPException)
-        else next(_RULES[cls] for cls in type(error).__mro__ if cls in _RULES)
-    )
+    rule = _rule(error)
     if rule.status == 500:
         log.error("a request failed", exc_info=error)
     message, param = _describe(error)
@@ -135,6 +131,11 @@ def render(error: Exception, scope: Scope | None = None) -> ErrorAnswer:
 def render_event(error: Exception, scope: Scope) -> bytes:
     """Return the envelope of an error that came after the headers."""
     return render(error, scope).body
+
+
+def status_of(error: Exception) -> int:
+    """Return the status of the answer to a request that failed with `error`."""
+    return _rule(error).status
 
 
 def install(app: FastAPI) -> None:
@@ -162,6 +163,12 @@ def _anthropic(body: ErrorBody, status: int, error: Exception, request_id: str) 
 def _not_ready(body: ErrorBody, error: NotReady) -> NotReadyEnvelope:
     missing = [MissingPart(name=name, reason=printable(reason, _MOST)) for name, reason in error.missing]
     return NotReadyEnvelope(error=NotReadyBody(**body.model_dump(), missing=missing))
+
+
+def _rule(error: Exception) -> Rule:
+    if isinstance(error, HTTPException):
+        return _http_rule(error)
+    return next(_RULES[cls] for cls in type(error).__mro__ if cls in _RULES)
 
 
 def _http_rule(error: HTTPException) -> Rule:

@@ -1,5 +1,5 @@
-"""Middleware that every request passes, outermost first: id, clock and last-resort 500; the API key; metrics; the gate;
-HEAD.
+"""Middleware that every request passes, outermost first: id, clock and last-resort 500; the origin of WebSockets; the
+API key; metrics; the gate; HEAD.
 
 Pure ASGI: no request is buffered.
 """
@@ -49,6 +49,8 @@ _SECONDS = (
     *(10, 15, 20, 30, 45, 60, 90, 120, 180, 300, 450, 600),
 )
 """Upper bounds in the histograms of requests: of each route, and of all together."""
+_REQUESTS = ("http", "websocket")
+"""Types of scopes; that of a WebSocket is its handshake."""
 _SANE_ID = re.compile(r"[!-~]{1,128}")
 
 access = logging.getLogger("access")
@@ -63,7 +65,7 @@ class RequestMiddleware:
         self._quiet = frozenset() if logs_probes else PROBES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in _REQUESTS:
             await self._app(scope, receive, send)
             return
         started = time.perf_counter()
@@ -76,8 +78,8 @@ class RequestMiddleware:
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
+            if message["type"] in ("http.response.start", "websocket.http.response.start", "websocket.accept"):
+                status = message.get("status", HTTPStatus.SWITCHING_PROTOCOLS)
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
                 if is_anthropic(scope):
@@ -112,9 +114,9 @@ class ApiKeyMiddleware:
         self._secrets = [_digest(internal_secret.encode())] if internal_secret else []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
+        if scope["type"] in _REQUESTS:
             scope.setdefault("state", {})["dp_rank"] = self._dp_rank(Headers(scope=scope))
-        if scope["type"] == "http" and not self._admit(scope):
+        if scope["type"] in _REQUESTS and not self._admit(scope):
             error = HTTPException(
                 401,
                 "A valid API key is required: Authorization: Bearer KEY, or x-api-key: KEY.",
@@ -144,6 +146,29 @@ class ApiKeyMiddleware:
         return used is not None
 
 
+class OriginMiddleware:
+    """Refuses WebSockets to web pages of other origins than `origins`, since browsers ask nobody before they open one.
+    `*` allows all.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        self._app = app
+        self._origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket" and not self._allows(Headers(scope=scope)):
+            error = HTTPException(403, "Pages of this origin may not open WebSockets (CORS_ORIGINS).")
+            await render(error, scope).response()(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _allows(self, headers: Headers) -> bool:
+        own = headers.get("host", "").lower()
+        return "*" in self._origins or all(
+            origin in self._origins or origin.lower().partition("://")[2] == own for origin in headers.getlist("origin")
+        )
+
+
 def instrument(app: FastAPI, registry: CollectorRegistry) -> None:
     """Measure every request by prometheus-fastapi-instrumentator, with labels that clients cannot choose: its route's
     template (`none` without a route), method (`other` for rare ones) and class of status.
@@ -161,7 +186,7 @@ def instrument(app: FastAPI, registry: CollectorRegistry) -> None:
 
 class GateMiddleware:
     """Refuses requests with 503 while the replica starts or drains, lets the others begin a few at a time, and counts
-    those that run: a shutdown waits for them.
+    those that run: a shutdown waits for them. Of a WebSocket, the requests in it count, not the connection.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -169,7 +194,7 @@ class GateMiddleware:
         self._turnstile = Turnstile(STARTS_PER_TURN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or (path := route_path(scope)) in OPEN_WHILE_NOT_READY or needs_no_key(path):
+        if scope["type"] not in _REQUESTS or (path := route_path(scope)) in OPEN_WHILE_NOT_READY or needs_no_key(path):
             await self._app(scope, receive, send)
             return
         replica: ReplicaState = scope["state"]["replica"]
@@ -178,11 +203,16 @@ class GateMiddleware:
         except EngineNotReady as error:
             await render(error, scope).response()(scope, receive, send)
             return
+        running = True
         try:
             await self._turnstile.enter()
+            if scope["type"] == "websocket":
+                running = False
+                replica.leave()
             await self._app(scope, receive, send)
         finally:
-            replica.leave()
+            if running:
+                replica.leave()
 
 
 class HeadMiddleware:
@@ -253,5 +283,6 @@ def _digest(key: bytes) -> bytes:
 def _log_access(scope: Scope, status: int, seconds: float) -> None:
     client = scope["client"][0] if scope.get("client") else "-"
     path = printable(scope["path"], 200)
-    fields = {"client": client, "method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 6)}
-    access.info('%s "%s %s" %d %.3f s', client, scope["method"], path, status, seconds, extra={"fields": fields})
+    method = scope.get("method", "GET")
+    fields = {"client": client, "method": method, "path": path, "status": status, "seconds": round(seconds, 6)}
+    access.info('%s "%s %s" %d %.3f s', client, method, path, status, seconds, extra={"fields": fields})

@@ -1,5 +1,6 @@
 """One API process on uvicorn: listens at once, logs when it is ready, drains on a signal, returns an exit code."""
 
+import asyncio
 import ctypes
 import gc
 import logging
@@ -16,11 +17,13 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from fastapi.routing import APIWebSocketRoute, iter_route_contexts
 
 from engine.kit.logs import printable
 from routers.state import ReplicaState
 from server.app import create_app
 from server.http.connection import HttpConnection
+from server.http.websocket import WebSocketConnection
 from server.process.banner import banner, on_terminal, summary
 from server.settings import Settings
 
@@ -28,6 +31,8 @@ FAILURE = 1
 """Exit code of a server that failed and has logged the reason."""
 _CLOSE_SECONDS = 3
 """Seconds to send the last answers once the engine has closed."""
+_LAST_EVENTS_MS = 500
+"""Milliseconds to send the last events before WebSockets are closed."""
 
 _SWITCH_SECONDS = 0.0005
 """Interpreter switch interval with tracing: a tenth of Python's default, so that the exporting thread delays the event
@@ -68,13 +73,21 @@ def serve(
 
 
 def uvicorn_config(settings: Settings, metrics_folder: Path | None = None) -> uvicorn.Config:
+    app = create_app(settings, metrics_folder)
+    routes = [context.original_route for context in iter_route_contexts(app.routes)]
+    paths = frozenset(route.path.encode() for route in routes if isinstance(route, APIWebSocketRoute))
+    received, sent = settings.body_timeout_seconds, settings.send_timeout_seconds
     return uvicorn.Config(
-        create_app(settings, metrics_folder),
+        app,
         http=partial(  # type: ignore[arg-type]
-            HttpConnection, head_seconds=settings.body_timeout_seconds, send_seconds=settings.send_timeout_seconds
+            HttpConnection, head_seconds=received, send_seconds=sent, websocket_paths=paths
         ),
         loop="uvloop",
-        ws="none",
+        ws=partial(WebSocketConnection, message_seconds=received, send_seconds=sent),  # type: ignore[arg-type]
+        ws_max_size=int(settings.max_body_mb * (1 << 20)),
+        ws_ping_interval=settings.sse_ping_seconds or None,
+        ws_ping_timeout=None,  # clients that read only while they wait for an answer are late
+        ws_per_message_deflate=False,
         lifespan="on",
         log_config=None,
         access_log=False,
@@ -203,6 +216,10 @@ class DrainingServer(uvicorn.Server):
             log.warning("ending %d running requests", replica.running)
         if replica.service is not None:
             await replica.service.close()
+        for _ in range(_LAST_EVENTS_MS // 10):
+            if not replica.running:
+                break
+            await asyncio.sleep(0.01)
         await super().shutdown(sockets)
 
     def _announce(self, replica: ReplicaState) -> None:

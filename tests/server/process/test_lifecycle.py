@@ -18,6 +18,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
 
 from multimodal.text.tokenizer import byte_tokenizer
 from tests.support.servers import CHAT, READY, ROOT, ServerProcess, serving, wait_metric
@@ -323,3 +325,20 @@ def test_banner_and_logs() -> None:
         assert part in banner
     access = next(entry for entry in entries if entry["logger"] == "access")
     assert (access["request_id"], access["path"], access["status"]) == ("mine", "/a b", 404)
+
+
+def test_what_runs_on_a_websocket_gets_its_last_event() -> None:
+    """Also where the grace period is over at once."""
+    create = {"type": "response.create", "model": "fake", "input": "hi", "max_output_tokens": 20000, "ignore_eos": True}
+    with serving("--fake-token-delay-ms", "5", "--shutdown-grace-seconds", "0") as server:
+        with connect(f"{server.url.replace('http', 'ws', 1)}/v1/responses", compression=None, max_queue=None) as client:
+            client.send(json.dumps(create))
+            events = [json.loads(client.recv(timeout=20 * slowness()))]
+            server.process.send_signal(signal.SIGTERM)
+            with pytest.raises(ConnectionClosed) as closed:
+                while True:
+                    events.append(json.loads(client.recv(timeout=20 * slowness())))
+        assert (events[0]["type"], events[-1]["type"]) == ("response.created", "response.failed")
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1012
+        assert server.wait() == 0

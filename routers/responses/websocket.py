@@ -1,0 +1,191 @@
+"""The WebSocket mode of /v1/responses: responses in turn, each asked for by a message, their events messages too."""
+
+import asyncio
+from contextlib import aclosing, suppress
+from functools import partial
+from typing import Any, cast
+
+import orjson
+from fastapi import APIRouter, WebSocket
+from fastapi.exceptions import RequestValidationError
+from starlette.types import Message
+from starlette.websockets import WebSocketDisconnect
+
+from engine.kit import logs
+from engine.kit.tasks import cancel
+from engine.kit.work import begin_request
+from multimodal.errors import RequestError
+from protocol.responses import ResponseCreate
+from routers.body import parsed
+from routers.responses.routes import PATH, PreparedResponse, events, failure, prepare
+from routers.responses.service import recorded, size_of
+from routers.responses.store import Record
+from routers.state import ChatService, State
+
+MAX_SECONDS = 3600.0
+"""How long a connection takes new requests."""
+MAX_TURNS = 16
+"""Responses that run or wait on a connection."""
+MAX_LANES = 32
+"""Lanes that a connection has besides the one without a name."""
+MAX_KEPT = 32
+"""Responses that are not stored and that a connection remembers, so that they can be continued on it."""
+_LIMIT = "websocket_connection_limit_reached"
+_FULL = "websocket_stream_limit_reached"
+
+router = APIRouter(tags=["responses"])
+
+
+@router.websocket(PATH)
+async def connect(websocket: WebSocket) -> None:
+    """Serve one connection to its end."""
+    await websocket.accept()
+    await Session(websocket).run()
+
+
+class Session:
+    """One connection. Each lane has one response at a time; lanes run beside each other.
+
+    What fails becomes an `error` message, after which the connection goes on. Its end cancels what runs.
+    """
+
+    def __init__(self, websocket: WebSocket) -> None:
+        self._websocket = websocket
+        self._state = cast(State, websocket.scope["state"])
+        self._request_id: str = websocket.scope["state"]["request_id"]
+        self._owner: str = websocket.scope["state"].get("owner", "")
+        self._dp_rank: int | None = websocket.scope["state"].get("dp_rank")
+        self._lanes: dict[str | None, asyncio.Task[None]] = {}
+        """The last response of each lane."""
+        self._turns: dict[asyncio.Task[None], int] = {}
+        """Responses that run or wait, and the bytes of their requests."""
+        self._count = 0
+        self._kept: dict[str, list[Record]] = {}
+        """Responses that are not stored, each after those that it continues; the oldest first."""
+        self._expired = False
+
+    async def run(self) -> None:
+        """Serve the connection until its client closes it, or it is too old and nothing runs."""
+        receiving = asyncio.create_task(self._receive())
+        ending: set[asyncio.Task[Any]] = {receiving}
+        try:
+            await asyncio.wait(ending, timeout=MAX_SECONDS)
+            self._expired = True
+            while not receiving.done() and self._turns:
+                await asyncio.wait({receiving, *self._turns}, return_when=asyncio.FIRST_COMPLETED)
+            if receiving.done():
+                receiving.result()
+                return
+            await self._fail(_too_old())
+            with suppress(WebSocketDisconnect, RuntimeError):  # it has closed the connection meanwhile
+                await self._websocket.close(1001)
+        finally:
+            await cancel([receiving, *self._turns])
+
+    async def _receive(self) -> None:
+        """Begin responses until the connection ends."""
+        while (message := await self._websocket.receive())["type"] != "websocket.disconnect":
+            lane: str | None = None
+            try:
+                body, size = await self._parsed(message)
+                lane = body.stream_id
+                self._begin(body, size)
+            except Exception as error:  # of any kind: the client is told
+                await self._fail(error, lane or _lane_of(error))
+
+    async def _parsed(self, message: Message) -> tuple[ResponseCreate, int]:
+        if (text := message.get("text")) is None:
+            raise RequestError("Messages must be JSON in text frames.")
+        raw = text.encode()
+        options = self._state["http"]
+        return await parsed(ResponseCreate, raw, options.max_text_bytes, options.max_values), len(raw)
+
+    def _begin(self, body: ResponseCreate, size: int) -> None:
+        """Begin a response after those before it in its lane."""
+        if self._expired:
+            raise _too_old()
+        if body.background:
+            raise RequestError("WebSockets have no 'background'.", "background", "unsupported_parameter")
+        most = self._state["http"].max_body_bytes
+        if len(self._turns) >= MAX_TURNS or (self._turns and sum(self._turns.values()) + size > most):
+            said = f"At most {MAX_TURNS} responses, and {most} bytes of requests, run or wait on a connection."
+            raise RequestError(said, None, _FULL)
+        named = self._lanes.keys() - {None}
+        if body.stream_id not in {None, *named} and len(named) >= MAX_LANES:
+            raise RequestError(f"A connection has at most {MAX_LANES} lanes.", "stream_id", _FULL)
+        task = asyncio.create_task(self._turn(body, size, self._lanes.get(body.stream_id)))
+        self._lanes[body.stream_id] = task
+        self._turns[task] = size
+        task.add_done_callback(self._turns.pop)
+
+    async def _turn(self, body: ResponseCreate, size: int, before: asyncio.Task[None] | None) -> None:
+        """Answer one message, once the one `before` it has been answered."""
+        if before is not None:
+            await asyncio.wait((before,))
+        before = None
+        self._count += 1
+        request_id = f"{self._request_id}-{self._count}"
+        logs.request_id.set(request_id)
+        begin_request()
+        replica = self._state["replica"]
+        try:
+            service = cast(ChatService, replica.enter())
+            try:
+                await self._answer(body, service, request_id, size)
+            finally:
+                replica.leave()
+        except Exception as error:  # of any kind: the client is told
+            self._forget(body)
+            await self._fail(error, body.stream_id)
+
+    async def _answer(self, body: ResponseCreate, service: ChatService, request_id: str, size: int) -> None:
+        state = cast(State, {**self._state, "body_bytes": size})
+        prepared = await prepare(state, service, body, self._owner, request_id, self._dp_rank, self._kept)
+        error_of = partial(failure, state, self._websocket.scope)
+        async with aclosing(events(service.responses, prepared, error_of)) as payloads:
+            async for event in payloads:
+                if prepared.shape.ended:
+                    self._keep(body, service, prepared)  # the client may continue it once it has the last event
+                await self._send(event, body.stream_id)
+
+    def _keep(self, body: ResponseCreate, service: ChatService, prepared: PreparedResponse) -> None:
+        """Remember a response that is not stored."""
+        record = recorded(prepared.record, prepared.shape)
+        if record.status == "failed":
+            self._forget(body)
+            return
+        if body.store is not False and service.responses.store is not None:
+            return
+        self._kept[record.id] = [*prepared.earlier, record]
+        while self._kept and (len(self._kept) > MAX_KEPT or self._kept_bytes() > self._state["http"].max_body_bytes):
+            del self._kept[next(iter(self._kept))]
+
+    def _kept_bytes(self) -> int:
+        return size_of({record.id: record for chain in self._kept.values() for record in chain}.values())
+
+    def _forget(self, body: ResponseCreate) -> None:
+        """Forget the response that a failed one continues, as the protocol wants it."""
+        self._kept.pop(body.previous_response_id or "", None)
+
+    async def _fail(self, error: Exception, lane: str | None = None) -> None:
+        rendered = orjson.loads(self._state["render_error"](error, self._websocket.scope))["error"]
+        event = {"type": "error", "status": self._state["status_of"](error), "error": rendered}
+        await self._send(orjson.dumps(event), lane)
+
+    async def _send(self, event: bytes, lane: str | None) -> None:
+        if lane is not None:
+            event = b'%b,"stream_id":%b}' % (event[:-1], orjson.dumps(lane))
+        with suppress(WebSocketDisconnect, RuntimeError):  # the connection has ended, and `run` is about to see it
+            await self._websocket.send_text(event.decode())
+
+
+def _too_old() -> RequestError:
+    said = f"The connection has reached its limit of {MAX_SECONDS / 60:g} minutes: open another."
+    return RequestError(said, None, _LIMIT)
+
+
+def _lane_of(error: Exception) -> str | None:
+    """Return the lane of a message that is no valid request, as far as it names one."""
+    body = error.body if isinstance(error, RequestValidationError) else None
+    lane = body.get("stream_id") if isinstance(body, dict) else None
+    return lane if isinstance(lane, str) and 0 < len(lane) <= 128 else None

@@ -1,0 +1,91 @@
+"""A WebSocket connection of uvicorn (websockets) that bounds what it holds for its client, and how long."""
+
+import asyncio
+from typing import Any
+
+from fastapi import HTTPException
+from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from server.http.connection import rendered
+
+_POLICY_VIOLATION = 1008
+
+
+class WebSocketConnection(WebSocketsSansIOProtocol):
+    """Aborts the connection of a client that leaves messages unread for `send_seconds`, and reads nothing from it
+    meanwhile; closes one on which a message takes longer than `message_seconds` to arrive (1008).
+
+    `HttpConnection` hands it a whole head first.
+    """
+
+    def __init__(self, *args: Any, message_seconds: float, send_seconds: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._message_seconds = message_seconds
+        self._send_seconds = send_seconds
+        self._message_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_message()
+        self._end_send()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self.handshake_initiated:  # it has more headers, or longer ones, than the library takes
+            self.transport.write(rendered(HTTPException(400, "This is not a valid WebSocket handshake.")))
+            self.transport.close()
+        elif not (self.conn.reader.buffer or self.frames) or self.transport.is_closing():
+            self._end_message()
+        elif self._message_timer is None:
+            self._message_timer = self.loop.call_later(self._message_seconds, self._message_too_slow)
+
+    def send_receive_event_to_app(self) -> None:
+        self._end_message()
+        super().send_receive_event_to_app()
+
+    def pause_writing(self) -> None:
+        """Called when more than the transport's high-water mark waits for the client."""
+        super().pause_writing()
+        self._end_send()
+        self._send_timer = self.loop.call_later(self._send_seconds, self.transport.abort)
+        self.transport.pause_reading()  # pings are answered, too
+
+    def resume_writing(self) -> None:
+        """Called when most of it has gone."""
+        super().resume_writing()
+        self._end_send()
+        if not self.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    async def receive(self) -> ASGIReceiveEvent:
+        message = await super().receive()
+        if not self.writable.is_set() and not self.transport.is_closing():
+            self.transport.pause_reading()
+        return message
+
+    async def send(self, message: ASGISendEvent) -> None:
+        await super().send(message)
+        if self.initial_response is not None and self.close_sent:
+            self.handshake_complete = True  # a refusal is whole; uvicorn would log that it is not
+
+    def _end_message(self) -> None:
+        if self._message_timer is not None:
+            self._message_timer.cancel()
+            self._message_timer = None
+
+    def _end_send(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def _message_too_slow(self) -> None:
+        self._message_timer = None
+        if self.close_sent or self.transport.is_closing():
+            return
+        reason = f"A message did not arrive within {self._message_seconds:g} s."
+        self.conn.fail(_POLICY_VIOLATION, reason)
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        self.transport.close()
