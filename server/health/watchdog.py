@@ -1,11 +1,13 @@
-"""A thread that detects a blocked event loop and logs every thread's stack."""
+"""A thread that detects a blocked event loop and logs where it stands."""
 
 import asyncio
 import faulthandler
 import logging
+import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -16,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Detects within `seconds` that the event loop is blocked; logs the stacks of all threads, once for each block.
+    """Detects within `seconds` that the event loop is blocked; logs all stacks, its own first, once for each block.
 
     `report` is called in the watchdog's thread, with True and, once the loop runs again, with False.
     """
@@ -37,8 +39,9 @@ class Watchdog:
     async def watching(self) -> AsyncIterator[None]:
         """Watch the running event loop during the block."""
         self._beat = time.monotonic()
+        loop_thread = threading.get_ident()
         beating = asyncio.create_task(self._beats(), name="watchdog")
-        thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        thread = threading.Thread(target=self._watch, args=(loop_thread,), name="watchdog", daemon=True)
         thread.start()
         try:
             yield
@@ -53,7 +56,7 @@ class Watchdog:
             self._beat = time.monotonic()
             await asyncio.sleep(self._pause)
 
-    def _watch(self) -> None:
+    def _watch(self, loop_thread: int) -> None:
         looked = time.monotonic()
         while not self._stopped.wait(self._pause):
             now = time.monotonic()
@@ -62,7 +65,13 @@ class Watchdog:
                 self._beat = max(self._beat, now)
             late = now - self._beat > self._allowed
             if late and not self.blocked:
-                log.error("the event loop has been blocked for %.1f s:\n%s", now - self._beat, stacks())
+                standing = "".join(traceback.format_stack(sys._current_frames().get(loop_thread)))
+                log.error(
+                    "the event loop has been blocked for %.1f s:\n%s\nAll threads:\n%s",
+                    now - self._beat,
+                    standing,
+                    stacks(),
+                )
             if late != self.blocked:
                 self.blocked = late
                 self._report(late)
@@ -71,7 +80,7 @@ class Watchdog:
 
 
 def stacks() -> str:
-    """Return the stack of every thread of this process."""
+    """Return the stacks of the threads of this process, at most 100."""
     with tempfile.TemporaryFile("w+b") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
