@@ -43,6 +43,7 @@ def assert_within(inner: Span, outer: Span) -> None:
     assert inner.parent == outer.id and outer.start <= inner.start <= inner.end <= outer.end + 1e-3
 
 
+@pytest.mark.slow
 def test_one_trace_of_all_replicas_that_a_request_passes(spans: Collector) -> None:
     """As processes of their own: decode asks encode, then prefill; every span has the parent that caused it."""
     traced = ("--otel-endpoint", spans.url)

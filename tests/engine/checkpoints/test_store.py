@@ -224,6 +224,7 @@ def test_a_warm_start_imports_nothing_heavy(smollm2: Path) -> None:
     assert result.stdout.splitlines() == [str(smollm2), "[]"]
 
 
+@pytest.mark.slow
 def test_concurrent_starts_convert_once(tmp_path: Path) -> None:
     """Two processes at once, over what a killed conversion left behind."""
     folder = tmp_path / builtin_name()

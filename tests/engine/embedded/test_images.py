@@ -26,7 +26,17 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=BUILDERS)
+IN_FULL = "qwen2_vl"
+"""The family that every schedule is tried on; the others are tried on one that mixes them."""
+
+
+def of_family(kind: str, *values: Any, name: str = "") -> Any:
+    """Parameters of a test. `make test` runs two families, one of them with grids and positions of its own."""
+    marks = () if kind in (IN_FULL, "smolvlm") else pytest.mark.slow
+    return pytest.param(kind, *values, id=name or kind, marks=marks)
+
+
+@pytest.fixture(scope="module", params=map(of_family, BUILDERS))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     return Family(BUILDERS[request.param](tmp_path_factory.mktemp(request.param)))
 
@@ -60,15 +70,13 @@ def said(core: EngineCore, prompts: list[Prompt], prefix: str = "", **sampling: 
     return [tokens_of(deltas[f"{prefix}{index}"]) for index in range(len(prompts))]
 
 
-IN_FULL = "qwen2_vl"
-"""The family that every schedule is tried on; the others are tried on one that mixes them."""
 MIXED: dict[str, Any] = {"overlap_scheduler": "on", "max_batch_size": 2, "max_num_tokens": 7}
 
 
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        *(pytest.param(kind, MIXED, id=f"{kind}-mixed") for kind in BUILDERS),
+        *(of_family(kind, MIXED, name=f"{kind}-mixed") for kind in BUILDERS),
         pytest.param(IN_FULL, {}, id=f"{IN_FULL}-plain"),
         pytest.param(IN_FULL, {"max_num_tokens": 7, "enable_block_reuse": False}, id=f"{IN_FULL}-no reuse"),
         pytest.param(IN_FULL, {"max_num_tokens": 60, "enable_chunked_prefill": False}, id=f"{IN_FULL}-unchunked"),
@@ -87,7 +95,7 @@ def test_greedy_equals_generate_however_it_is_scheduled(
 @pytest.mark.parametrize(
     ("family", "reuse", "overlap"),
     [
-        *((kind, True, "on") for kind in BUILDERS),
+        *(of_family(kind, True, "on") for kind in BUILDERS),
         (IN_FULL, True, "off"),
         (IN_FULL, False, "on"),
         (IN_FULL, False, "off"),

@@ -370,6 +370,7 @@ sys.exit(host.main(replace(ENGINE, more_stop_seconds=lambda config: 0.0)))
 """
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_while_it_closes_does_not_keep_its_process(folder: Path, tmp_path: Path) -> None:
     """A hanging shutdown does not keep the process from ending.
 
@@ -407,6 +408,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_an_executor_that_blocks_the_event_loop_while_it_shuts_down_ends_the_process(folder: Path) -> None:
     """Nothing else could: the death waits for the loop, and whoever restarts the process waits for its end."""
     environment = {**os.environ, "PYTHONPATH": python_path(FAKE_TRTLLM)}

@@ -221,6 +221,7 @@ asyncio.run(main())
         assert process.stdout.read() == ""
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_silent_is_noticed_within_the_time() -> None:
     """Its process stands still, its connection stays open."""
     with serving() as server:

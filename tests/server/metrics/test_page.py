@@ -248,6 +248,7 @@ def _stats(iteration: int, size: int, seconds: float) -> IterationStats:
     )
 
 
+@pytest.mark.slow
 def test_any_of_several_processes_shows_the_same() -> None:
     with serving(
         *(

@@ -104,6 +104,7 @@ async def check(
     return found
 
 
+@pytest.mark.slow
 async def test_10000_random_requests_on_the_fake_engine() -> None:
     engine = FakeEngine(FakeConfig(num_blocks=80, block_size=SIZE, context_length=64, max_num_seqs=10))
     requests = prompts(random.Random(0), 10_000, 36)
