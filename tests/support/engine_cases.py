@@ -30,7 +30,7 @@ from tests.support.trtllm import NEWEST, OLDEST, stand_in
 
 BLOCK, CONTEXT, VOCABULARY, EOS = 16, 512, 384, 2
 KINDS = ["fake", "fake-host", "fake-admission", "embedded", "embedded-host", "trtllm", "trtllm-host"]
-SPECULATING_KINDS = [pytest.param(f"embedded-{how}", marks=pytest.mark.slow) for how in ("ngram", "suffix")]
+SPECULATING_KINDS = [pytest.param("embedded-ngram", marks=pytest.mark.slow)]
 """The embedded engine with every draft computed."""
 NEWEST_KINDS = [pytest.param("trtllm-newest", marks=pytest.mark.slow)]
 """TensorRT-LLM's main, whose stand-in differs from 1.2.1's."""
