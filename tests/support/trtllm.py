@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 API = json.loads((ROOT / "contract" / "trtllm_api.json").read_text(encoding="utf-8"))
 OLDEST: str = API["version"]
 NEWEST: str = json.loads((ROOT / "contract" / "trtllm_newest.json").read_text(encoding="utf-8"))["version"]
-BOTH_VERSIONS = pytest.mark.parametrize("trt", [OLDEST, NEWEST], indirect=True)
-"""Marks tests of the fixture `trt` that run on the stand-in of both versions."""
+BOTH_VERSIONS = pytest.mark.parametrize("trt", [OLDEST, pytest.param(NEWEST, marks=pytest.mark.slow)], indirect=True)
+"""Marks tests of the fixture `trt` that run on the stand-in of both versions, the newest in `make test-slow`."""
 PROMPT = [5, 6, 7]
 IMAGE = 3
 
