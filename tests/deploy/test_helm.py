@@ -56,9 +56,11 @@ def templates(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def workloads() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The replicas of all examples, with the names of these."""
     for name in EXAMPLES:
         for document in of_kind(name, "Deployment", "LeaderWorkerSet"):
-            yield name, document
+            if document["metadata"]["labels"]["app.kubernetes.io/component"] != "planner":
+                yield name, document
 
 
 def variables(template: dict[str, Any]) -> dict[str, str]:
@@ -233,12 +235,60 @@ def test_disruptions_scaling_and_workloads_name_the_same_things() -> None:
             workload = workers[target["kind"], target["name"]]
             assert target["apiVersion"] == workload["apiVersion"]
             scaled.add(target["name"])
+        scaled |= {arguments["kubernetes"].partition("/")[2] for arguments in map(planned, planners(name))}
         for (_, called), workload in workers.items():
             assert ("replicas" in workload["spec"]) == (called not in scaled), "an upgrade would undo what is scaled"
         for budget in of_kind(name, "PodDisruptionBudget"):
             labels = budget["spec"]["selector"]["matchLabels"]
             (template,) = [one for one in workers.values() if selects(labels, templates(one)[0])]
             assert budget["metadata"]["name"] == template["metadata"]["name"]
+
+
+def planners(name: str) -> list[dict[str, Any]]:
+    return [
+        one
+        for one in of_kind(name, "Deployment")
+        if one["metadata"]["labels"]["app.kubernetes.io/component"] == "planner"
+    ]
+
+
+def planned(planner: dict[str, Any]) -> dict[str, str]:
+    """The flags of a planner, by name; of several the last."""
+    command, *flags = planner["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert command == "plan"
+    return dict(flag.removeprefix("--").split("=", 1) for flag in flags)
+
+
+def test_a_planner_may_scale_its_role_and_nothing_else() -> None:
+    (planner,) = planners("router")
+    assert (
+        planned(planner)["role"] == "aggregated" and planned(planner)["kubernetes"] == "deployments/trellis-aggregated"
+    )
+    (role,), (binding,) = of_kind("router", "Role"), of_kind("router", "RoleBinding")
+    assert role["rules"] == [
+        {
+            "apiGroups": ["apps"],
+            "resources": ["deployments/scale"],
+            "resourceNames": ["trellis-aggregated"],
+            "verbs": ["get", "patch"],
+        },
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},
+    ]
+    spec = planner["spec"]["template"]["spec"]
+    (account,) = of_kind("router", "ServiceAccount")
+    assert spec["serviceAccountName"] == binding["subjects"][0]["name"] == account["metadata"]["name"]
+    assert (
+        spec["securityContext"]["runAsNonRoot"] and spec["containers"][0]["securityContext"]["readOnlyRootFilesystem"]
+    )
+    (policy,) = [one for one in of_kind("router", "NetworkPolicy") if one["metadata"]["name"] == "trellis-aggregated"]
+    peers = policy["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
+    assert peers.items() <= planner["spec"]["template"]["metadata"]["labels"].items(), "it asks pods for their metrics"
+    plan = pytest.importorskip("server.commands.plan")
+    flags = planner["spec"]["template"]["spec"]["containers"][0]["args"][1:]
+    found = plan.parser().parse(flags)
+    assert (found.role, found.min, found.max) == ("aggregated", 4, 8) and dict(found.metric)[
+        "trtllm_kv_cache_utilization"
+    ] == 0.8
 
 
 async def test_scaling_goes_by_metrics_that_the_role_has() -> None:
@@ -319,6 +369,7 @@ def changed(name: str, path: str, value: Any) -> dict[str, Any]:
         ("laptop", "roles.aggregated.strategy", {"maxSurge": 0, "maxUnavailable": 0}, "cannot both be 0"),
         ("laptop", "roles.aggregated.autoscaling", {"enabled": True, "minReplicas": 9}, "larger than maxReplicas"),
         ("laptop", "roles.encode", {"enabled": True}, "secret"),
+        ("router", "roles.router.autoscaling", {"enabled": True, "kind": "planner"}, "goes by metrics"),
         ("encode", "roles.decode.enabled", False, "decode"),
         ("encode", "roles.aggregated.enabled", True, "oneOf"),
         ("encode", "roles.encode.nodes", 2, "nodes"),

@@ -186,7 +186,8 @@ emptyDir: {sizeLimit: {{ .size }}}
 {{- $image := $config.image -}}
 metadata:
   labels:
-    {{- include "trellis.labels" . | nindent 4 }}
+    {{- /* Without versions: a new chart alone restarts nothing. */}}
+    {{- include "trellis.selector" . | nindent 4 }}
     {{- if eq .role (include "trellis.answering" $root) }}
     llm-d.ai/engine-type: trtllm-serve
     inference.networking.k8s.io/engine-type: trtllm-serve
