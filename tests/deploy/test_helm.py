@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
-from deploy.helm.render import CHART, FOLDER, NAMESPACE, RELEASE, examples, render
+from deploy.helm.render import CHART, FOLDER, NAMESPACE, OWNED, RELEASE, SCHEMA, examples, known_settings, render
 from server.http.middleware import PROBES
 from server.http.routes import INTERNAL
 from server.roles import missing_setting
@@ -27,18 +27,7 @@ RENDERED: dict[str, list[dict[str, Any]]] = {
     name: list(yaml.safe_load_all((FOLDER / "rendered" / f"{name}.yaml").read_text())) for name in EXAMPLES
 }
 DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
-SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 CRDS = yaml.safe_load((ROOT / "tests/deploy/crds.yaml").read_text())
-# fmt: off
-OWNED = frozenset((
-    "API_KEYS", "CACHE_DIR", "DISAGGREGATION_MODE", "ENCODE_URLS", "ENGINE", "ENGINE_ADDRESS", "EXTRA_ENGINE_ARGS",
-    "GPUS_PER_NODE", "HOST", "INTERNAL_SECRET", "KV_DISK_CACHE_DIR", "KV_DISK_CACHE_MB", "KV_EVENTS_ENDPOINT",
-    "KV_EVENTS_REPLAY_ENDPOINT", "KV_EVENTS_TOPIC", "KV_HOST_CACHE_MB", "MODEL", "OPEN_PROBES", "PORT",
-    "PREFILL_URLS", "PUBLISH_KV_EVENTS", "ROUTE_EVENTS", "ROUTE_EVENTS_PORT", "ROUTE_REPLAYS", "ROUTE_REPLAY_PORT",
-    "ROUTE_URLS", "SERVED_MODEL_NAME", "SHUTDOWN_GRACE_SECONDS",
-))
-# fmt: on
-"""Settings that the chart decides: the kubelet probes without a key, and pods have their own addresses and folders."""
 KUBERNETES = ("1.30", "1.37")
 """The oldest version that the chart names, and the newest that kubernetes-validate knows."""
 
@@ -309,10 +298,10 @@ async def test_scaling_goes_by_metrics_that_the_role_has() -> None:
 
 
 def test_the_schema_knows_every_setting_but_those_of_the_chart() -> None:
-    """`settings` takes the names in settings.env.example, so that a typing error fails before anything is installed."""
-    known = {name.upper() for name in Settings.model_fields}
-    assert known > OWNED
-    assert set(SCHEMA["definitions"]["settings"]["propertyNames"]["enum"]) == known - OWNED
+    """A typing error in `settings` fails before anything is installed."""
+    assert {setting.lower() for setting in OWNED} < Settings.model_fields.keys()
+    names = json.loads(SCHEMA.read_text())["definitions"]["settings"]["propertyNames"]["enum"]
+    assert names == known_settings(), "run: python -m deploy.helm.render"
 
 
 def test_kubernetes_page_names_what_is_there() -> None:
@@ -330,7 +319,7 @@ def test_kubernetes_page_names_what_is_there() -> None:
 def test_the_rendered_examples_are_what_the_chart_renders(name: str) -> None:
     pytest.importorskip("helm_python")
     text = (FOLDER / "rendered" / f"{name}.yaml").read_text()
-    assert text.partition("\n")[2] == render(EXAMPLES[name]), "run: python deploy/helm/render.py"
+    assert text.partition("\n")[2] == render(EXAMPLES[name]), "run: python -m deploy.helm.render"
 
 
 def test_helm_has_nothing_to_say_of_the_chart() -> None:
