@@ -85,13 +85,15 @@ def test_other_resources_are_strictly_valid(name: str) -> None:
     documents = [document for document in RENDERED[name] if document["kind"] not in CRDS]
     for document in of_kind(name, "LeaderWorkerSet"):
         documents += [{"apiVersion": "v1", "kind": "Pod", **template} for template in templates(document)]
-    for version in KUBERNETES:
-        for document in documents:
-            kubernetes.validate(document, version, strict=True)
+    oldest, newest = KUBERNETES
+    for document in {document["kind"]: document for document in documents}.values():
+        kubernetes.validate(document, oldest, strict=True)
+    for document in documents:
+        kubernetes.validate(document, newest, strict=True)
     wrong = copy.deepcopy(documents[-1])
     wrong["spec"]["unknown"] = True
     with pytest.raises(kubernetes.ValidationError):
-        kubernetes.validate(wrong, KUBERNETES[-1], strict=True)
+        kubernetes.validate(wrong, newest, strict=True)
 
 
 def test_every_pod_is_confined() -> None:
