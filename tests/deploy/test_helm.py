@@ -417,3 +417,21 @@ def test_tensor_parallelism_takes_all_gpus_unless_something_else_is_said() -> No
             one for one in documents if one["kind"] == "Deployment" and one["metadata"]["name"].endswith("decode")
         ]
         assert variables(templates(decode)[0]).get("TENSOR_PARALLEL_SIZE") == size
+
+
+def test_an_autoscaler_of_kubernetes_goes_by_the_same_metrics() -> None:
+    documents = rendered("aggregated", "roles.aggregated.autoscaling", {"enabled": True, "kind": "hpa"})
+    (scaler,) = [one for one in documents if one["kind"] == "HorizontalPodAutoscaler"]
+    targets = {
+        one["pods"]["metric"]["name"]: one["pods"]["target"]["averageValue"] for one in scaler["spec"]["metrics"]
+    }
+    assert targets == {"trtllm_kv_cache_utilization": "800m", "trtllm_num_requests_waiting": "4000m"}
+    assert not [one for one in documents if one["kind"] == "ScaledObject"]
+    pytest.importorskip("kubernetes_validate").validate(scaler, KUBERNETES[-1], strict=True)
+
+
+def test_something_else_may_set_the_replicas() -> None:
+    documents = rendered("aggregated", "roles.aggregated.autoscaling", {"enabled": True, "kind": "external"})
+    assert not [one for one in documents if one["kind"] in ("ScaledObject", "HorizontalPodAutoscaler")]
+    (workload,) = [one for one in documents if one["kind"] == "Deployment"]
+    assert "replicas" not in workload["spec"], "an upgrade would undo what was set"
