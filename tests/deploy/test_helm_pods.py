@@ -12,7 +12,7 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +156,16 @@ def pods(name: str, folder: Path, engine: str, *roles: str) -> Iterator[dict[str
         yield found
     finally:
         for pod in found.values():
-            children = psutil.Process(pod.process.pid).children(recursive=True) if pod.process.poll() is None else []
-            for process in (pod.process, *children):
-                process.kill()
-            pod.process.wait()
+            kill(pod.process)
+
+
+def kill(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
+    """End what still runs, with what it has started."""
+    children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    for one in (process, *children):
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
 
 
 def test_the_laptops_pod_starts_answers_and_drains(tmp_path: Path, smollm2: Path) -> None:
@@ -367,7 +373,6 @@ def test_the_leader_of_several_nodes_starts_ranks_and_drains_the_server_first(tm
         subprocess.run(stop, env=environment, check=True, timeout=30 * slowness())
         assert server.wait(10 * slowness()) == 0, "the server has ended before any rank gets a signal"
     finally:
-        if server.poll() is None:
-            server.kill()
+        kill(server)
     begun = subprocess.run(here(worker["spec"]["containers"][0]["command"][1:]), env=environment, check=True)
     assert begun.returncode == 0 and "-D -e" in (places["bin"] / "sshd.log").read_text().splitlines()[-1]
