@@ -22,6 +22,10 @@ RUN python3 -m venv --without-pip --system-site-packages /opt/venv \
     && python -m pip install --no-cache-dir . \
     && useradd --system --no-create-home --home-dir /cache --uid 10001 trellis \
     && install -d -o trellis /cache
+# For replicas of several nodes in Kubernetes, whose ranks start by ssh (docs/kubernetes.md).
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends openssh-client openssh-server procps \
+    && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*
 USER 10001
 VOLUME /cache
 EXPOSE 8000

@@ -63,7 +63,14 @@ async def add_engine(to: Composition, folder: Path | None) -> Failed:
     await to.health.add_canary(probe, lambda: to.metrics.iteration, lambda: local.healthy, to.stack)
     publish_events(to, engine)
     if text is None:
-        to.replica.service = PrefillService(engine=engine, encoding=encoders.service)
+        prefill = PrefillService(engine=engine, encoding=encoders.service)
+        to.metrics.polled.gauge(
+            "trtllm_prefill_tokens_waiting",
+            "Tokens of other replicas' prompts that have no first token yet",
+            lambda: prefill.waiting_tokens,
+            "livesum",
+        )
+        to.replica.service = prefill
     else:
         service = _chat_service(to, engine, folder, encoders, *text)
         if service.batches is not None:
