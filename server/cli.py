@@ -254,6 +254,8 @@ def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
         log.warning("%s", sentence)
     if role_of(settings).has_text and (sentence := banner.warning(settings)):
         log.warning("%s", sentence)
+    if not settings.api_processes:
+        settings = settings.model_copy(update={"api_processes": _api_processes(settings)})
     share = settings.api_processes > 1
     try:
         listener = serving.listen(settings.host, settings.port, share)
@@ -266,6 +268,15 @@ def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
         if share:
             return launch.launch(settings, arguments, listener, started)
         return serving.serve(settings, listener, started)
+
+
+def _api_processes(settings: Settings) -> int:
+    """Return the number of API processes that fits this machine and the model."""
+    from server.compose.model import config_here  # noqa: PLC0415
+    from server.compose.sizing import api_processes, this_machine  # noqa: PLC0415
+
+    most = api_processes(settings, None, this_machine()).value
+    return api_processes(settings, config_here(settings), this_machine()).value if most > 1 else most
 
 
 def explain(error: SettingsError | ValidationError) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Sizes that nobody set, chosen to fit the machine: batch, step, KV cache, context, API processes.
 
-Without torch, so that `config` and `doctor` answer at once. What the embedded engine is not told, TensorRT-LLM chooses
+This module does not import torch, so that `config` and `doctor` answer at once. What the embedded engine is not told, TensorRT-LLM chooses
 itself.
 """
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.checkpoints.facts import ModelFacts, read_model_facts
+from engine.checkpoints.packaged import VISION
 from engine.embedded.threads import compute_threads
 from engine.errors import EngineFailure
 from engine.kit.machine import free_memory, host_memory
@@ -28,6 +29,10 @@ _CPU_STEP = 1024
 _UNKNOWN_KV = 384
 """MiB for the KV cache of a model whose layers are not known to be alike."""
 _LEAST_KV = 64
+_CORES_PER_API_PROCESS, _MOST_API_PROCESSES = 4, 4
+"""One API process sends about 24,000 tokens a second at most, and long before that first tokens come late; four left
+an H200 with 16 cores as fast over HTTP as in process.
+"""
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,29 @@ def sizes(settings: Settings, folder: Path | None, machine: Machine) -> dict[str
     if settings.device == "auto" and machine.gpus is None:  # the engine may have to fall back to the CPU
         chosen["kv_cache_memory_mb"] = _on_cpu(settings, folder, machine)["kv_cache_memory_mb"]
     return {name: choice for name, choice in chosen.items() if not getattr(settings, name)}
+
+
+def api_processes(settings: Settings, folder: Path | None, machine: Machine) -> Size:
+    """Return the number of API processes that fits. `folder` has at least the model's config.json."""
+    role = role_of(settings)
+    if not role.has_engine:
+        return Size(1, f"the role {role.name} has one")
+    if not settings.engine_process:
+        return Size(1, "the engine runs in it")
+    if settings.engine == "fake" or not on_gpu(settings, machine):
+        return Size(1, "it keeps up with an engine on a CPU")
+    if settings.engine == "embedded" and _takes_images(settings, folder):
+        return Size(1, "each would load the model's vision tower")
+    count = min(_MOST_API_PROCESSES, max(1, machine.cores // _CORES_PER_API_PROCESS))
+    most = f", {_MOST_API_PROCESSES} at most" if count == _MOST_API_PROCESSES else ""
+    return Size(count, f"1 for each {_CORES_PER_API_PROCESS} of {machine.cores} cores beside a GPU{most}")
+
+
+def _takes_images(settings: Settings, folder: Path | None) -> bool:
+    try:
+        return settings.model == VISION or (folder is not None and read_model_facts(folder).takes_images)
+    except EngineFailure:
+        return False
 
 
 def _on_gpu(settings: Settings, machine: Machine) -> dict[str, Size]:

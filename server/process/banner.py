@@ -30,8 +30,12 @@ def on_terminal(settings: Settings) -> bool:
     return settings.log_format == "text" and sys.stderr.isatty()
 
 
-def summary(replica: ReplicaState) -> str:
+def summary(settings: Settings, replica: ReplicaState) -> str:
     """Return what the replica computes with, and how much it holds."""
+    return f"{_capacity(replica)}{_processes(settings)}"
+
+
+def _capacity(replica: ReplicaState) -> str:
     if isinstance(replica.service, RouterService):
         return f"by {len(replica.service.fleet.replicas)} replicas"
     if replica.engine is None:
@@ -39,6 +43,10 @@ def summary(replica: ReplicaState) -> str:
     info = replica.engine.info
     how = f"context {info.context_length} tokens, KV cache {info.num_blocks * info.block_size} tokens, "
     return f"{how}{info.max_num_seqs} sequences at once{_computing(info)}"
+
+
+def _processes(settings: Settings) -> str:
+    return f", {settings.api_processes} API processes" if settings.api_processes > 1 else ""
 
 
 def banner(settings: Settings, replica: ReplicaState, url: str, seconds: float) -> str:
@@ -54,7 +62,7 @@ def _facts(settings: Settings, replica: ReplicaState, url: str) -> Iterator[tupl
     size = f" ({size_text(weights)} of weights)" if weights else ""
     yield "model", f"{replica.model_name}{size}"
     if info is None:
-        yield "serves", summary(replica)
+        yield "serves", _capacity(replica)
     else:
         threads = f", {info.threads} threads" if info.threads else ""
         yield "device", f"{_computing(info).removeprefix(', ') or 'none'}{threads}"
@@ -64,7 +72,7 @@ def _facts(settings: Settings, replica: ReplicaState, url: str) -> Iterator[tupl
         if below := ", ".join(f"{size_text(size)} on the {tier}" for tier, size in tiers.items() if size):
             yield "KV tiers", below
         yield "limits", f"context {info.context_length:,} tokens, {info.max_num_seqs} sequences at once"
-    yield "API", f"{url}{replica.entrance}"
+    yield "API", f"{url}{replica.entrance}{_processes(settings)}"
     if settings.shows_page and role_of(settings).has_text:
         yield "page", f"{url}/"
     if settings.docs:

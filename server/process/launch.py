@@ -34,7 +34,7 @@ from server.compose.config import engine_config
 from server.compose.model import model_folder
 from server.process.child import FIRST, LATER, SILENT, SPEAKS
 from server.process.logs import one_line
-from server.process.serving import ALL_READY, CUT_OFF, DRAIN, FAILED, FAILURE, listen, url_of
+from server.process.serving import ALL_READY, CUT_OFF, DRAIN, FAILED, FAILURE, listen
 from server.settings import Settings
 from server.settings.environment import child_environment
 
@@ -70,7 +70,6 @@ class Launcher:
         self._supervisors = [Supervisor(partial(self._live, place)) for place in range(processes)]
         self._stops = 0
         self._failure: str | None = None
-        log.info("%d API processes share %s", settings.api_processes, url_of(listener))
 
     async def run(self) -> int:
         """Run until all children have ended, because of a signal or a failure; return the exit code."""

@@ -305,7 +305,7 @@ class DrainingServer(uvicorn.Server):
             "ready: %s serves %s, %s; after %.1f s",
             f"{url}{replica.entrance}",
             replica.model_name,
-            summary(replica),
+            summary(self._settings, replica),
             seconds,
         )
 
