@@ -25,12 +25,12 @@ with many choices does not make all others wait for all of them."""
 class AdmissionEngine(EngineAround):
     """An engine around `engine` that admits at most `engine.info.max_num_seqs` sequences at once.
 
-    Others wait, in order of priority and arrival. Once `max_queue_size` sequences or `max_waiting_bytes` of images wait,
-    the next raises QueueFull; one that has waited `queue_timeout` seconds raises QueueTimeout, unless another sequence
-    of its `group` has been admitted: then it waits for its siblings, however long they take. A group lets others in
-    between: each further sequence of it ranks as if it had come SIBLING_SECONDS later. One that is larger than the
-    engine has at most three quarters of the places, so that others find the rest free. `PromptReport.queue_seconds`
-    includes the wait.
+    Others wait, in order of priority and arrival. Once `max_queue_size` sequences or `max_waiting_bytes` of images
+    wait, the next raises QueueFull; one that has waited `queue_timeout` seconds raises QueueTimeout, unless another
+    sequence of its `group` has been admitted: then it waits for its siblings, however long they take. A group lets
+    others in between: each further sequence of it ranks as if it had come SIBLING_SECONDS later. One that is larger
+    than the engine has at most three quarters of the places, so that others find the rest free.
+    `PromptReport.queue_seconds` includes the wait.
     """
 
     def __init__(

@@ -136,7 +136,9 @@ def _fetch(url: str, size: int, blob: Path, name: str, bar: type) -> None:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
             if found != blob.name:
                 part.unlink()
-                raise ModelError(f"{name} of the Hugging Face hub was damaged on the way; start again to download it again")
+                raise ModelError(
+                    f"{name} of the Hugging Face hub was damaged on the way; start again to download it again"
+                )
         part.replace(blob)
 
 

@@ -7,7 +7,7 @@ from engine.errors import EngineFailure
 from server.compose.config import embedded_config
 from server.compose.engine_args import effective, from_files
 from server.compose.model import model_here
-from server.compose.sizing import Size, api_processes, sizes, this_machine
+from server.compose.sizing import Size, api_processes, explained, this_machine
 from server.roles import role_of
 from server.settings import EngineArgsError, Settings
 from server.settings.flags import groups, shown
@@ -49,7 +49,7 @@ def _chosen(settings: Settings) -> dict[str, Size]:
     folder = model_here(settings)
     chosen = {} if settings.api_processes else {"api_processes": api_processes(settings, folder, this_machine())}
     if settings.engine == "embedded" and role_of(settings).has_engine and not settings.engine_address:
-        chosen |= sizes(settings, folder, this_machine())
+        chosen |= explained(settings, folder, this_machine())
     return chosen
 
 

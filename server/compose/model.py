@@ -63,9 +63,7 @@ def model_here(settings: Settings) -> Path | None:
 
 
 def config_here(settings: Settings) -> Path | None:
-    """Return a folder that has the model's config.json, which is downloaded if the model is one of the Hugging Face hub.
-    None if there is none yet.
-    """
+    """Return a folder with the model's config.json, downloaded from the Hugging Face hub if needed, or None."""
     from engine.checkpoints.hub import config_folder, is_hub_id  # noqa: PLC0415
     from engine.checkpoints.packaged import PACKAGED  # noqa: PLC0415
 

@@ -41,7 +41,9 @@ def _capacity(replica: ReplicaState) -> str:
     if replica.engine is None:
         return "images alone"
     info = replica.engine.info
-    how = f"context {info.context_length} tokens, KV cache {info.num_blocks * info.block_size} tokens, "
+    how = (
+        f"context {info.capacity or info.context_length} tokens, KV cache {info.num_blocks * info.block_size} tokens, "
+    )
     return f"{how}{info.max_num_seqs} sequences at once{_computing(info)}"
 
 
@@ -71,7 +73,8 @@ def _facts(settings: Settings, replica: ReplicaState, url: str) -> Iterator[tupl
         tiers = {"host": info.host_kv_bytes, "disk": info.disk_kv_bytes}
         if below := ", ".join(f"{size_text(size)} on the {tier}" for tier, size in tiers.items() if size):
             yield "KV tiers", below
-        yield "limits", f"context {info.context_length:,} tokens, {info.max_num_seqs} sequences at once"
+        context = info.capacity or info.context_length
+        yield "limits", f"context {context:,} tokens, {info.max_num_seqs} sequences at once"
     yield "API", f"{url}{replica.entrance}{_processes(settings)}"
     if settings.shows_page and role_of(settings).has_text:
         yield "page", f"{url}/"

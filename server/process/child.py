@@ -1,9 +1,9 @@
 """One of several API processes, `python -m server.process.child FD LINK FOLDER VOICE TIME FLAGS…`, started by
 `server/process/launch.py`.
 
-FD is a bound socket to serve on, LINK a socket to the launcher (`serving.LauncherLink`). FOLDER holds the files of metrics; PROMETHEUS_MULTIPROC_DIR names it too. The child
-whose VOICE is SPEAKS tells people what happens to the whole server. TIME is FIRST until all children have been ready,
-and LATER for one that is started again.
+FD is a bound socket to serve on, LINK a socket to the launcher (`serving.LauncherLink`). FOLDER holds the files of
+metrics; PROMETHEUS_MULTIPROC_DIR names it too. The child whose VOICE is SPEAKS tells people what happens to the whole
+server. TIME is FIRST until all children have been ready, and LATER for one that is started after that.
 """
 
 import logging

@@ -92,7 +92,7 @@ def test_a_download_goes_on_where_it_was_interrupted(
     blobs.mkdir(parents=True)
     part = blobs / f"{hashlib.sha256(weights).hexdigest()}.trellis"
     part.write_bytes(b"other bytes" * 1000)
-    with pytest.raises(ModelError, match=r"owner/name/model\.safetensors of the Hugging Face hub has come damaged"):
+    with pytest.raises(ModelError, match=r"owner/name/model\.safetensors of the Hugging Face hub was damaged on the way"):
         resolve_model("owner/name", tmp_path)
     assert not part.exists() and present_model("owner/name", tmp_path) is None
     part.write_bytes(weights[:100_000])
