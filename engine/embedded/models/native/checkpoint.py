@@ -26,10 +26,10 @@ from engine.errors import EngineFailure
 from engine.kit.checks import ImageTokens
 
 _BIASED = "qwen2"
-"""The kind whose query, key and value projections have biases."""
+"""The model type whose query, key and value projections have biases."""
 
 _FREQUENCIES = "rotary_emb.inv_freq"
-"""In the names of tensors that old files have and that follow from the configuration."""
+"""Part of the names of tensors that old files contain although they follow from the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,17 @@ class LlamaConfig:
     context_length: int
     epsilon: float
     frequencies: torch.Tensor
-    """Of rotary positions, float32 [head_dim / 2]."""
+    """Frequencies of the rotary position embedding, float32 [head_dim / 2]."""
     eos_token_ids: tuple[int, ...]
     tied: bool
-    """Whether the head is the embedding."""
+    """Whether the output head shares its weights with the embedding."""
     biased: bool
     facts: ModelFacts
     takes_images: ImageTokens | None
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensors of the model and their shapes, `lm_head.weight` only if it is not the embedding."""
+        """Names and shapes of the model's tensors, without `lm_head.weight` if the head shares the embedding."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         layer: dict[str, tuple[int, ...]] = {
             "input_layernorm.weight": (self.hidden,),
