@@ -158,7 +158,7 @@ def test_a_gguf_file_is_read_as_far_as_its_weights(tmp_path: Path) -> None:
     assert foreign.level == "problem" and "pre-tokenizer 'abc'" in foreign.text and "docs/models.md" in foreign.cure
     (tmp_path / "torn.gguf").write_bytes((tmp_path / "mine.gguf").read_bytes()[:-1])
     (torn,) = doctor.check_model(str(tmp_path / "torn.gguf"))
-    assert torn.level == "problem" and "torn.gguf is torn: the tensor" in torn.text
+    assert torn.level == "problem" and "torn.gguf is truncated: the tensor" in torn.text
     (absent,) = doctor.check_model("absent.gguf")
     assert absent.level == "problem" and "no such folder or file" in absent.text
 
