@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
@@ -219,6 +220,11 @@ def _check_servable(settings: Settings) -> None:
         lacking = None if answer is None else gpus.shortage(len(present), engine_args.parallelism(settings))
         if lacking is not None:
             raise SettingsError("; ".join(lacking))
+        if find_spec("tensorrt_llm") is None:
+            raise SettingsError(
+                "ENGINE=trtllm: the package tensorrt_llm is not installed. Cure: run in NVIDIA's container or build the "
+                "Dockerfile's target trtllm (docs/tensorrt-llm.md), or ENGINE=embedded"
+            )
 
 
 def _check_possible(settings: Settings) -> None:
@@ -291,5 +297,6 @@ def explain(error: SettingsError | ValidationError) -> Iterator[str]:
         name = str(entry["loc"][0])
         if entry["type"] == "extra_forbidden":
             yield unknown_in_file(name)
-        else:
-            yield f"--{name.replace('_', '-')} ({name.upper()}): {entry['msg']}"
+            continue
+        fault = entry["msg"].partition(", unable to")[0].removeprefix("Value error, ")
+        yield f"--{name.replace('_', '-')} ({name.upper()}): {fault.replace('Input should be', 'must be')}"

@@ -83,9 +83,9 @@ def _facts(settings: Settings, replica: ReplicaState, url: str) -> Iterator[tupl
     yield "metrics", f"{url}/metrics"
     keys = len(settings.api_keys)
     needed = f"{keys} API key{'s' if keys > 1 else ''}: requests need one" if keys else ""
-    reach = "this machine" if settings.is_local else "whoever reaches this machine"
-    yield "access", needed or f"no API key needed, by {reach}"
-    yield "stop", f"Ctrl-C; running requests get {settings.shutdown_grace_seconds:g} s"
+    reach = "this machine only" if settings.is_local else "anyone who reaches this machine"
+    yield "access", needed or f"{reach}, without an API key"
+    yield "stop", f"Ctrl-C; running requests have {settings.shutdown_grace_seconds:g} s to finish"
 
 
 def _computing(info: EngineInfo) -> str:
