@@ -222,7 +222,7 @@ def _check_servable(settings: Settings) -> None:
             raise SettingsError("; ".join(lacking))
         if find_spec("tensorrt_llm") is None:
             raise SettingsError(
-                "ENGINE=trtllm: the package tensorrt_llm is not installed. Cure: run in NVIDIA's container or build the "
+                "ENGINE=trtllm: the package tensorrt_llm is not installed. Cure: run in NVIDIA's container, build the "
                 "Dockerfile's target trtllm (docs/tensorrt-llm.md), or ENGINE=embedded"
             )
 
