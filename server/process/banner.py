@@ -74,8 +74,8 @@ def _facts(settings: Settings, replica: ReplicaState, url: str) -> Iterator[tupl
         if below := ", ".join(f"{size_text(size)} on the {tier}" for tier, size in tiers.items() if size):
             yield "KV tiers", below
         context = info.capacity or info.context_length
-        yield "limits", f"context {context:,} tokens, {info.max_num_seqs} sequences at once"
-    yield "API", f"{url}{replica.entrance}{_processes(settings)}"
+        yield "limits", f"context {context:,} tokens, {info.max_num_seqs} sequences at once{_processes(settings)}"
+    yield "API", f"{url}{replica.entrance}"
     if settings.shows_page and role_of(settings).has_text:
         yield "page", f"{url}/"
     if settings.docs:

@@ -81,8 +81,6 @@ class Launcher:
         async with background(self._engine(), "engine"), asyncio.TaskGroup() as group:
             for supervisor in self._supervisors:
                 group.create_task(supervisor.run())
-        if self._failure is not None:
-            log.error("the server ends: %s", printable(self._failure, 2000))
         return 0 if self._failure is None else FAILURE
 
     async def _engine(self) -> None:
@@ -156,7 +154,9 @@ class Launcher:
                 child.orders.write(ALL_READY)
 
     def _fail(self, reason: str) -> None:
-        self._failure = self._failure or reason
+        if self._failure is None:
+            self._failure = reason
+            log.error("the server ends: %s", printable(reason, 2000))
         self._drain()
 
     def _drain(self) -> None:
@@ -169,6 +169,8 @@ class Launcher:
         The first lets the children drain, the second has them abort running requests, the third kills them.
         """
         self._stops += 1
+        if self._loading and self._failure is None and self._stops == 1:
+            log.info("stopping")
         for supervisor in self._supervisors:
             supervisor.stop()
         for child in self._children:

@@ -276,7 +276,7 @@ class DrainingServer(uvicorn.Server):
             self._launcher.tell(READY)
 
     def _tell_to_stop(self, replica: ReplicaState) -> None:
-        if self._speaks and not self._told_to_stop:
+        if self._speaks and not self._told_to_stop and (self._announced or self._launcher is None):
             running = replica.running
             grace = f": {running} running requests get {self._settings.shutdown_grace_seconds:g} s" if running else ""
             log.info("stopping%s", f"{grace}; another signal ends them" if grace else "")

@@ -144,8 +144,8 @@ def _read(path: Path) -> tuple[dict[str, Any], list[GgufTensor], np.ndarray]:
         end = tensor.offset + tensor.rows * tensor.row_bytes
         if end > len(mapped):
             raise EngineFailure(
-                f"{path} is truncated: the tensor {tensor.name} ends at byte {end}, and the file at {len(mapped)}; download "
-                "it again"
+                f"{path} is truncated: the tensor {tensor.name} ends at byte {end}, and the file at {len(mapped)}; "
+                "download it again"
             )
     return metadata, placed, np.frombuffer(mapped, np.uint8)
 

@@ -114,12 +114,14 @@ def read_config(folder: Path) -> LlamaConfig:
 def _check(facts: ModelFacts) -> None:
     text, rope, window = facts.text, facts.rope, facts.text_family.window
     kinds = {facts.model_type: facts.family, facts.text_type: facts.text_family}
+    named = text.get("hidden_act") or text.get("hidden_activation")
+    activation = f"the activation {named}" if named else "a model without hidden_act"
     refusals = {
-        **{f"the kind {kind}": not family.compiled for kind, family in kinds.items()},
+        **{f"the model type {kind}": not family.compiled for kind, family in kinds.items()},
         "sliding windows": (window is not None and text.get("sliding_window", window) is not None)
         or text.get("use_sliding_window")
         or set(text.get("layer_types") or ()) - {"full_attention"},
-        f"the activation {text.get('hidden_act')}": text.get("hidden_act") != "silu",
+        activation: text.get("hidden_act") != "silu",
         "partly rotated heads": rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 1.0)) != 1.0,
         "quantised weights": facts.quantized,
         "biases of all projections": text.get("attention_bias") or text.get("mlp_bias"),
