@@ -60,6 +60,7 @@ RUN python -m venv --without-pip /opt/venv \
 # FlashInfer compiles its kernels at the first start, by nvcc, and links them with libcudart and libcuda; the driver brings
 # libcuda when the container starts, so an empty library of that name stands for it.
 FROM python AS gpu-packages
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY constraints.txt ./
