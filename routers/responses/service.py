@@ -103,11 +103,14 @@ class Responses:
         return await self._current(record)
 
     async def items(self, owner: str, response: str) -> list[dict[str, Any]]:
-        """Return the items that a stored response was made of, oldest first. Raises ResponseNotFound."""
-        record = await self.get(owner, response)
-        earlier = await self._chain(owner, record.previous) if record.previous is not None else []
-        size = size_of([*earlier, record])
-        return await off_loop(size, lambda: [*_items(earlier), *orjson.loads(record.items)])
+        """Return the items that a stored response was made of, oldest first, as far as they are still stored. Raises
+        ResponseNotFound.
+        """
+        records = await self.stored().chain(owner, response, self.max_bytes)
+        if not records:
+            raise ResponseNotFound(response)
+        *earlier, record = records
+        return await off_loop(size_of(records), lambda: [*_items(earlier), *orjson.loads(record.items)])
 
     async def save(self, record: Record, shape: ResponsesShape) -> bool:
         """Store what has become of a response, and return whether that succeeded."""
@@ -228,10 +231,10 @@ class Responses:
     async def _chain(self, owner: str, response: str) -> list[Record]:
         """Return a response after those that it continues. Raises RequestError."""
         try:
-            found = await self.store.chain(owner, response, self.max_bytes) if self.store is not None else None
+            found = await self.store.chain(owner, response, self.max_bytes) if self.store is not None else []
         except ContextOverflow as error:
             raise error.at("previous_response_id") from error
-        if found is None:
+        if not found or found[0].previous is not None:
             said = f"Previous response with id '{shown(response)}' not found."
             raise RequestError(said, "previous_response_id", "previous_response_not_found")
         if (await self._current(found[-1])).status not in FINAL:

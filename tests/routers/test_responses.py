@@ -215,6 +215,8 @@ async def test_responses_are_continued_read_and_deleted(tmp_path: Path) -> None:
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
         broken = await client.post(PATH, json={"input": "hi", "previous_response_id": second["id"]})
         assert (broken.status_code, broken.json()["error"]["code"]) == (400, "previous_response_not_found")
+        left = (await client.get(f"{PATH}/{second['id']}/input_items")).json()
+        assert types(left["data"]) == ["function_call_output"]
 
 
 def _call(item: dict[str, Any]) -> dict[str, Any]:
