@@ -50,8 +50,8 @@ def budget_of(
 
 
 def literals(pattern: str) -> tuple[str, ...]:
-    """Return the texts that a pattern matches, without what may follow them; no texts if the pattern matches others than
-    these. Markers keep their « and ».
+    """Return the texts that a pattern matches, without what may follow them; an empty tuple if the pattern is more than
+    a choice of fixed texts. Markers keep their « and ».
     """
     found = tuple(_OPTIONAL.sub("", _AHEAD.sub(r"\1", text)) for text in _TEXTS.findall(pattern))
     return () if any(map(_SYNTAX.search, (_PIECE.sub(r"\2", text) for text in found))) else found
