@@ -249,11 +249,11 @@ class Responses:
         """Items of the responses that have been read, and their bytes."""
         left = self.max_bytes
         for place, item in enumerate(items):
-            if item.type != "item_reference" and (item.type is not None or item.role is not None or item.id is None):
+            if not is_reference(item):
                 found.append(item)
                 continue
             named = item.id or ""
-            response = f"resp_{named.partition('_')[2][:32]}"
+            response = response_of(named)
             if response not in read:
                 read.add(response)
                 record = kept[response][-1] if response in kept else None
@@ -338,6 +338,16 @@ def _items(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
     for record in records:
         yield from orjson.loads(record.items)
         yield from orjson.loads(record.response)["output"]
+
+
+def response_of(item: str) -> str:
+    """Return the id of the response that an item belongs to, by the item's id."""
+    return f"resp_{item.partition('_')[2][:32]}"
+
+
+def is_reference(item: InputItem) -> bool:
+    """Tell whether an item refers to one of a response."""
+    return item.type == "item_reference" or (item.type is None and item.role is None and item.id is not None)
 
 
 def _sized(record: Record) -> dict[str, tuple[InputItem, int]]:

@@ -598,21 +598,49 @@ async def test_the_store_is_bounded_in_size_and_age(tmp_path: Path) -> None:
 
 
 async def test_a_router_finds_the_replica_that_has_a_response(tmp_path: Path) -> None:
+    """Each replica has a store of its own. A second router has seen no answer, and may ask one replica for others."""
     async with AsyncExitStack() as stack:
-        urls = []
-        for number in range(2):
+        urls, last = [], AsyncExitStack()
+        for number in range(3):
             settings = {"cache_dir": tmp_path / str(number), "responses_store_mb": 64}
-            urls.append((await stack.enter_async_context(replica("aggregated", **settings)))[0])
-        url, life = await stack.enter_async_context(router(urls))
-        await available(life, 2)
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10))
-        made = [await ask(client, max_output_tokens=4) for _ in range(4)]
-        for one in made:
-            assert (await client.get(f"{PATH}/{one['id']}")).json() == one
+            of = last if number == 2 else stack
+            urls.append((await of.enter_async_context(replica("aggregated", **settings)))[0])
+        clients = []
+        for _ in range(2):
+            url, life = await stack.enter_async_context(router(urls, route_policy="round_robin", route_attempts=1))
+            await available(life, 3)
+            clients.append(await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10)))
+        client, other = clients
+        answers = [await client.post(PATH, json={"input": "hi", "max_output_tokens": 4}) for _ in range(6)]
+        at = {answer.json()["id"]: answer.headers["x-trellis-replica"] for answer in answers}
+        assert set(at.values()) == {"0", "1", "2"}
+        for answer in answers[:4]:
+            one = answer.json()
+            for asking in clients:
+                assert (await asking.get(f"{PATH}/{one['id']}")).json() == one
             events = await stream(client, max_output_tokens=4, previous_response_id=one["id"])
-            assert check_adds_up(events)["previous_response_id"] == one["id"]
-            assert (await client.delete(f"{PATH}/{one['id']}")).json()["deleted"]
+            made = check_adds_up(events)
+            item = {"type": "item_reference", "id": made["output"][0]["id"]}
+            for path, body in (
+                (PATH, {"previous_response_id": made["id"]}),
+                (PATH, {"input": [item, {"role": "user", "content": "go on"}]}),
+                (f"{PATH}/input_tokens", {"previous_response_id": made["id"]}),
+            ):
+                went_on = await client.post(path, json={"input": "hi", "max_output_tokens": 4, **body})
+                assert went_on.headers["x-trellis-replica"] == at[one["id"]], went_on.text
+                assert went_on.status_code == 200
+            assert (await other.delete(f"{PATH}/{one['id']}")).json()["deleted"]
+        assert "trtllm_router_retries_total 0" in (await client.get("/metrics")).text.replace('{model_name="fake"}', "")
+        sizes = [
+            (await ask(asking, conversation="c", max_output_tokens=4))["usage"]["input_tokens"]
+            for asking in (*clients, *clients)
+        ]
+        assert sizes == sorted(set(sizes)), "both routers take a conversation to the same replica"
         assert (await client.get(f"{PATH}/resp_1")).status_code == 404
+        await last.aclose()
+        (away,) = (one for one in list(at)[4:] if at[one] == "2")
+        answer = await client.get(f"{PATH}/{away}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
 
 
 async def test_a_decode_replica_serves_both_newer_apis_with_prompts_computed_elsewhere(tmp_path: Path) -> None:
