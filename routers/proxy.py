@@ -22,13 +22,13 @@ from starlette.types import Receive, Scope, Send
 from engine import trace
 from engine.errors import EngineDied, EngineNotReady
 from engine.replicas.client import ConnectionFailed, Header, ReplicaConnection
-from engine.replicas.routing.fleet import RoutedPrompt
+from engine.replicas.routing.fleet import Fleet, RoutedPrompt
 from engine.replicas.routing.load import Assignment
 from engine.replicas.routing.replica import RoutedRank, RoutedReplica
 from engine.replicas.routing.sessions import Affinity
 from multimodal.errors import RequestError
 from multimodal.request import Ask
-from protocol.responses import CompactRequest, ContextFields
+from protocol.responses import CompactRequest, ContextFields, InputTokensRequest
 from routers.batches.routes import PATH as BATCHES_PATH
 from routers.body import converted, disconnect, parsed, read_body, while_connected
 from routers.endpoint import OPENAI, Framing
@@ -47,7 +47,8 @@ _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _PATH_SAFE = "/:@!$&'()*+,;=~-._"
 _MAX_SESSION = 1 << 10
-_REFUSALS = frozenset({429, 503})
+REFUSALS = frozenset({429, 503})
+"""Statuses at which another replica is asked."""
 ELSEWHERE = ("response_not_found", "previous_response_not_found", "item_not_found")
 """Codes of errors about responses that are stored, if they are, at another replica."""
 _ELSEWHERE = tuple(b'"code":"%b"' % code.encode() for code in ELSEWHERE)
@@ -58,13 +59,15 @@ _ID_WITHIN = 1 << 10
 """Bytes of an answer, or of the first event, in which the id of the response is."""
 _BODIES: dict[str, tuple[type[BaseModel], Callable[[Any], Ask] | None]] = {
     **{endpoint.path: (endpoint.body, endpoint.convert) for endpoint in ENDPOINTS},
-    **{path: (body, None) for path, body in zip(responses.PATHS, responses.BODIES, strict=True)},
+    responses.PATHS[0]: (InputTokensRequest, None),
+    responses.PATHS[1]: (CompactRequest, None),
 }
 """Bodies that the router reads and, if they ask for tokens, how it makes the neutral request of them."""
 _REPLICA_HEADER = b"x-trellis-replica"
 _HOP_BY_HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"}
-    | {b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"}
+    | {b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect", b"sec-websocket-key"}
+    | {b"sec-websocket-version", b"sec-websocket-extensions", b"sec-websocket-protocol"}
 )
 _MADE_ANEW = frozenset(
     {b"content-length", b"date", b"server", b"host", b"x-request-id"}
@@ -121,7 +124,7 @@ class _Exchange:
                 log.info("%s did not answer: %s", rank.replica.name, error)
                 failed = True
                 continue
-            if response.status_code not in _REFUSALS and not _is_elsewhere(response):
+            if response.status_code not in REFUSALS and not _is_elsewhere(response):
                 return response
             refusal = response
         if refusal is not None and _is_elsewhere(refusal) and self._fleet.is_away(affinity):
@@ -160,7 +163,7 @@ class _Exchange:
                     framing = next((one.framing for one in ENDPOINTS if one.path == self._path), OPENAI)
                     return _Relay(connection, first, headers, ends, framing, state_of(self._request)["render_error"])
                 content = await connection.body(_MAX_ANSWER)
-            outcome = "refused" if connection.status in _REFUSALS else "error" if connection.status >= 500 else "ok"
+            outcome = "refused" if connection.status in REFUSALS else "error" if connection.status >= 500 else "ok"
             if connection.status == 503:
                 replica.check()  # it may be shutting down
             else:
@@ -176,9 +179,8 @@ class _Exchange:
                 self._end(replica, work, connection, outcome)
 
     def _note(self, replica: RoutedReplica, status: int, content: bytes) -> None:
-        """Note where a response was made: it may be stored there."""
-        if self._path == responses.PATH and status == 200 and (found := _ID.search(content, 0, _ID_WITHIN)) is not None:
-            self._fleet.stored(found[1].decode(), replica)
+        if self._path == responses.PATH and status == 200:
+            noted(self._fleet, replica, content)
 
     def _end(
         self, replica: RoutedReplica, work: Assignment, connection: ReplicaConnection | None, outcome: str
@@ -236,6 +238,12 @@ def _affinity(body: ContextFields | CompactRequest, scope: Scope, session: str) 
     return Affinity((*continued, *quoted), f"{owner} {conversation}" if conversation is not None else "", session)
 
 
+def noted(fleet: Fleet, replica: RoutedReplica, content: bytes) -> None:
+    """Note where the response that begins with `content` was made: it may be stored there."""
+    if (found := _ID.search(content, 0, _ID_WITHIN)) is not None:
+        fleet.stored(found[1].decode(), replica)
+
+
 def session_of(router: RouterService, scope: Scope) -> str:
     """Return the session that a client names; empty for none."""
     name = router.session_header
@@ -257,7 +265,7 @@ def target_of(scope: Scope) -> bytes:
 
 
 def headers_for(router: RouterService, rank: RoutedRank, scope: Scope) -> list[Header]:
-    """Return the headers with which a request goes to a rank of a replica."""
+    """Return the headers with which a request, or the handshake of a WebSocket, goes to a rank of a replica."""
     traced = {name.encode(): value.encode() for name, value in trace.headers().items()}
     headers = [header for header in _end_to_end(scope["headers"]) if _is_sane(header) and header[0] not in traced]
     headers += [(b"x-request-id", scope["state"]["request_id"].encode()), *traced.items()]
