@@ -33,6 +33,7 @@ WEATHER: dict[str, Any] = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 SHELL: dict[str, Any] = {"type": "custom", "name": "shell", "description": "Run a command"}
+LARK = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 COMMAND = '<tool_call>\n{"name": "shell", "arguments": {"input": "ls \\"a\\"\\n\\u00e9\\ud83d\\ude42"}}\n</tool_call>'
 EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
@@ -419,7 +420,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0.id"),
     ({"tools": [WEATHER, WEATHER]}, "tools.1.name"),
     ({"tools": [{"type": "function"}]}, "tools.0.name"),
-    ({"tools": [SHELL | {"format": {"type": "grammar", "syntax": "ebnf"}}]}, "tools.0.format"),
+    ({"tools": [SHELL | {"format": {"type": "grammar", "syntax": "ebnf"}}]}, "tools.0.format.syntax"),
+    ({"tools": [SHELL | {"format": {"type": "grammar", "syntax": "lark"}}]}, "tools.0.format.definition"),
+    ({"tools": [WEATHER, SHELL | {"format": LARK}]}, "tools.1.format"),
     ({"tools": [WEATHER | {"strict": True}]}, "tools.0.strict"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.tools"),
@@ -480,7 +483,7 @@ async def test_guides_and_choices_reach_the_engine(tmp_path: Path, monkeypatch: 
     take = FakeEngine.generate
     monkeypatch.setattr(FakeEngine, "generate", generate)
     digits = SHELL | {"format": {"type": "grammar", "syntax": "regex", "definition": "[0-9]+"}}
-    lark = SHELL | {"format": {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}}
+    lark = SHELL | {"format": LARK}
     async with served(tmp_path, "Yes.") as client:
         await ask(client, text={"format": {"type": "json_object"}})
         await ask(client, tools=[WEATHER], tool_choice="required")
@@ -492,10 +495,12 @@ async def test_guides_and_choices_reach_the_engine(tmp_path: Path, monkeypatch: 
         await ask(client, tools=[WEATHER], tool_choice="none")
     kinds = [guide.kind if guide is not None else None for guide in asked]
     tag = "structural_tag"
-    assert kinds == ["json_object", tag, tag, tag, None, tag, None]
+    assert kinds == ["json_object", tag, tag, tag, tag, tag, None]
     specs = [guide.spec if guide is not None else "" for guide in asked]
     assert "get_weather" in specs[1] and "get_weather" not in specs[2] and "shell" not in specs[5]
-    assert "[0-9]+" in specs[3]
+    for spec, form in ((specs[3], digits["format"]), (specs[4], LARK)):
+        text = {"type": "text_grammar", "syntax": form["syntax"], "definition": form["definition"], "json": True}
+        assert json.dumps(text) in spec and '"pattern"' not in spec
 
 
 async def test_truncation_drops_the_oldest_items(tmp_path: Path) -> None:
