@@ -71,6 +71,8 @@ class TextGrammar(NamedTuple):
 
     syntax: Literal["lark", "regex"]
     definition: str
+    field: str
+    """Where the request has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

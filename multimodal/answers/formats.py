@@ -85,14 +85,15 @@ class AnswerFormat:
                 tools.guided,
                 "unsupported_parameter",
             )
-        texts = _texts(tools, text_grammars)
-        if not text_grammars and any(tool.text and tool.text.syntax == "lark" for tool in tools.offered.values()):
+        texts = _texts(tools)
+        lark = next((text.field for text in texts.values() if text.syntax == "lark"), "")
+        if lark and not text_grammars:
             raise RequestError(
-                f"The engine cannot hold the input of a tool to a Lark grammar, which {tools.guided!r} asks for.",
-                tools.guided,
+                f"The engine cannot hold the input of a tool to a Lark grammar, which {lark!r} asks for.",
+                lark,
                 "unsupported_parameter",
             )
-        if tools.guided and structural_tags(self.family, _schemas(tools), texts) is None:
+        if tools.guided and structural_tags(self.family, _schemas(tools), texts if text_grammars else {}) is None:
             raise RequestError(
                 f"No grammar describes this model's tool calls, which {tools.guided!r} asks for.",
                 tools.guided,
@@ -111,15 +112,14 @@ class AnswerFormat:
         if "structural_tag" not in kinds or len(ask.guides) > len(guides) or not (calls or (reasons and guides)):
             return ask
         if tools is not None and calls:
-            body = self._calls(tools, guides, _texts(tools, text_grammars))
+            body = self._calls(tools, guides, _texts(tools) if text_grammars else {})
             if body is None:
                 return ask
         else:
             (body,) = guides
         spec = {"type": "structural_tag", "format": self._after_reasoning(body, reasons)}
-        name = ask.guides[0].field if ask.guides else "tools"
-        if tools is not None and tools.guided.endswith(".format"):
-            name = tools.guided
+        texts = _texts(tools) if tools is not None else {}
+        name = next((text.field for text in texts.values()), ask.guides[0].field if ask.guides else "tools")
         fields = {**ask.fields, "guide": name}
         return replace(ask, guides=(AskedGuide(name, "structural_tag", spec),), fields=fields)
 
@@ -191,9 +191,9 @@ def _schemas(tools: Tools) -> Mapping[str, dict[str, Any]]:
     return {name: {} if loose and not tool.strict else tool.parameters for name, tool in tools.offered.items()}
 
 
-def _texts(tools: Tools, known: bool) -> Mapping[str, TextGrammar]:
-    """Return the grammars of tools that are called with one text, if they are `known` to the engine."""
-    return {name: tool.text for name, tool in tools.offered.items() if known and tool.text is not None}
+def _texts(tools: Tools) -> Mapping[str, TextGrammar]:
+    """Return the grammars of tools that are called with one text."""
+    return {name: tool.text for name, tool in tools.offered.items() if tool.text is not None}
 
 
 def _format(guide: AskedGuide) -> dict[str, Any]:

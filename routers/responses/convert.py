@@ -216,7 +216,7 @@ def _grammar(tool: MemberTool, param: str) -> TextGrammar | None:
         raise RequestError(f"'{param}.format.syntax' must be regex or lark.", f"{param}.format.syntax")
     if not form.definition:
         raise RequestError(f"'{param}.format.definition' is missing.", f"{param}.format.definition")
-    return TextGrammar("regex" if form.syntax == "regex" else "lark", form.definition)
+    return TextGrammar("regex" if form.syntax == "regex" else "lark", form.definition, f"{param}.format")
 
 
 def _custom(tool: MemberTool, name: str, grammar: TextGrammar | None) -> FunctionDefinition:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -17,6 +18,40 @@ from tests.support.servers import ServerProcess, serving
 from tests.support.waiting import slowness
 
 MODEL = "smollm2-135m-instruct"
+
+
+@pytest.mark.parametrize(
+    ("syntax", "definition", "expected"),
+    [
+        (
+            "lark",
+            'start: "echo \\"" WORD "\\"" LF "date"\nWORD: /[a-z]{2,5}/\n%import common.LF',
+            'echo "[a-z]{2,5}"\ndate',
+        ),
+        ("regex", 'echo "[a-z]{2,5}"\\n', 'echo "[a-z]{2,5}"\n'),
+    ],
+)
+def test_the_input_of_a_custom_tool_follows_its_grammar(
+    client: openai.OpenAI, syntax: Any, definition: str, expected: str
+) -> None:
+    form: Any = {"type": "grammar", "syntax": syntax, "definition": definition}
+    asked: Any = {
+        "model": MODEL,
+        "input": "Say hello.",
+        "tools": [{"type": "custom", "name": "shell", "format": form}],
+        "tool_choice": {"type": "custom", "name": "shell"},
+        "max_output_tokens": 100,
+        "temperature": 0,
+    }
+    with client.responses.stream(**asked) as stream:
+        deltas = "".join(event.delta for event in stream if event.type == "response.custom_tool_call_input.delta")
+    assert re.fullmatch(expected, deltas)
+    form["definition"] = "start: nothing" if syntax == "lark" else "(?=a)"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(**asked)
+    assert refused.value.param == "tools.0.format"
+
+
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multimodal.answers.parsers.formats import OutputFormat, Schema
+from multimodal.request import TextGrammar
 
 TEXT_ARGUMENTS = {
     "json": ('{"input": "', '"}'),
@@ -17,7 +18,8 @@ TEXT_ARGUMENTS = {
     "kimi_k3_xml": ('<|open|>argument key="input" type="string"<|sep|>', "<|close|>argument<|sep|>"),
 }
 """What stands around the text `input`, if it is the only argument, by style."""
-_NO_TEXTS: Mapping[str, tuple[str, str]] = {}
+
+_NO_TEXTS: Mapping[str, TextGrammar] = {}
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,8 @@ class Tag:
     """How the arguments are written: "json", or one of xgrammar's other styles."""
     number: str | None = None
     """Text behind a number that follows `begin`, where the model counts its calls."""
-    text: tuple[str, str] | None = None
-    """Syntax and definition of a grammar for the only argument, the text `input`."""
+    text: TextGrammar | None = None
+    """A grammar for the only argument, the text `input`."""
 
     def xgrammar(self) -> dict[str, Any]:
         """Return this as xgrammar's tag, in which the format `text_grammar` is ours."""
@@ -40,8 +42,10 @@ class Tag:
         if self.style != "json":  # older versions of xgrammar do not know the key
             content["style"] = self.style
         if self.text is not None:
-            (syntax, definition), (before, after) = self.text, TEXT_ARGUMENTS[self.style]
-            text = {"type": "text_grammar", "syntax": syntax, "definition": definition, "json": self.style == "json"}
+            before, after = TEXT_ARGUMENTS[self.style]
+            text: dict[str, Any] = {"type": "text_grammar", "syntax": self.text.syntax}
+            text["definition"] = self.text.definition
+            text["json"] = self.style == "json"
             content = {"type": "tag", "begin": before, "content": text, "end": after}
         if self.number is not None:
             counted = [{"type": "regex", "pattern": "[0-9]{1,9}"}, {"type": "const_string", "value": self.number}]
@@ -88,10 +92,10 @@ class StructuralTags:
 
 
 def structural_tags(
-    family: OutputFormat, tools: Mapping[str, Schema], texts: Mapping[str, tuple[str, str]] = _NO_TEXTS
+    family: OutputFormat, tools: Mapping[str, Schema], texts: Mapping[str, TextGrammar] = _NO_TEXTS
 ) -> StructuralTags | None:
     """Return what calls of these tools look like; None if no grammar describes how the family writes arguments. `texts`
-    are grammars of tools with one argument, the text `input`: syntax and definition.
+    are grammars of tools with one argument, the text `input`.
     """
     form = family.tools or family.messages
     if form is None or not form.xgrammar or not form.write:
@@ -119,7 +123,7 @@ def _up_to_end(written: str) -> str:
     return written.partition("ARGUMENTS")[0] + "ARGUMENTS"
 
 
-def _tag(written: str, name: str, schema: Schema, style: str, text: tuple[str, str] | None) -> Tag:
+def _tag(written: str, name: str, schema: Schema, style: str, text: TextGrammar | None) -> Tag:
     before, _, after = written.partition("ARGUMENTS")
     before = before.replace("NAME", name)
     begin, counted, number = before.partition("INDEX")

@@ -11,6 +11,7 @@ from multimodal.answers.parsers.choose import TOOL_PARSERS, family
 from multimodal.answers.parsers.engine import FamilyParser
 from multimodal.answers.parsers.tags import structural_tags
 from multimodal.answers.parts import ToolCall
+from multimodal.request import TextGrammar
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -42,7 +43,7 @@ def grammar(name: str, **choice: bool) -> Any:
 
 @pytest.mark.parametrize("name", sorted({*TOOL_PARSERS} - NO_GRAMMAR))
 def test_a_call_with_one_text_is_read_as_that_text(name: str) -> None:
-    texts = {"shell": ("lark", "start: /.+/")}
+    texts = {"shell": TextGrammar("lark", "start: /.+/", "tools.0.format")}
     schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
     tags = structural_tags(family(name), {"shell": schema}, texts)
     assert tags is not None
