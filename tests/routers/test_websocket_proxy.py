@@ -13,6 +13,8 @@ from websockets.http11 import Request, Response
 from websockets.sync.client import ClientConnection
 from websockets.sync.server import ServerConnection, serve
 
+from engine.replicas import client as clients
+from engine.replicas.routing import replica as replicas
 from routers.responses import websocket as sessions
 from routers.state import RouterService
 from tests.routers.test_responses_websocket import LONG, PATH, ask, opened, wait_for
@@ -23,6 +25,16 @@ CREATED = '{"type":"response.created","sequence_number":0,"response":{"id":"resp
 
 
 KEY = {"authorization": "Bearer one"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _patience() -> Iterator[None]:
+    """On a busy machine, replicas may take their time to answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicas, "SILENCE_SECONDS", 60.0)
+        for name in ("_HANDSHAKE_SECONDS", "_PING_SECONDS"):
+            patch.setattr(clients, name, 60.0)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +88,11 @@ def router_before(*urls: str, **settings: Any) -> Iterator[ServerThread]:
     with ServerThread(disaggregation_mode="router", route_urls=urls, **given) as router:
         service = router.replica.service
         assert isinstance(service, RouterService)
-        replicas = list(service.fleet.replicas)
-        wait_for(lambda: all(one.available for one in replicas))
+        fleet = list(service.fleet.replicas)
+        wait_for(lambda: all(one.available for one in fleet))
         yield router
         wait_for(lambda: not router.replica.running)
-        assert {(one.load.requests, one.load.tokens) for one in replicas} == {(0, 0)}
+        assert {(one.load.requests, one.load.tokens) for one in fleet} == {(0, 0)}
 
 
 def event(client: ClientConnection) -> dict[str, Any]:
