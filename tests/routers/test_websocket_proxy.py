@@ -202,6 +202,7 @@ def test_another_replica_is_asked_before_the_first_event(server: ServerThread, f
             assert found in page
 
 
+@pytest.mark.slow
 def test_a_stored_response_is_found_at_its_replica(server: ServerThread) -> None:
     with ServerThread(api_keys="one") as other, router_before(other.url, server.url, api_keys="one") as router:
         body = {"input": "hi", "max_output_tokens": 4}
@@ -239,6 +240,7 @@ def test_no_replica_answers() -> None:
                 assert not replica.connections
 
 
+@pytest.mark.slow
 def test_a_router_that_drains_waits_and_closes(server: ServerThread) -> None:
     with (
         router_before(server.url, api_keys="one") as router,
