@@ -62,6 +62,17 @@ class Tool:
     parameters: dict[str, Any] = field(default_factory=dict)
     strict: bool = False
     """Whether arguments must fit the schema."""
+    text: "TextGrammar | None" = None
+    """A grammar for the only argument, the text `input`."""
+
+
+class TextGrammar(NamedTuple):
+    """A grammar that a text must match."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+    field: str
+    """Where the request has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,11 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from functools import partial
 
 from fastapi import FastAPI
+from starlette.types import Scope
 
 from engine.errors import EngineFailure
 from engine.kit.tasks import background, in_thread
-from routers.state import HttpOptions, ReplicaState, State
+from routers.state import HttpOptions, MessageClock, ReplicaState, State
 from server import __version__
 from server.compose.composition import Composition
 from server.compose.encoders import add_encode_service
@@ -31,7 +32,10 @@ log = logging.getLogger(__name__)
 
 
 def make_lifespan(
-    settings: Settings, metrics: ServerMetrics, at_end: Callable[[], None] | None = None
+    settings: Settings,
+    metrics: ServerMetrics,
+    begin_message: Callable[[Scope, str, int], MessageClock],
+    at_end: Callable[[], None] | None = None,
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[State]]:
     """Return the lifespan of an application. The model loads in a task of its own, so that the port answers at once.
     `at_end` is called last, in a thread.
@@ -54,6 +58,7 @@ def make_lifespan(
                 http=http_options(settings),
                 render_error=render_event,
                 status_of=status_of,
+                begin_message=begin_message,
                 render_metrics=metrics.render,
                 runtime=partial(runtime_of, settings, replica),
                 settings=shown_settings(settings),

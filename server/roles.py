@@ -125,9 +125,9 @@ def _encode() -> tuple[APIRouter, ...]:
 
 
 def _forwarding() -> tuple[APIRouter, ...]:
-    from routers import proxy  # noqa: PLC0415
+    from routers import proxy, websocket_proxy  # noqa: PLC0415
 
-    return (proxy.router,)
+    return proxy.router, websocket_proxy.router
 
 
 ROLES: Mapping[str, Role] = {

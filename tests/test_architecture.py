@@ -29,6 +29,7 @@ HOMES = {
     "zmq": ("engine",),
     "nats": ("engine/replicas/publisher",),
     "httpx": ("multimodal/media",),
+    "websockets": ("engine/replicas/client.py", "routers/websocket_proxy.py"),
     "httptools": ("engine/replicas/client.py", "server/http/connection.py", "server/bench/client.py"),
     "tensorrt_llm": ("engine/trtllm",),
     "opentelemetry": ("server/http/tracing.py",),

@@ -61,7 +61,7 @@ class RoutingSettings(Section):
     session_header: str = Field("x-session-id", pattern=r"^[a-z0-9-]*$")
     """Request header that names a session, whose requests go to one replica; empty disables sessions."""
     session_seconds: float = Field(3600.0, gt=0)
-    """Seconds after its last request for which a session is remembered."""
+    """Seconds for which a session is remembered after its last request, and which replica made a response."""
 
     @field_validator("route_events", mode="after")
     @classmethod
