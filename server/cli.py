@@ -210,6 +210,14 @@ def _check_servable(settings: Settings) -> None:
             raise SettingsError(
                 f"--otel-endpoint (OTEL_ENDPOINT): needs more packages (pip install 'trellis[otel]'): {error}"
             ) from error
+    if settings.dynamo:
+        _provide_dynamo(settings)
+        try:
+            from routers.dynamo import worker  # noqa: F401, PLC0415 - most replicas do without
+        except ImportError as error:
+            raise SettingsError(
+                f"--dynamo (DYNAMO): needs Dynamo's runtime (pip install 'trellis[dynamo]', on Linux): {error}"
+            ) from error
     if settings.engine == "trtllm" and not settings.engine_address and role_of(settings).has_model:
         from server.compose import engine_args  # noqa: PLC0415 - most engines do without
         from server.process import gpus  # noqa: PLC0415 - most engines do without
@@ -219,6 +227,14 @@ def _check_servable(settings: Settings) -> None:
         lacking = None if answer is None else gpus.shortage(len(present), engine_args.parallelism(settings))
         if lacking is not None:
             raise SettingsError("; ".join(lacking))
+
+
+def _provide_dynamo(settings: Settings) -> None:
+    """Have Dynamo's runtime log as we do, unless its own variables say otherwise. It reads them when it is imported. At
+    its level `info` it logs several lines for each request.
+    """
+    provide("DYN_LOG", {"debug": "debug", "info": "warn", "warning": "warn"}.get(settings.log_level, "error"))
+    provide("DYN_LOGGING_JSONL", "1" if settings.log_format == "json" else "0")
 
 
 def _check_possible(settings: Settings) -> None:

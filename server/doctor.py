@@ -307,6 +307,7 @@ def check_packages(settings: Settings, machine: Machine) -> Iterator[Finding]:
     if settings.engine == "embedded" and role_of(settings).has_model:
         extras += ["embedded", "gpu"] if on_gpu(settings, machine) else ["embedded"]
     extras += ["otel"] if settings.otel_endpoint else []
+    extras += ["dynamo"] if settings.dynamo else []
     wrong = []
     for requirement in wanted:
         marker = requirement.marker

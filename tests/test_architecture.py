@@ -30,6 +30,7 @@ HOMES = {
     "nats": ("engine/replicas/publisher",),
     "httpx": ("multimodal/media",),
     "httptools": ("engine/replicas/client.py", "server/http/connection.py", "server/bench/client.py"),
+    "dynamo": ("routers/dynamo",),
     "tensorrt_llm": ("engine/trtllm",),
     "opentelemetry": ("server/http/tracing.py",),
     "torch": ("engine/embedded", "engine/trtllm"),

@@ -193,7 +193,8 @@ class DrainingServer(uvicorn.Server):
         if self._deadline:
             replica.draining = True
             self._tell_to_stop(replica)
-            if replica.running == 0 or time.monotonic() >= self._deadline:
+            idle = replica.running == 0 and not replica.registered
+            if idle or time.monotonic() >= self._deadline:
                 return True
         elif replica.ready and not self._announced:
             self._announced = True
