@@ -230,11 +230,13 @@ def _check_servable(settings: Settings) -> None:
 
 
 def _provide_dynamo(settings: Settings) -> None:
-    """Have Dynamo's runtime log as we do, unless its own variables say otherwise. It reads them when it is imported. At
-    its level `info` it logs several lines for each request.
+    """Set what Dynamo's runtime reads from the environment when it is imported, unless it is set. It logs as we do, but
+    not at its level `info`, which has several lines for each request.
     """
-    provide("DYN_LOG", {"debug": "debug", "info": "warn", "warning": "warn"}.get(settings.log_level, "error"))
+    level = {"debug": "debug", "info": "warn", "warning": "warn"}.get(settings.log_level, "error")
+    provide("DYN_LOG", f"{level},request_span={level}")
     provide("DYN_LOGGING_JSONL", "1" if settings.log_format == "json" else "0")
+    provide("ETCD_ENDPOINTS", ",".join(settings.dynamo_etcd))
 
 
 def _check_possible(settings: Settings) -> None:

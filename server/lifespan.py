@@ -73,7 +73,7 @@ async def live(to: Composition) -> None:
             # Whoever started an engine at an address has the model ready when it answers.
             folder = None if to.settings.engine_address else await in_thread(partial(model_folder, to.settings))
             if to.settings.dynamo:
-                to = replace(to, graph=open_graph(to))
+                to = replace(to, graph=await open_graph(to))
             failed = await COMPOSERS[to.role.core](to, folder)
             if to.graph is not None:
                 await join(to, to.graph, folder)

@@ -98,10 +98,11 @@ class HeldBlocks:
         timer.cancel()
         lost = asyncio.ensure_future(_end(stream))
         stopped = context.async_killed_or_stopped()
+        either: list[asyncio.Future[Any]] = [lost, stopped]
         grace = 0.0
         try:
             yield {"held": True}
-            done, _ = await asyncio.wait({lost, stopped}, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(either, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 log.warning("the lease %s is over: not read in %g s", lease, self._seconds)
                 grace = GRACE_SECONDS  # the reader discards what it has not read by the end of the call
@@ -210,5 +211,6 @@ class DynamoPrefills:
 
 
 async def _nothing(_: Ticket, __: "Context") -> AsyncIterator[Any]:
-    for each in ():
+    nothing: list[Any] = []
+    for each in nothing:
         yield each

@@ -11,11 +11,10 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self, TypeVar
 from uuid import uuid4
 
 from dynamo.llm import (
-    HttpError,
     KvEventPublisher,
     ModelInput,
     ModelRuntimeConfig,
@@ -25,7 +24,7 @@ from dynamo.llm import (
     register_model,
     unregister_model,
 )
-from dynamo.llm.exceptions import EngineShutdown, InvalidArgument, Unknown
+from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument, Unknown
 from dynamo.runtime import Client, Context, DistributedRuntime, Endpoint
 
 from engine.admission import AdmissionEngine
@@ -44,6 +43,7 @@ from routers.dynamo.convert import CANCELLED, GraphOutputs, engine_requests, rea
 from routers.dynamo.handoffs import Call, DynamoPrefills, HeldBlocks, Ticket, packed, unpacked
 from routers.state import ReplicaState
 
+T = TypeVar("T")
 WorkerRole = Literal["aggregated", "prefill", "decode"]
 LEASE = "lease"
 """Name of the endpoint, beside `generate`, whose calls are leases of KV blocks."""
@@ -56,9 +56,9 @@ _PROBE = "_HEALTH_CHECK"
 _TYPES: Mapping[WorkerRole, tuple[WorkerType, list[list[WorkerType]]]] = {
     "aggregated": (WorkerType.Aggregated, []),
     "prefill": (WorkerType.Prefill, [[WorkerType.Decode]]),
-    "decode": (WorkerType.Decode, []),
+    "decode": (WorkerType.Decode, [[WorkerType.Prefill]]),
 }
-"""What a worker is, and which others the graph must have for it. A decode worker can prefill by itself."""
+"""What a worker is, and which others the graph must have for it."""
 
 log = logging.getLogger(__name__)
 
@@ -90,17 +90,23 @@ class Card:
 class DynamoGraph:
     """The runtime of this process in a graph. One for each process: Dynamo's threads end with it."""
 
-    def __init__(self, config: GraphConfig) -> None:
-        """Raises EngineFailure if the graph's services cannot be reached."""
+    def __init__(self, config: GraphConfig, runtime: DistributedRuntime) -> None:
         self.config = config
+        self.runtime = runtime
+        self.generate = self.endpoint(config.endpoint)
+        self._clients: dict[str, Client] = {}
+
+    @classmethod
+    def open(cls, config: GraphConfig) -> Self:
+        """Return the runtime, connected. Raises EngineFailure if the graph's services cannot be reached."""
+        loop = asyncio.get_running_loop()
         try:
-            self.runtime = DistributedRuntime(
-                asyncio.get_running_loop(), config.discovery, config.request_plane, event_plane=config.event_plane
+            return cls(
+                config,
+                DistributedRuntime(loop, config.discovery, config.request_plane, event_plane=config.event_plane),
             )
-            self.generate = self.endpoint(config.endpoint)
         except Exception as error:  # the runtime raises Exception itself
             raise EngineFailure(f"cannot join the Dynamo graph by {config.discovery}: {error}") from error
-        self._clients: dict[str, Client] = {}
 
     def endpoint(self, name: str) -> Endpoint:
         return self.runtime.endpoint(self.path(name))
@@ -213,6 +219,11 @@ class GraphWorker:
             return "Dynamo's runtime has ended."
         return ""
 
+    @property
+    def _answers_routers(self) -> bool:
+        """Whether routers that have missed events ask this worker for its blocks; those of decode are not asked."""
+        return self._role != "decode"
+
     async def _register(self, info: EngineInfo) -> None:
         card = self._card
         facts = ModelRuntimeConfig()
@@ -224,7 +235,7 @@ class GraphWorker:
         facts.tool_call_parser = card.tool_parser or None
         facts.reasoning_parser = card.reasoning_parser or None
         facts.kv_event_publishing_enabled = card.kv_events
-        facts.enable_local_indexer = card.kv_events
+        facts.enable_local_indexer = card.kv_events and self._answers_routers
         worker_type, needs = _TYPES[self._role]
         await register_model(
             ModelInput.Tokens,
@@ -249,8 +260,7 @@ class GraphWorker:
             requests = self._requests(asked, context, handoff=handoff)
             outputs, clock = GraphOutputs(asked, len(requests)), _Clock(self._metrics, requests)
             streams = [self._engine.generate(request) for request in requests]
-            stopped = context.async_killed_or_stopped()
-            stopped.add_done_callback(lambda _: [stream.close() for stream in streams])
+            stopped = _closing_with(context, streams)
             try:
                 async with aclosing(_merged(streams)) as deltas:
                     async for index, delta in deltas:
@@ -260,12 +270,11 @@ class GraphWorker:
                     yield CANCELLED
             except EngineError as error:
                 clock.fail()
-                raise _translated(error) from error
+                raise _translated(error) from None  # Dynamo logs the whole chain
             finally:
                 clock.stop()
                 stopped.cancel()
-                for stream in streams:
-                    stream.close()
+                _close(streams)
 
     async def _prefill(self, body: Any, context: Context) -> AsyncGenerator[Mapping[str, Any], None]:
         """Serve `generate` of a prefill worker: one output, with the handoff."""
@@ -273,8 +282,7 @@ class GraphWorker:
             asked, probe = self._read(body)
             (request,) = self._requests(asked, context, prefill_only=True)
             stream = self._engine.generate(request)
-            stopped = context.async_killed_or_stopped()
-            stopped.add_done_callback(lambda _: stream.close())
+            stopped = _closing_with(context, [stream])
             kept = ""
             try:
                 delta = await anext(stream, None)
@@ -290,7 +298,7 @@ class GraphWorker:
                 output["disaggregated_params"] = packed(handoff_of(info.backend, delta), ticket, rank)
                 yield output
             except EngineError as error:
-                raise _translated(error) from error
+                raise _translated(error) from None  # Dynamo logs the whole chain
             finally:
                 stopped.cancel()
                 if not kept:
@@ -304,7 +312,7 @@ class GraphWorker:
                 async for item in items:
                     yield item
         except EngineError as error:
-            raise _translated(error) from error
+            raise _translated(error) from None  # Dynamo logs the whole chain
 
     def _read(self, body: Any) -> tuple[DynamoRequest, bool]:
         """Return the request, and whether it is a health check."""
@@ -321,12 +329,12 @@ class GraphWorker:
         return self._wrong(make, asked, self._engine.info, self._limits, unique)
 
     @staticmethod
-    def _wrong(work: Callable[..., Any], *arguments: Any) -> Any:
+    def _wrong(work: Callable[..., T], *arguments: Any) -> T:
         """Return what `work` returns; its errors become Dynamo's."""
         try:
             return work(*arguments)
         except EngineError as error:
-            raise _translated(error) from error
+            raise _translated(error) from None  # Dynamo logs the whole chain
 
     def _count(self, more: int) -> None:
         self._replica.running += more
@@ -347,20 +355,28 @@ class GraphWorker:
             while not drain.done():
                 await self._set_registered(self._replica.ready)
                 await asyncio.wait({drain}, timeout=_HEALTH_SECONDS)
+            await self._leave()
+            await asyncio.sleep(self._drain_seconds)
         finally:
             drain.cancel()
-        await self._leave()
-        await asyncio.sleep(self._drain_seconds)
-        self._replica.registered = False
+            self._replica.registered = False
 
     async def _set_registered(self, registered: bool) -> None:
+        """Enter or leave discovery; what fails is tried again."""
         if registered == self._registered:
             return
-        self._registered = registered
-        log.warning("%s the Dynamo graph: %s", "joins" if registered else "leaves", self._replica.missing or "ready")
-        self._graph.runtime.set_health_status(registered)
         endpoint = self._graph.generate
-        await (endpoint.register_endpoint_instance() if registered else endpoint.unregister_endpoint_instance())
+        try:
+            await (endpoint.register_endpoint_instance() if registered else endpoint.unregister_endpoint_instance())
+            self._graph.runtime.set_health_status(registered)
+        except Exception as error:  # the runtime raises Exception itself
+            log.warning("the registry of the Dynamo graph does not answer: %s", error)
+            return
+        self._registered = registered
+        reasons = "; ".join(reason for _, reason in self._replica.missing)
+        log.warning(
+            "%s the Dynamo graph%s", "joined" if registered else "left", f": {reasons}" if reasons else " again"
+        )
 
     async def _leave(self) -> None:
         if self._registered:
@@ -380,7 +396,10 @@ class GraphWorker:
                 publisher.publish(0, kv_used_blocks=stats.kv_cache_stats.used_num_blocks)
 
     async def _publish_events(self, info: EngineInfo) -> None:
-        ranks = [_EventRank(self._graph.generate, info.block_size, rank) for rank in range(info.data_parallel_size)]
+        ranks = [
+            _EventRank(self._graph.generate, info.block_size, rank, self._answers_routers)
+            for rank in range(info.data_parallel_size)
+        ]
         try:
             async with aclosing(self._engine.kv_events()) as batches:
                 async for events in batches:
@@ -409,8 +428,10 @@ class _Served:
 class _EventRank:
     """Publishes the events of one data-parallel rank: which blocks are on the device."""
 
-    def __init__(self, endpoint: Endpoint, block_size: int, rank: int) -> None:
-        self.publisher = KvEventPublisher(endpoint, kv_block_size=block_size, dp_rank=rank, enable_local_indexer=True)
+    def __init__(self, endpoint: Endpoint, block_size: int, rank: int, answers_routers: bool) -> None:
+        self.publisher = KvEventPublisher(
+            endpoint, kv_block_size=block_size, dp_rank=rank, enable_local_indexer=answers_routers
+        )
         self._converter = Converter(block_size)
         self._block_size = block_size
         self._known: set[int] = set()
@@ -470,6 +491,18 @@ async def _merged(streams: list[DeltaStream]) -> AsyncGenerator[tuple[int, Delta
                     yield index, found
     finally:
         await cancel(waiting)
+
+
+def _closing_with(context: Context, streams: list[DeltaStream]) -> "asyncio.Future[bool]":
+    """Have streams closed when the frontend stops the request. Return what is done then; cancel it at the end."""
+    stopped: asyncio.Future[bool] = context.async_killed_or_stopped()
+    stopped.add_done_callback(lambda done: None if done.cancelled() else _close(streams))
+    return stopped
+
+
+def _close(streams: list[DeltaStream]) -> None:
+    for stream in streams:
+        stream.close()
 
 
 class _Clock:

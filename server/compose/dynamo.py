@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
+from urllib.parse import urlsplit
 
 from engine.errors import EngineFailure
+from engine.kit.tasks import in_thread
 from multimodal.request import Limits
 from routers.state import ChatService, PrefillService
 from server.compose.composition import Composition
 from server.compose.config import default_processors
+from server.compose.model import model_folder
 
 if TYPE_CHECKING:
     from routers.dynamo.worker import DynamoGraph, WorkerRole
 
 
-def open_graph(to: Composition) -> DynamoGraph:
+_ETCD_SECONDS = 120.0
+"""Seconds to wait for etcd, which may be starting too."""
+_CONNECT_SECONDS = 2.0
+_ETCD_PORT = 2379
+
+log = logging.getLogger(__name__)
+
+
+async def open_graph(to: Composition) -> DynamoGraph:
     """Return the runtime by which the replica joins. Raises EngineFailure if its services cannot be reached."""
+    if to.settings.dynamo_discovery == "etcd":  # the runtime itself would wait with this process standing still
+        await wait_for_etcd(to.settings.dynamo_etcd)
     from routers.dynamo.worker import DynamoGraph, GraphConfig  # noqa: PLC0415 - an extra, and most replicas do without
 
     settings = to.settings
@@ -29,7 +46,7 @@ def open_graph(to: Composition) -> DynamoGraph:
         request_plane=settings.dynamo_request_plane,
         event_plane=settings.dynamo_event_plane,
     )
-    graph = DynamoGraph(config)
+    graph = DynamoGraph.open(config)
     to.stack.callback(graph.runtime.shutdown)
     return graph
 
@@ -40,6 +57,8 @@ async def join(to: Composition, graph: DynamoGraph, folder: Path | None) -> None
 
     settings, service = to.settings, to.replica.service
     assert isinstance(service, ChatService | PrefillService), "the role has been checked"
+    if folder is None:
+        folder = await in_thread(lambda: model_folder(settings))
     if folder is None:
         raise EngineFailure("DYNAMO needs a model with a folder: its frontend reads the tokenizer there")
     processor = service.processor if isinstance(service, ChatService) else None
@@ -66,3 +85,29 @@ async def join(to: Composition, graph: DynamoGraph, folder: Path | None) -> None
     to.stack.push_async_callback(worker.close)
     await worker.start()
     to.health.check("dynamo", worker.failure)
+
+
+async def wait_for_etcd(addresses: Sequence[str], seconds: float = _ETCD_SECONDS) -> None:
+    """Return once one of the addresses takes connections. Raises EngineFailure if none does in time."""
+    where = ", ".join(addresses)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while not any([await _answers(address) for address in addresses]):
+                log.warning("waiting for etcd at %s", where)
+                await asyncio.sleep(_CONNECT_SECONDS)
+            return
+    raise EngineFailure(
+        f"DYNAMO needs etcd, and nothing answers at {where}: set ETCD_ENDPOINTS, or have the graph found otherwise "
+        "(DYNAMO_DISCOVERY=kubernetes, or file on one machine)"
+    )
+
+
+async def _answers(address: str) -> bool:
+    parts = urlsplit(address if "://" in address else f"//{address}")
+    try:
+        async with asyncio.timeout(_CONNECT_SECONDS):
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port or _ETCD_PORT)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True

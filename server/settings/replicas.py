@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import AliasChoices, Field, ValidationInfo, field_validator
 
-from server.settings.types import EMBEDDED, ConnectAddresses, Section, Urls
+from server.settings.types import EMBEDDED, ConnectAddresses, Names, Section, Urls
 
 
 class DisaggregationSettings(Section):
@@ -105,7 +105,11 @@ class DynamoSettings(Section):
     dynamo_discovery: Literal["etcd", "kubernetes", "file", "mem"] = Field(
         "etcd", validation_alias=_dyn("dynamo_discovery", "dyn_discovery_backend")
     )
-    """Where workers are found: etcd (ETCD_ENDPOINTS), kubernetes, file (a folder, DYN_FILE_KV) or mem."""
+    """Where workers are found: etcd, kubernetes, file (a folder on this machine, named by DYN_FILE_KV) or mem."""
+    dynamo_etcd: Names = Field(
+        ("http://localhost:2379",), min_length=1, validation_alias=_dyn("dynamo_etcd", "etcd_endpoints")
+    )
+    """Comma-separated addresses of etcd, with DYNAMO_DISCOVERY etcd."""
     dynamo_request_plane: Literal["tcp", "nats"] = Field(
         "tcp", validation_alias=_dyn("dynamo_request_plane", "dyn_request_plane")
     )
