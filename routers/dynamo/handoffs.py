@@ -139,14 +139,29 @@ Call = Callable[[Ticket, "Context"], AsyncIterator[Any]]
 
 
 class ClaimedLease:
-    """The lease of a handoff's KV blocks, claimed at once, in a task."""
+    """The lease of a handoff's KV blocks: a call that stays open, in a task."""
 
     def __init__(self, handoff: Handoff, ticket: Ticket, call: Call, context: "Context") -> None:
         self.handoff = handoff
         self._context = context
-        self._held = False
+        self._held = asyncio.Event()
         self._closed = False
         self.task = asyncio.create_task(self._hold(ticket, call), name="lease")
+
+    async def held(self) -> None:
+        """Return once the blocks are kept for this replica: what was read before may be another prompt's. Raises
+        EngineUnavailable if they are not.
+        """
+        held = asyncio.create_task(self._held.wait())
+        try:
+            await asyncio.wait({held, self.task}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        finally:
+            held.cancel()
+        if not self._held.is_set():
+            raise EngineUnavailable("the prefill worker no longer holds the KV blocks, or cannot be reached")
 
     async def ended(self) -> None:
         """Return when the prefill worker has ended the lease, or is lost."""
@@ -155,13 +170,13 @@ class ClaimedLease:
     def close(self) -> None:
         """End the lease; a call that is on its way there ends once it has arrived. Idempotent."""
         self._closed = True
-        if self._held:
+        if self._held.is_set():
             self._context.stop_generating()
 
     async def _hold(self, ticket: Ticket, call: Call) -> None:
         try:
             async for _ in call(ticket, self._context):
-                self._held = True
+                self._held.set()
                 if self._closed:
                     self._context.stop_generating()
         except Exception as error:  # whatever it was, the blocks are not ours
@@ -190,8 +205,8 @@ class DynamoPrefills:
         await cancel(self._leases)
 
     async def prefill(self, request: GenerateRequest, mine: PrefillInfo) -> ClaimedLease:
-        """Return the lease of the request's handoff. Raises NoReplica if it has none, and EngineUnavailable if this
-        replica cannot use it.
+        """Return the lease of the request's handoff, claimed. Raises NoReplica if it has none, and EngineUnavailable if
+        this replica cannot use it.
         """
         handoff = request.handoff
         if handoff is None:
@@ -205,7 +220,9 @@ class DynamoPrefills:
         lease = ClaimedLease(handoff, ticket, self._call if ticket.lease else _nothing, self._new_context())
         self._leases.add(lease.task)
         lease.task.add_done_callback(self._leases.discard)
-        if handoff.first.finish_reason is not None:
+        if handoff.first.finish_reason is None:
+            await lease.held()
+        else:
             lease.close()
         return lease
 
