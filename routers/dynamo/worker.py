@@ -382,6 +382,7 @@ class GraphWorker:
         if self._registered:
             self._registered = False
             with suppress(Exception):  # the registry may be gone
+                self._graph.runtime.set_health_status(False)
                 await self._graph.generate.unregister_endpoint_instance()
                 await unregister_model(self._graph.generate)
 

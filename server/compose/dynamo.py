@@ -92,7 +92,7 @@ async def wait_for_etcd(addresses: Sequence[str], seconds: float = _ETCD_SECONDS
     where = ", ".join(addresses)
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            while not any([await _answers(address) for address in addresses]):
+            while not await any_answers(addresses):
                 log.warning("waiting for etcd at %s", where)
                 await asyncio.sleep(_CONNECT_SECONDS)
             return
@@ -100,6 +100,11 @@ async def wait_for_etcd(addresses: Sequence[str], seconds: float = _ETCD_SECONDS
         f"DYNAMO needs etcd, and nothing answers at {where}: set ETCD_ENDPOINTS, or have the graph found otherwise "
         "(DYNAMO_DISCOVERY=kubernetes, or file on one machine)"
     )
+
+
+async def any_answers(addresses: Sequence[str]) -> bool:
+    """Return whether one of the addresses, http://host:port, takes connections."""
+    return any([await _answers(address) for address in addresses])
 
 
 async def _answers(address: str) -> bool:

@@ -106,9 +106,7 @@ class DynamoSettings(Section):
         "etcd", validation_alias=_dyn("dynamo_discovery", "dyn_discovery_backend")
     )
     """Where workers are found: etcd, kubernetes, file (a folder on this machine, named by DYN_FILE_KV) or mem."""
-    dynamo_etcd: Names = Field(
-        ("http://localhost:2379",), min_length=1, validation_alias=_dyn("dynamo_etcd", "etcd_endpoints")
-    )
+    dynamo_etcd: Names = Field(("http://localhost:2379",), validation_alias=_dyn("dynamo_etcd", "etcd_endpoints"))
     """Comma-separated addresses of etcd, with DYNAMO_DISCOVERY etcd."""
     dynamo_request_plane: Literal["tcp", "nats"] = Field(
         "tcp", validation_alias=_dyn("dynamo_request_plane", "dyn_request_plane")
