@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 from uuid import uuid4
 
+from dynamo._core import get_reasoning_parser_names, get_tool_parser_names
 from dynamo.llm import (
     KvEventPublisher,
     ModelInput,
@@ -129,6 +130,24 @@ class DynamoGraph:
         """Return the source of computed prompts of a decode worker."""
         call: Call = self.call
         return DynamoPrefills(call, Context)
+
+
+def tool_parser(asked: str, own: str) -> str:
+    """Return the frontend's parser of tool calls: the one asked for, with `auto` our `own` if Dynamo has it."""
+    return _parser(asked, own, get_tool_parser_names(), "tool calls")
+
+
+def reasoning_parser(asked: str, own: str) -> str:
+    """Return the frontend's parser of reasoning: the one asked for, with `auto` our `own` if Dynamo has it."""
+    return _parser(asked, own, get_reasoning_parser_names(), "reasoning")
+
+
+def _parser(asked: str, own: str, known: list[str], what: str) -> str:
+    if asked == "auto":
+        return own if own in known else ""
+    if asked and asked not in known:
+        raise EngineFailure(f"Dynamo has no parser of {what} named {asked}; it has {', '.join(sorted(known))}")
+    return asked
 
 
 class GraphWorker:
@@ -397,10 +416,16 @@ class GraphWorker:
                 publisher.publish(0, kv_used_blocks=stats.kv_cache_stats.used_num_blocks)
 
     async def _publish_events(self, info: EngineInfo) -> None:
-        ranks = [
-            _EventRank(self._graph.generate, info.block_size, rank, self._answers_routers)
+        publishers = [
+            KvEventPublisher(
+                self._graph.generate,
+                kv_block_size=info.block_size,
+                dp_rank=rank,
+                enable_local_indexer=self._answers_routers,
+            )
             for rank in range(info.data_parallel_size)
         ]
+        ranks = [_EventRank(publisher, info.block_size) for publisher in publishers]
         try:
             async with aclosing(self._engine.kv_events()) as batches:
                 async for events in batches:
@@ -409,8 +434,8 @@ class GraphWorker:
                     for rank in ranks:
                         rank.send()
         finally:
-            for rank in ranks:
-                rank.publisher.shutdown()
+            for publisher in publishers:
+                publisher.shutdown()
 
 
 class _Served:
@@ -429,10 +454,8 @@ class _Served:
 class _EventRank:
     """Publishes the events of one data-parallel rank: which blocks are on the device."""
 
-    def __init__(self, endpoint: Endpoint, block_size: int, rank: int, answers_routers: bool) -> None:
-        self.publisher = KvEventPublisher(
-            endpoint, kv_block_size=block_size, dp_rank=rank, enable_local_indexer=answers_routers
-        )
+    def __init__(self, publisher: KvEventPublisher, block_size: int) -> None:
+        self._publisher = publisher
         self._converter = Converter(block_size)
         self._block_size = block_size
         self._known: set[int] = set()
@@ -451,7 +474,7 @@ class _EventRank:
     def send(self) -> None:
         if self._batch:
             batch, self._batch = self._batch, []
-            self.publisher.publish_batch(batch)
+            self._publisher.publish_batch(batch)
 
     def _store(self, stored: BlockStored) -> None:
         if not stored.token_ids:

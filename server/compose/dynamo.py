@@ -53,7 +53,7 @@ async def open_graph(to: Composition) -> DynamoGraph:
 
 async def join(to: Composition, graph: DynamoGraph, folder: Path | None) -> None:
     """Make the service of a replica, which has started, a worker of the graph. Raises EngineFailure."""
-    from routers.dynamo.worker import Card, GraphWorker  # noqa: PLC0415 - an extra, and most replicas do without
+    from routers.dynamo import worker as dynamo  # noqa: PLC0415 - an extra, and most replicas do without
 
     settings, service = to.settings, to.replica.service
     assert isinstance(service, ChatService | PrefillService), "the role has been checked"
@@ -62,18 +62,19 @@ async def join(to: Composition, graph: DynamoGraph, folder: Path | None) -> None
     if folder is None:
         raise EngineFailure("DYNAMO needs a model with a folder: its frontend reads the tokenizer there")
     processor = service.processor if isinstance(service, ChatService) else None
+    tools, reasoning = ("", "") if processor is None else processor.format.parser_names
     limits = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Limits)}
-    worker = GraphWorker(
+    worker = dynamo.GraphWorker(
         graph,
         cast("WorkerRole", to.role.name),
         service.engine,
         to.replica,
-        Card(
+        dynamo.Card(
             folder=folder,
             name=to.replica.model_name,
             chat_template=settings.chat_template,
-            tool_parser=settings.dynamo_tool_parser,
-            reasoning_parser=settings.dynamo_reasoning_parser,
+            tool_parser=dynamo.tool_parser(settings.dynamo_tool_parser, tools),
+            reasoning_parser=dynamo.reasoning_parser(settings.dynamo_reasoning_parser, reasoning),
             kv_events=settings.dynamo_kv_events,
         ),
         limits=Limits(**limits),

@@ -27,6 +27,8 @@ from tests.support.waiting import slowness
 if importlib.util.find_spec("dynamo") is None or importlib.util.find_spec("dynamo.frontend") is None:
     pytest.skip("ai-dynamo and ai-dynamo-runtime are not installed", allow_module_level=True)
 
+pytestmark = pytest.mark.timeout(300)  # four replicas start on two cores
+
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 LONG = [{"role": "user", "content": "Tell a story. " + "The quick brown fox jumps over the lazy dog. " * 20}]
 CITY = {

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+import routers.dynamo
 from engine.errors import EngineFailure
-from server.cli import main
+from server import cli
 from server.compose import dynamo
 from server.settings import Settings
 
@@ -35,10 +36,10 @@ def test_without_the_package_the_start_fails_with_the_cure(
 ) -> None:
     for name in ("DYN_LOG", "DYN_LOGGING_JSONL", "ETCD_ENDPOINTS"):
         monkeypatch.setenv(name, "")
-    for name in ("dynamo", "dynamo.llm", "dynamo.runtime"):
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "routers.dynamo.worker", raising=False)
-    assert main(["serve", "--engine", "fake", "--dynamo", "true"]) == 2
+    monkeypatch.setattr(cli, "run", lambda *_: pytest.fail("the server starts"))
+    monkeypatch.setitem(sys.modules, "routers.dynamo.worker", None)  # as if what it imports were missing
+    monkeypatch.delattr(routers.dynamo, "worker", raising=False)
+    assert cli.main(["serve", "--engine", "fake", "--dynamo", "true"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: --dynamo (DYNAMO): needs Dynamo's runtime (pip install 'trellis[dynamo]'")
 
