@@ -137,6 +137,11 @@ class GraphOutputs:
         self._cached_tokens = 0
         self._prompt_logprobs: list[dict[str, Any] | None] | None = None
 
+    @property
+    def ended(self) -> bool:
+        """Whether all choices have finished."""
+        return not self._running
+
     def of(self, delta: Delta, index: int = 0) -> dict[str, Any]:
         """Return the output that says what `delta` says of choice `index`."""
         if delta.prompt is not None:

@@ -6,8 +6,8 @@ migrated there.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -271,7 +271,7 @@ class GraphWorker:
 
     async def _generate(self, body: Any, context: Context) -> AsyncGenerator[Mapping[str, Any], None]:
         """Serve `generate` of an aggregated or decode worker."""
-        with _Served(self):
+        with self._counted():
             asked, probe = self._read(body)
             handoff = None
             if asked.prefill_result is not None and self._role == "decode" and not probe:
@@ -285,7 +285,9 @@ class GraphWorker:
                     async for index, delta in deltas:
                         clock.note(index, delta)
                         yield outputs.of(delta, index)
-                if stopped.done():
+                if not outputs.ended:
+                    if not stopped.done():
+                        raise EngineFailure("the engine ended the request without a reason")
                     yield CANCELLED
             except EngineError as error:
                 clock.fail()
@@ -297,7 +299,7 @@ class GraphWorker:
 
     async def _prefill(self, body: Any, context: Context) -> AsyncGenerator[Mapping[str, Any], None]:
         """Serve `generate` of a prefill worker: one output, with the handoff."""
-        with _Served(self):
+        with self._counted():
             asked, probe = self._read(body)
             (request,) = self._requests(asked, context, prefill_only=True)
             stream = self._engine.generate(request)
@@ -358,14 +360,16 @@ class GraphWorker:
     def _count(self, more: int) -> None:
         self._replica.running += more
 
-    def enter(self) -> None:
-        """Begin a request. Raises EngineShutdown once the time for stragglers is over."""
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count a request that a shutdown waits for. Raises EngineShutdown once the time for stragglers is over."""
         if self._replica.draining and not self._replica.registered:
             raise EngineShutdown("the replica is shutting down")
         self._count(1)
-
-    def leave(self) -> None:
-        self._count(-1)
+        try:
+            yield
+        finally:
+            self._count(-1)
 
     async def _follow(self) -> None:
         """Be in discovery while the replica is ready, and leave for good when it drains."""
@@ -436,19 +440,6 @@ class GraphWorker:
         finally:
             for publisher in publishers:
                 publisher.shutdown()
-
-
-class _Served:
-    """A request that a shutdown waits for."""
-
-    def __init__(self, worker: GraphWorker) -> None:
-        self._worker = worker
-
-    def __enter__(self) -> None:
-        self._worker.enter()
-
-    def __exit__(self, *_: object) -> None:
-        self._worker.leave()
 
 
 class _EventRank:
