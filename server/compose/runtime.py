@@ -18,7 +18,7 @@ _PACKAGES = (
     *("torch", "transformers", "tensorrt_llm", "xgrammar", "flashinfer-python", "nixl-cu13"),
     "ai-dynamo-runtime",
 )
-_HIDDEN = ("_args", "_address", "_urls", "_url", "_secret", "_keys")
+_HIDDEN = ("_args", "_address", "_urls", "_url", "_etcd", "_secret", "_keys")
 """Ends of the names of settings whose values are not shown: they may hold secrets or addresses of other machines."""
 
 
