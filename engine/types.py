@@ -240,6 +240,9 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     itself."""
     prompt_token_ids: tuple[int, ...] = ()
     """The prompt as the backend expanded it, with its images' tokens; empty if it is the request's own."""
+    lease: bytes = b""
+    """Where the lease of the KV blocks is claimed, in the terms of what has carried the handoff; empty if the answer
+    that brought it is the lease."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -253,7 +253,8 @@ class Sampling:
     """Makes `SamplingParams` for the requests of one model."""
 
     info: EngineInfo
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    """Spells bad words; None for requests that have none."""
     limits: Limits
     processors: tuple[str, ...] = ()
     """Logits processors of every request."""
@@ -340,6 +341,9 @@ class Sampling:
         """Each word at the start of a line and after a space."""
         _at_most("bad_words", words, self.limits.max_logit_bias)
         _short("bad_words", words)
+        if not words:
+            return ()
+        assert self.tokenizer is not None
         spelled = {tuple(self.tokenizer.encode(form)) for word in words for form in (word, " " + word.lstrip())}
         return tuple(sorted(ids for ids in spelled if ids))
 

@@ -1,5 +1,6 @@
 """The state that the lifespan hands to the routes (`request.state`), and the dependencies that read it."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -120,9 +121,20 @@ class ReplicaState:
     """Conditions of readiness besides the service, by name: a call returns why one is not met, empty if it is."""
     peers: dict[str, Callable[[], tuple[int, int]]] = field(default_factory=dict)
     """Replicas that this one asks, by what for: a call returns how many it knows, and how many of them answer."""
-    draining: bool = False
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while the replica drains."""
+    registered: bool = False
+    """Whether others find the replica in a registry, which it leaves first when it drains."""
     running: int = 0
     """Requests that a shutdown waits for."""
+
+    @property
+    def draining(self) -> bool:
+        return self.stopping.is_set()
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        (self.stopping.set if draining else self.stopping.clear)()
 
     @property
     def engine(self) -> AdmissionEngine | None:

@@ -31,6 +31,7 @@ HOMES = {
     "httpx": ("multimodal/media",),
     "websockets": ("engine/replicas/client.py", "routers/websocket_proxy.py"),
     "httptools": ("engine/replicas/client.py", "server/http/connection.py", "server/bench/client.py"),
+    "dynamo": ("routers/dynamo",),
     "tensorrt_llm": ("engine/trtllm",),
     "opentelemetry": ("server/http/tracing.py",),
     "torch": ("engine/embedded", "engine/trtllm"),
