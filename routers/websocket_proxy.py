@@ -205,7 +205,9 @@ class _WebSocketRelay:
 
     async def _close(self, rank: RoutedRank, code: int, reason: str) -> None:
         """Close the connection as the replica has closed the other half, or report that it was lost."""
-        if code == _ABNORMAL:
+        if code == _ABNORMAL and self._state["replica"].draining:  # the router ends its connections to replicas
+            code = _RESTART
+        elif code == _ABNORMAL:
             rank.replica.check()
             reason = "The replica was lost."
         lost = EngineDied("The replica was lost while it answered.")

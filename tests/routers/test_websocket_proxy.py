@@ -32,8 +32,7 @@ def _patience() -> Iterator[None]:
     """On a busy machine, replicas may take their time to answer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicas, "SILENCE_SECONDS", 60.0)
-        for name in ("_HANDSHAKE_SECONDS", "_PING_SECONDS"):
-            patch.setattr(clients, name, 60.0)
+        patch.setattr(clients, "_HANDSHAKE_SECONDS", 60.0)
         yield
 
 
@@ -215,18 +214,25 @@ def test_a_stored_response_is_found_at_its_replica(server: ServerThread) -> None
             assert answer(client)["status"] == "incomplete"
 
 
-def test_a_replica_that_is_lost_ends_the_connection() -> None:
+@pytest.mark.parametrize(("draining", "code"), [(False, 1014), (True, 1012)])
+def test_a_replica_that_is_lost_ends_the_connection(*, draining: bool, code: int) -> None:
+    """A router that stops ends its connections to replicas, too."""
+    seen = threading.Event()
+
     def script(connection: ServerConnection) -> None:
         connection.recv()
         connection.send(CREATED)
+        seen.wait()
         connection.socket.close()
 
     with Scripted(script) as replica, router_before(replica.url) as router, opened(router) as client:
         ask(client, stream_id="main")
         assert client.recv() == CREATED
+        router.replica.draining = draining
+        seen.set()
         lost = event(client)
         assert (lost["error"]["code"], lost["stream_id"]) == ("engine_died", "main")
-        assert end_of(client)[0] == 1014
+        assert end_of(client)[0] == code
 
 
 def test_no_replica_answers() -> None:
