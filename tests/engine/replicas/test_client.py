@@ -186,5 +186,5 @@ async def test_websockets_are_requests_and_end_with_the_others() -> None:
 
 async def open_websockets(client: ReplicaClient, count: int) -> None:
     async with asyncio.timeout(20 * slowness()):
-        while client.requests != count:
+        while client.requests != count:  # noqa: ASYNC110
             await asyncio.sleep(0)
