@@ -15,6 +15,7 @@ from websockets.sync.server import ServerConnection, serve
 
 from engine.replicas import client as clients
 from engine.replicas.routing import replica as replicas
+from routers.proxy import target_of
 from routers.responses import websocket as sessions
 from routers.state import RouterService
 from tests.routers.test_responses_websocket import LONG, PATH, ask, opened, wait_for
@@ -154,6 +155,11 @@ def test_a_connection_is_passed_on(server: ServerThread, router: ServerThread) -
             assert f"http_requests_total{{{labels}}} {count}" in page
         client.close()
         wait_for(lambda: not server.replica.running)
+
+
+def test_a_fragment_is_no_fault_of_the_router() -> None:
+    scope = {"path": PATH, "query_string": b"a=%ff#x"}
+    assert target_of(scope) == f"{PATH}?a=%ff%23x".encode()
 
 
 def test_keys_are_checked_at_the_handshake(router: ServerThread) -> None:
