@@ -1,6 +1,6 @@
 """The engine as a hosted service."""
 
-from engine.base import Engine
+from engine.base import Engine, Preparable
 from engine.config import EngineConfig
 from engine.create import create_engine
 from engine.kv_events import KvEvent
@@ -10,6 +10,11 @@ from engine.types import Delta, EngineInfo, GenerateRequest
 
 _STATS_SECONDS = 0.1
 """Each report wakes five threads of two processes, which a step on a few cores feels."""
+
+
+async def _prepare(engine: Engine) -> None:
+    if isinstance(engine, Preparable):
+        await engine.prepare()
 
 
 async def _reset(engine: Engine) -> bool:
@@ -39,6 +44,7 @@ ENGINE: Interface[EngineConfig, Engine] = Interface(
         "stats": Topic(IterationStats, lambda engine: engine.stats(), _STATS_SECONDS),
         "kv_events": Topic(list[KvEvent], lambda engine: engine.kv_events()),
     },
+    prepare=_prepare,
     more_stop_seconds=lambda config: config.extra_stop_seconds,
     hang_seconds=lambda config: config.hang_seconds,
 )

@@ -13,6 +13,7 @@ import torch
 
 from engine.embedded.kv.layout import LayerGroup
 from engine.embedded.kv.memory import KvMemory
+from engine.embedded.models.shared_weights import SharedWeights
 from engine.embedded.sampling.sampler import Sampler
 from engine.kit.checks import ImageTokens
 
@@ -123,6 +124,8 @@ class PendingTokens:
     """The last sampled token of each slot, and the part of `ModelRunner` that has to do with them."""
 
     sampler: Sampler | None = None
+    shared_weights: SharedWeights | None = None
+    """This engine's share in the memory service; None for a runner that has none there."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self._sampled = torch.zeros(slots, dtype=torch.int64, device=device)
