@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
+from weakref import finalize
 
 from engine.memory import wire
 from engine.memory.wire import MemoryServiceError
@@ -23,7 +24,7 @@ _PAGE = 4096
 
 
 class Lease:
-    """Memory of the service, leased until `close`, or until this process ends.
+    """Memory of the service, leased until `close`, as long as this object or at least this process lives.
 
     If it is not `filled`, this process has to fill it and `commit`.
     """
@@ -32,6 +33,7 @@ class Lease:
         self.fd = fd
         self.filled = filled
         self._connection = connection
+        self._end = finalize(self, _close, connection, fd)
 
     def commit(self) -> None:
         """Tell the service that the memory is filled and no longer mapped for writing. Raises MemoryServiceError."""
@@ -42,10 +44,7 @@ class Lease:
 
     def close(self) -> None:
         """End the lease. What is mapped stays."""
-        self._connection.close()
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        self._end()
 
 
 class HostPages:
@@ -145,6 +144,11 @@ def _expect(connection: socket.socket, kind: type[T]) -> T:
     if not isinstance(answer, kind):
         raise MemoryServiceError(f"its answer was {type(answer).__name__}, not {kind.__name__}")
     return answer
+
+
+def _close(connection: socket.socket, fd: int) -> None:
+    connection.close()
+    os.close(fd)
 
 
 def _check(lease: Lease, size: int) -> None:

@@ -184,7 +184,7 @@ class DeviceMemory:
         self._driver.release(self._handles.pop(fd))
 
 
-class DeviceMapping:
+class MappedDeviceMemory:
     """A descriptor's device memory at an address of this process, as long as this object lives; writable until
     `protect`. Raises MemoryServiceError."""
 

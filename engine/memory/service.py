@@ -42,8 +42,8 @@ class _Memory:
     size: int
     fd: int
     ready: bool = False
-    leases: "set[_Connection]" = field(default_factory=set)
-    waiting: "list[_Connection]" = field(default_factory=list)
+    leases: "set[_ConnectedEngine]" = field(default_factory=set)
+    waiting: "list[_ConnectedEngine]" = field(default_factory=list)
     """Connections that want a lease once it has been filled."""
     expiry: asyncio.TimerHandle | None = None
 
@@ -62,7 +62,7 @@ class MemoryService:
         self._digests: dict[bytes, bytes] = {}
         """Digest of the weights' contents by that of their files."""
         self._devices: dict[str, DeviceMemory] = {}
-        self._connections: set[_Connection] = set()
+        self._connections: set[_ConnectedEngine] = set()
         self._counts = {"granted": 0, "filled": 0, "refused": 0, "freed": 0}
         self._listener: socket.socket | None = None
 
@@ -101,12 +101,19 @@ class MemoryService:
     @property
     def status(self) -> wire.Status:
         held = [
-            wire.Held(memory.key.hex(), memory.device, memory.size, len(memory.leases), memory.ready)
+            wire.HeldMemory(
+                key=memory.key.hex(),
+                device=memory.device,
+                size=memory.size,
+                leases=len(memory.leases),
+                ready=memory.ready,
+                waiting=len(memory.waiting),
+            )
             for memory in self._memories.values()
         ]
         return wire.Status(held, self._limit, **self._counts)
 
-    def acquire(self, connection: "_Connection", asked: wire.Acquire) -> None:
+    def acquire(self, connection: "_ConnectedEngine", asked: wire.Acquire) -> None:
         """Answer at once, or when the engine that fills this memory has done so. Raises MemoryServiceError."""
         if asked.version != wire.VERSION:
             raise MemoryServiceError(f"it speaks version {wire.VERSION} of the protocol, not {asked.version}")
@@ -133,7 +140,7 @@ class MemoryService:
             connection.memory = memory
             connection.send(wire.Wait())
 
-    def commit(self, connection: "_Connection") -> None:
+    def commit(self, connection: "_ConnectedEngine") -> None:
         """Seal the memory that a connection has filled, and grant it to those that wait for it. Raises
         MemoryServiceError."""
         memory = connection.memory
@@ -152,12 +159,12 @@ class MemoryService:
         for other in waiting:
             self._grant(other, memory)
 
-    def refuse(self, connection: "_Connection", reason: str) -> None:
+    def refuse(self, connection: "_ConnectedEngine", reason: str) -> None:
         self._counts["refused"] += 1
         log.warning("refused an engine's request: %s", reason)
         connection.send(wire.Refused(reason))
 
-    def release(self, connection: "_Connection") -> None:
+    def release(self, connection: "_ConnectedEngine") -> None:
         """End what a connection has: its lease, its place in a queue, or its filling, which the next in the queue
         begins again with new memory."""
         self._connections.discard(connection)
@@ -191,12 +198,12 @@ class MemoryService:
             connection.memory = replacement
         self._fill(first, replacement)
 
-    def _fill(self, connection: "_Connection", memory: _Memory) -> None:
+    def _fill(self, connection: "_ConnectedEngine", memory: _Memory) -> None:
         memory.leases.add(connection)
         connection.memory = memory
         connection.send(wire.Fill(), memory.fd)
 
-    def _grant(self, connection: "_Connection", memory: _Memory) -> None:
+    def _grant(self, connection: "_ConnectedEngine", memory: _Memory) -> None:
         if memory.expiry is not None:
             memory.expiry.cancel()
             memory.expiry = None
@@ -264,12 +271,12 @@ class MemoryService:
             accepted, _ = self._listener.accept()
             accepted.setblocking(False)
             if _user_of(accepted) == os.geteuid():
-                self._connections.add(_Connection(self, accepted))
+                self._connections.add(_ConnectedEngine(self, accepted))
             else:
                 accepted.close()
 
 
-class _Connection:
+class _ConnectedEngine:
     """One engine."""
 
     def __init__(self, service: MemoryService, connected: socket.socket) -> None:

@@ -61,7 +61,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
     reason: str
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True):
+class HeldMemory(msgspec.Struct, frozen=True, array_like=True):
     """Memory that the service owns."""
 
     key: str
@@ -70,10 +70,12 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
     leases: int
     ready: bool
     """Whether it has been filled."""
+    waiting: int
+    """Engines that wait for that."""
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    held: list[Held]
+    held: list[HeldMemory]
     limit: int
     """Bytes; 0 is no limit."""
     granted: int

@@ -28,6 +28,8 @@ from engine.process.wire import PARENT_BEAT_SECONDS, HostOptions
 
 STOP_SECONDS = 5.0
 """Time a host may take to stop once its input has ended."""
+STANDBY_PAUSE = 2.0
+"""Seconds that a host has served before a standby host prepares."""
 KILL_SECONDS = 10.0
 """Time that killed processes may take to go; those that hold GPU memory take longest."""
 _LAST_LINES = 20
@@ -135,7 +137,8 @@ class ServiceProcess:
         self._host = None
         self._serving.clear()
         served = 0.0 if host.ready_at is None else time.monotonic() - host.ready_at
-        return End(reason, served, final=not self._was_ready or self._on_death == "exit")
+        final = not self._was_ready or self._on_death == "exit"
+        return End(reason, served, final, prepared=self.standby_pid is not None)
 
     async def _spawn(self, *, standby: bool = False) -> "_Host":
         """Raises OSError."""
@@ -163,6 +166,9 @@ class ServiceProcess:
         pause = FIRST_PAUSE
         while True:
             await self._serving.wait()
+            await asyncio.sleep(STANDBY_PAUSE)  # the host that has just begun to serve needs the cores
+            if not self._serving.is_set():
+                continue
             try:
                 host = self._standby = await self._spawn(standby=True)
             except OSError as error:

@@ -21,13 +21,15 @@ class End(NamedTuple):
     """0 for a process that never served."""
     final: bool = False
     """Whether another one would not help."""
+    prepared: bool = False
+    """Whether another one has been prepared, which takes longer than a pause."""
 
 
 class Supervisor:
     """Calls `live`, which starts a process and returns when it has ended, again and again.
 
-    After a process that has served for HEALTHY_SECONDS the next one starts at once. After others this pauses, first for
-    FIRST_PAUSE seconds, then each time twice as long, up to LONGEST_PAUSE.
+    After a process that has served for HEALTHY_SECONDS the next one starts at once, and so does one that is prepared.
+    After others this pauses, first for FIRST_PAUSE seconds, then each time twice as long, up to LONGEST_PAUSE.
     """
 
     def __init__(self, live: Callable[[], Awaitable[End]]) -> None:
@@ -47,8 +49,9 @@ class Supervisor:
                 return end.reason
             reason = end.reason.partition("\n")[0]  # its log was passed on
             if end.served_seconds > HEALTHY_SECONDS:
-                log.error("restarting at once: %s", reason)
                 self._pause = FIRST_PAUSE
+            if end.prepared or end.served_seconds > HEALTHY_SECONDS:
+                log.error("restarting at once: %s", reason)
                 continue
             log.error("restarting in %.2g s: %s", self._pause, reason)
             try:

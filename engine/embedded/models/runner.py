@@ -98,6 +98,8 @@ class ModelRunner(Protocol):
     """How the model takes images; None if it takes none."""
     groups: list[LayerGroup]
     """Layers that share block tables, full attention first, and how many blocks each group has."""
+    shared_weights: SharedWeights | None
+    """This engine's share in the memory service; None where nobody asked for one."""
     memory: KvMemory
     """The KV cache, for those who move blocks. Its first `groups[i].num_blocks` blocks are the scheduler's."""
 
@@ -125,7 +127,6 @@ class PendingTokens:
 
     sampler: Sampler | None = None
     shared_weights: SharedWeights | None = None
-    """This engine's share in the memory service; None for a runner that has none there."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self._sampled = torch.zeros(slots, dtype=torch.int64, device=device)

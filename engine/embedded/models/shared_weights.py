@@ -39,7 +39,7 @@ class SharedWeights:
         try:
             self._pages = HostPages(self._lease(size, layout), size)
         except MemoryServiceError as error:
-            self._fail(error)
+            self.give_up(str(error))
             return None
         self.bytes = size
         return self._pages
@@ -56,7 +56,7 @@ class SharedWeights:
         try:
             self._pages.done()
         except MemoryServiceError as failure:
-            self._fail(failure)
+            self.give_up(str(failure))
 
     def _lease(self, size: int, layout: tuple[object, ...], device: str = "") -> Lease:
         try:
@@ -65,10 +65,12 @@ class SharedWeights:
         except OSError as error:
             raise MemoryServiceError(f"the weights in {self._folder} cannot be read: {error}") from error
 
-    def _fail(self, error: MemoryServiceError) -> None:
-        self.bytes = 0
-        self.failure = str(error)
-        log.warning("this engine keeps weights of its own; the memory service is of no use: %s", error)
+    def give_up(self, reason: str) -> None:
+        """Note that this engine keeps weights of its own, if it was to share them."""
+        if self._service:
+            self.bytes = 0
+            self.failure = reason
+            log.warning("this engine keeps weights of its own; the memory service is of no use: %s", reason)
 
 
 def _facts(folder: Path) -> bytes:

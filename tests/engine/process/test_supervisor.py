@@ -46,6 +46,12 @@ async def test_a_process_that_served_long_enough_starts_over(pauses: Callable[[]
     assert pauses() == ["0.0005", "0.001", "once:", "0.0005", "0.001", "once:"]
 
 
+async def test_one_that_is_prepared_starts_at_once(pauses: Callable[[], list[str]]) -> None:
+    ends = [End("a"), End("b", prepared=True), End("c"), End("d", final=True)]
+    await Supervisor(lives(*ends)).run()
+    assert pauses() == ["0.0005", "once:", "0.001"]
+
+
 async def test_stop_ends_a_pause_and_lets_a_life_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FIRST_PAUSE", 60.0)
     supervisor = Supervisor(lives(End("first"), End("second")))
