@@ -5,12 +5,14 @@ import fcntl
 import logging
 import os
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 from weakref import finalize
 
 from engine.memory import wire
+from engine.memory.device import Driver, MappedDeviceMemory
 from engine.memory.wire import MemoryServiceError
 from engine.transfer.shared_memory import SEALED, LargeMapping, reopen
 
@@ -47,17 +49,17 @@ class Lease:
         self._end()
 
 
-class HostPages:
-    """Leased memory of the host at an address: to be filled, then `done`; or filled already and only for reading."""
+class Pages(ABC):
+    """Leased memory at an address: to be filled, then `done`; or filled already and only for reading.
+
+    Raises MemoryServiceError if it cannot be mapped.
+    """
+
+    address: int
 
     def __init__(self, lease: Lease, size: int) -> None:
+        self.size = size
         self._lease = lease
-        try:
-            _check(lease, size)
-            self._mapping = LargeMapping(lease.fd, size, writable=not lease.filled)
-        except OSError as error:
-            raise MemoryServiceError(f"its memory cannot be mapped: {error}") from error
-        self.address = self._mapping.address
 
     @property
     def filled(self) -> bool:
@@ -66,16 +68,51 @@ class HostPages:
     def done(self) -> None:
         """Give up writing, and let others have the memory. It can be read here even if this raises
         MemoryServiceError."""
+        self._protect()
+        self._lease.commit()
+
+    def close(self) -> None:
+        """End the lease. What is mapped stays."""
+        self._lease.close()
+
+    @abstractmethod
+    def _protect(self) -> None:
+        """Map the memory for reading only, at the same address. Raises MemoryServiceError."""
+
+
+class HostPages(Pages):
+    """Memory of the host."""
+
+    def __init__(self, lease: Lease, size: int) -> None:
+        super().__init__(lease, size)
+        try:
+            _check(lease, size)
+            self._mapping = LargeMapping(lease.fd, size, writable=not lease.filled)
+        except OSError as error:
+            raise MemoryServiceError(f"its memory cannot be mapped: {error}") from error
+        self.address = self._mapping.address
+
+    def _protect(self) -> None:
         with _translated():
             fd = reopen(self._lease.fd)
             try:
                 self._mapping.protect(fd)
             finally:
                 os.close(fd)
-        self._lease.commit()
 
-    def close(self) -> None:
-        self._lease.close()
+
+class DevicePages(Pages):
+    """Memory of a CUDA device."""
+
+    def __init__(self, lease: Lease, driver: Driver, ordinal: int, size: int) -> None:
+        super().__init__(lease, size)
+        self._mapping = MappedDeviceMemory(driver, ordinal, lease.fd, size)
+        self.address = self._mapping.address
+        if lease.filled:
+            self._protect()
+
+    def _protect(self) -> None:
+        self._mapping.protect()
 
 
 def acquire(

@@ -61,7 +61,9 @@ class Weights:
         tied = "lm_head.weight" not in checkpoint
         matrices = [embedding, *([] if tied else [head]), *(names for layer in layers for names in layer.values())]
         size, kinds = sum(map(self._bytes, matrices)), [self._kind(names) for names in matrices]
-        self._pages = shared.host_pages(size, Path(code._name).name, kinds, checkpoint.source if int8 else "")
+        self._pages = shared.pages(
+            size, torch.device("cpu"), Path(code._name).name, kinds, checkpoint.source if int8 else ""
+        )
         """The panels, if they are in memory of the service; else they are in `_own`."""
         self._own = zeros((size,), torch.uint8) if self._pages is None else None
         self._next = self._own.data_ptr() if self._own is not None else self._pages.address

@@ -40,9 +40,7 @@ class TorchRunner(PendingTokens):
         self.hf_config, facts = load_config(config.model)
         self.takes_images = facts.image_tokens
         self.context_length = min(config.max_seq_len or facts.context_length, facts.context_length)
-        self.module = _load_module(config, self.hf_config, facts, self.dtype, self.device)
-        attends = ask(self.module, self.hf_config, self.context_length)
-        self._adapt(config, attends)
+        attends = self._load(config, facts)
         self.vocab_size = facts.vocab_size
         self.eos_token_ids = facts.eos_token_ids
         self.groups = self._share(config, attends)
@@ -94,6 +92,13 @@ class TorchRunner(PendingTokens):
     def _positions_of(self, step: StepInput) -> torch.Tensor:
         """Return positions [1, tokens], or [3, 1, tokens] for mRoPE."""
         return torch.tensor([step.positions]) if step.rope_positions is None else step.rope_positions.unsqueeze(1)
+
+    def _load(self, config: EmbeddedConfig, facts: ModelFacts) -> Attends:
+        """Load the weights, and return how the layers attend."""
+        self.module = _load_module(config, self.hf_config, facts, self.dtype, self.device)
+        attends = ask(self.module, self.hf_config, self.context_length)
+        self._adapt(config, attends)
+        return attends
 
     def _adapt(self, config: EmbeddedConfig, attends: Attends) -> None:
         """Adapt the loaded module to the device, before memory for KV blocks is taken."""
