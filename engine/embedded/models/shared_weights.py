@@ -121,7 +121,7 @@ class TensorLayout:
         offset = 0
         for shape, dtype in self._tensors:
             size = shape.numel() * dtype.itemsize
-            yield _bytes_at(pages.address + offset, size, device).view(dtype).view(shape)
+            yield bytes_at(pages.address + offset, size, device).view(dtype).view(shape)
             offset += rounded(size, _ALIGNMENT)
 
 
@@ -132,7 +132,7 @@ class _DeviceBytes:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
-def _bytes_at(address: int, size: int, device: torch.device) -> torch.Tensor:
+def bytes_at(address: int, size: int, device: torch.device) -> torch.Tensor:
     """Return memory as uint8 [size]; whoever uses it keeps it mapped."""
     if device.type == "cpu":
         return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)

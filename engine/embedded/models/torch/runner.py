@@ -1,6 +1,7 @@
 """The torch runner: a transformers model, on flat tokens over our KV blocks."""
 
 import ctypes
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,11 +15,15 @@ from engine.embedded.kv.layout import Attends, LayerGroup, ask, share
 from engine.embedded.kv.memory import KvMemory, shared_zeros
 from engine.embedded.models.devices import device_of, dtype_of
 from engine.embedded.models.runner import PendingTokens, StepInput
+from engine.embedded.models.shared_weights import bytes_at
 from engine.embedded.models.torch import decoder, linear
 from engine.embedded.models.torch.attention import ATTENTION_NAME, KvCache, StepAttention, sort_decodes, zeros
 from engine.embedded.models.torch.linear import can_pack
 from engine.embedded.models.torch.norm import replace_norms
 from engine.embedded.models.transformers_models import auto_class, drop_tower, load_config, load_weights
+from engine.errors import EngineFailure
+from engine.memory.device import ReservedDeviceMemory
+from engine.memory.wire import MemoryServiceError
 
 MIB = 1 << 20
 
@@ -56,16 +61,42 @@ class TorchRunner(PendingTokens):
             for group in self.groups
         ]
         shared = bool(config.kv_transfer) and self.device.type == "cpu"
-        self.caches = [
-            KvCache(shared_zeros(shape, self.cache_dtype) if shared else zeros(shape, self.cache_dtype, self.device))
-            for shape in shapes
-        ]
+        self._reserved: list[ReservedDeviceMemory] = []
+        if config.kv_memory_later:
+            self.caches = [KvCache(self._reserve(shape)) for shape in shapes]
+        else:
+            self.caches = [
+                KvCache(
+                    shared_zeros(shape, self.cache_dtype) if shared else zeros(shape, self.cache_dtype, self.device)
+                )
+                for shape in shapes
+            ]
         self.memory = KvMemory("blocks of tokens", attends, [cache.data for cache in self.caches])
 
     @property
     def cache(self) -> KvCache:
         """The cache of the first group: the only one where attention is full in every layer."""
         return self.caches[0]
+
+    def take_memory(self) -> None:
+        try:
+            for reserved in self._reserved:
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+                reserved.take()
+        except MemoryServiceError as error:
+            raise EngineFailure(f"there is no memory for KV blocks: {error}") from error
+        if self._reserved:
+            for cache in self.caches:
+                cache.data.zero_()
+
+    def _reserve(self, shape: tuple[int, ...]) -> torch.Tensor:
+        size = math.prod(shape) * self.cache_dtype.itemsize
+        try:
+            self._reserved.append(ReservedDeviceMemory(size, self.device.index or 0))
+        except MemoryServiceError as error:
+            raise EngineFailure(f"no addresses can be reserved for KV blocks: {error}") from error
+        return bytes_at(self._reserved[-1].address, size, self.device).view(self.cache_dtype).view(shape)
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> torch.Tensor:
