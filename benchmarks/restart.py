@@ -140,7 +140,9 @@ def kill(server: Server, clients: Clients) -> float:
 
 
 def wait_for_standby(server: Server) -> None:
-    while 'trellis_engine_standby{' not in (page := server.get("/metrics")) or _value(page, "trellis_engine_standby") < 1:
+    while (
+        "trellis_engine_standby{" not in (page := server.get("/metrics")) or _value(page, "trellis_engine_standby") < 1
+    ):
         time.sleep(0.05)
 
 
