@@ -38,8 +38,8 @@ _HEAD_START_SECONDS = 0.03
 """Seconds that a prompt waits for its guide. After that, all but its last token is computed without the guide, and the
 last token takes a step of its own; most guides are compiled sooner."""
 _WARM_UP_PAUSE = 2.0
-"""Seconds after the start after which processes for guides are started, which take the cores for a second: requests that
-wait for a restarted engine come first. A guide that comes sooner starts them."""
+"""Seconds from the start to that of processes for guides, which take the cores for a second: requests that wait for a
+restarted engine come first. A guide that comes sooner starts them."""
 _NO_TRANSFER = "this engine moves no KV blocks: its setting kv_transfer is empty"
 
 
