@@ -435,7 +435,7 @@ async def test_restarts_and_engines_with_weights_of_their_own_are_counted() -> N
 
         async def stats(self) -> AsyncIterator[IterationStats]:
             for _ in range(3):
-                yield IterationStats(timestamp=0.0)
+                yield _stats(0, 0, 0.0)
                 lives[:-1] = lives[1:]
 
     async with asyncio.timeout(20):
