@@ -25,7 +25,7 @@ _FILL_SECONDS = 900.0
 _PAGE = 4096
 
 
-class Lease:
+class MemoryLease:
     """Memory of the service, leased until `close`, as long as this object or at least this process lives.
 
     If it is not `filled`, this process has to fill it and `commit`.
@@ -57,7 +57,7 @@ class Pages(ABC):
 
     address: int
 
-    def __init__(self, lease: Lease, size: int) -> None:
+    def __init__(self, lease: MemoryLease, size: int) -> None:
         self.size = size
         self._lease = lease
 
@@ -83,7 +83,7 @@ class Pages(ABC):
 class HostPages(Pages):
     """Memory of the host."""
 
-    def __init__(self, lease: Lease, size: int) -> None:
+    def __init__(self, lease: MemoryLease, size: int) -> None:
         super().__init__(lease, size)
         try:
             _check(lease, size)
@@ -104,7 +104,7 @@ class HostPages(Pages):
 class DevicePages(Pages):
     """Memory of a CUDA device."""
 
-    def __init__(self, lease: Lease, driver: Driver, ordinal: int, size: int) -> None:
+    def __init__(self, lease: MemoryLease, driver: Driver, ordinal: int, size: int) -> None:
         super().__init__(lease, size)
         self._mapping = MappedDeviceMemory(driver, ordinal, lease.fd, size)
         self.address = self._mapping.address
@@ -117,7 +117,7 @@ class DevicePages(Pages):
 
 def acquire(
     address: Path, size: int, layout: str, files: bytes, digest: Callable[[], bytes], device: str = ""
-) -> Lease:
+) -> MemoryLease:
     """Lease memory for weights. `files` tells their files from others by names, sizes and times; `digest` hashes their
     contents, and is called if no engine has told the service.
 
@@ -134,7 +134,7 @@ def acquire(
                 answer, fds = _receive(connection)
             if not isinstance(answer, wire.Granted | wire.Fill) or not fds:
                 raise MemoryServiceError(f"its answer was {type(answer).__name__}")
-            return Lease(connection, fds[0], isinstance(answer, wire.Granted))
+            return MemoryLease(connection, fds[0], isinstance(answer, wire.Granted))
     except BaseException:
         connection.close()
         raise
@@ -188,7 +188,7 @@ def _close(connection: socket.socket, fd: int) -> None:
     os.close(fd)
 
 
-def _check(lease: Lease, size: int) -> None:
+def _check(lease: MemoryLease, size: int) -> None:
     """Raises MemoryServiceError unless the descriptor has this size, and sealed contents if they are complete."""
     sealed = fcntl.fcntl(lease.fd, fcntl.F_GET_SEALS)
     wanted = SEALED | (fcntl.F_SEAL_WRITE if lease.filled else 0)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from engine.memory import wire
-from engine.memory.client import HostPages, Lease, acquire, status
+from engine.memory.client import HostPages, MemoryLease, acquire, status
 from engine.memory.service import MemoryService
 from engine.memory.wire import MemoryServiceError
 from engine.transfer.shared_memory import MemfdMapping
@@ -29,7 +29,7 @@ async def service(tmp_path: Path) -> AsyncIterator[MemoryService]:
     service.close()
 
 
-def lease(service: MemoryService, layout: str = "panels", size: int = SIZE, weights: bytes = b"weights") -> Lease:
+def lease(service: MemoryService, layout: str = "panels", size: int = SIZE, weights: bytes = b"weights") -> MemoryLease:
     return acquire(service.path, size, layout, b"files of " + weights, lambda: weights)
 
 
@@ -100,7 +100,7 @@ async def test_equal_weights_in_other_files_are_shared_and_known_files_are_not_h
 ) -> None:
     hashed: list[bytes] = []
 
-    def ask(files: bytes) -> Lease:
+    def ask(files: bytes) -> MemoryLease:
         def digest() -> bytes:
             hashed.append(files)
             return b"weights"
