@@ -1,7 +1,9 @@
 """The engine as a hosted service."""
 
-from engine.base import Engine
-from engine.config import EngineConfig
+import msgspec
+
+from engine.base import Engine, Preparable
+from engine.config import EmbeddedConfig, EngineConfig
 from engine.create import create_engine
 from engine.kv_events import KvEvent
 from engine.process.service import Interface, Method, Topic
@@ -10,6 +12,18 @@ from engine.types import Delta, EngineInfo, GenerateRequest
 
 _STATS_SECONDS = 0.1
 """Each report wakes five threads of two processes, which a step on a few cores feels."""
+
+
+async def _prepare(engine: Engine) -> None:
+    if isinstance(engine, Preparable):
+        await engine.prepare()
+
+
+def _successor(config: EngineConfig, engine: Engine) -> EngineConfig:
+    """On a GPU the KV blocks of an engine that stands by take the place of those of the one that serves."""
+    if not isinstance(config, EmbeddedConfig) or not engine.info.device.startswith("cuda"):
+        return config
+    return msgspec.structs.replace(config, num_blocks=engine.info.num_blocks, kv_memory_later=True)
 
 
 async def _reset(engine: Engine) -> bool:
@@ -39,6 +53,8 @@ ENGINE: Interface[EngineConfig, Engine] = Interface(
         "stats": Topic(IterationStats, lambda engine: engine.stats(), _STATS_SECONDS),
         "kv_events": Topic(list[KvEvent], lambda engine: engine.kv_events()),
     },
+    prepare=_prepare,
+    successor=_successor,
     more_stop_seconds=lambda config: config.extra_stop_seconds,
     hang_seconds=lambda config: config.hang_seconds,
 )

@@ -20,6 +20,7 @@ from server.settings.engine import (
     BatchSettings,
     ComputeSettings,
     EngineSettings,
+    MemoryServiceSettings,
     ModelSettings,
     SettingsForTests,
     SpeculationSettings,
@@ -61,6 +62,7 @@ class Settings(
     ResponsesSettings,
     BatchSettings,
     ComputeSettings,
+    MemoryServiceSettings,
     EngineSettings,
     ModelSettings,  # pydantic lists the fields of the last base first
 ):
