@@ -4,7 +4,7 @@ drives it."""
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from engine.config import EmbeddedConfig
+from engine.config import EmbeddedConfig, Tag
 from engine.embedded.fetches import Fetches
 from engine.embedded.grammar.library import Compiled
 from engine.embedded.handoff.remote_source import RemoteSource
@@ -24,8 +24,8 @@ from engine.embedded.kv.groups import BlockGroups
 from engine.embedded.kv.source import Source
 from engine.embedded.kv.tiers import Tiers, host_slots, open_tiers
 from engine.embedded.models.embeddings import NO_IMAGES, PromptImages
-from engine.embedded.models.load import load_runner
-from engine.embedded.models.runner import StepInput
+from engine.embedded.models.load import load_runner, resume_memory
+from engine.embedded.models.runner import ModelRunner, StepInput
 from engine.embedded.sampling.sampler import Drawn, Sampler, prompt_logprobs
 from engine.embedded.scheduler import Scheduler
 from engine.embedded.sequence import Sequence, SequenceStatus
@@ -231,6 +231,30 @@ class EngineCore:
             self.tiers.clear()
         for pool in self.blocks.pools:
             pool.clear()
+
+    def release_memory(self, tags: Collection[Tag], level: int) -> bool:
+        """Give back memory that nobody uses; return False if a sequence has not ended yet, or something is copied."""
+        if self._sequences or self.busy:
+            return False
+        if "kv_cache" in tags:
+            for pool in self.blocks.pools:
+                if self.tiers is not None:
+                    pool.evict()
+                else:
+                    pool.clear()
+        for runner in self._runners:
+            runner.release_memory(tags, level)
+        return True
+
+    def resume_memory(self, tags: Collection[Tag]) -> None:
+        """Take memory again; all KV blocks are empty. Raises EngineFailure."""
+        for runner in self._runners:
+            resume_memory(runner, tags)
+
+    @property
+    def _runners(self) -> list[ModelRunner]:
+        drafting = None if self.speculator is None else self.speculator.drafter.runner
+        return [self.runner] if drafting is None else [self.runner, drafting]
 
     def step(self) -> Outputs:
         """Run one step, and return what is known by then.

@@ -1,10 +1,14 @@
 """The engine as a hosted service."""
 
+from collections.abc import AsyncIterator
+
 from engine.base import Engine
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Tag
 from engine.create import create_engine
+from engine.errors import NotSupported
 from engine.kv_events import KvEvent
 from engine.process.service import Interface, Method, Topic
+from engine.sleep import SleepingEngine, SleepOrder, SleepState
 from engine.stats import IterationStats
 from engine.types import Delta, EngineInfo, GenerateRequest
 
@@ -15,6 +19,28 @@ _STATS_SECONDS = 0.1
 async def _reset(engine: Engine) -> bool:
     await engine.reset_prefix_cache()
     return True
+
+
+async def _sleep(engine: Engine, order: SleepOrder) -> bool:
+    await _sleeper(engine).sleep(order)
+    return True
+
+
+async def _wake_up(engine: Engine, tags: tuple[Tag, ...]) -> bool:
+    await _sleeper(engine).wake_up(tags)
+    return True
+
+
+def _sleeper(engine: Engine) -> SleepingEngine:
+    if not isinstance(engine, SleepingEngine):
+        raise NotSupported("The engine at ENGINE_ADDRESS was started without ADMIN_KEY and SLEEP_AFTER_IDLE_SECONDS.")
+    return engine
+
+
+async def _sleep_states(engine: Engine) -> AsyncIterator[SleepState]:
+    if isinstance(engine, SleepingEngine):
+        async for state in engine.sleep_states():
+            yield state
 
 
 ENGINE: Interface[EngineConfig, Engine] = Interface(
@@ -34,10 +60,13 @@ ENGINE: Interface[EngineConfig, Engine] = Interface(
             parameter="prompt",
         ),
         "reset_prefix_cache": Method(bool, bool, lambda engine, _: _reset(engine)),
+        "sleep": Method(SleepOrder, bool, _sleep),
+        "wake_up": Method(tuple[Tag, ...], bool, _wake_up),
     },
     topics={
         "stats": Topic(IterationStats, lambda engine: engine.stats(), _STATS_SECONDS),
         "kv_events": Topic(list[KvEvent], lambda engine: engine.kv_events()),
+        "sleep_states": Topic(SleepState, _sleep_states),
     },
     more_stop_seconds=lambda config: config.extra_stop_seconds,
     hang_seconds=lambda config: config.hang_seconds,

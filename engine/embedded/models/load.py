@@ -3,9 +3,9 @@ import it."""
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from engine.config import EmbeddedConfig
+from engine.config import EmbeddedConfig, Tag
 from engine.embedded.kv.memory import check_fits
 from engine.embedded.models.devices import UnsupportedModelError, device_of, dtype_of
 from engine.embedded.models.native.levels import chosen
@@ -30,6 +30,15 @@ def load_runner(config: EmbeddedConfig) -> ModelRunner:
         if config.load_format != "dummy":
             _try_out(runner, config)
         return runner
+
+
+def resume_memory(runner: ModelRunner, tags: Collection[Tag]) -> None:
+    """Have a runner take released memory again, and load its weights, one at a time. Raises EngineFailure."""
+    with _loading:
+        try:
+            runner.resume_memory(tags)
+        except (OSError, MemoryError, UnsupportedModelError, RuntimeError) as error:
+            raise EngineFailure(f"the model cannot be loaded again: {error}") from error
 
 
 def forecast(config: EmbeddedConfig) -> Iterator[tuple[str, str]]:

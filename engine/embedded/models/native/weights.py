@@ -12,6 +12,7 @@ from itertools import starmap
 import torch
 from torch.nn import functional
 
+from engine.embedded.kv.memory import discard
 from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig
 from engine.embedded.models.native.structures import BLOCK, BLOCK_BYTES, Kind, NativeLayer, NativeMatrix, NativeModel
 from engine.embedded.threads import compute_threads
@@ -55,10 +56,25 @@ class Weights:
         self.embedding = self._matrix(embedding)
         self.head = self.embedding if tied else self._matrix(head)
         self.norm = self._vector("model.norm.weight")
+        self.discarded = True
+        """Whether the panels are not filled."""
+        self._checked = False
+        """Whether all values are known to be finite."""
+        self.fill(checkpoint)
+
+    def fill(self, checkpoint: Checkpoint) -> None:
+        """Fill the panels from a checkpoint: that which this was made of, or the same opened again."""
+        self._checkpoint = checkpoint
         with ThreadPoolExecutor(compute_threads()) as pool:
             for done in [pool.submit(work) for work in self._work]:
                 done.result()
-        self._work.clear()
+        self.discarded = False
+        self._checked = True
+
+    def discard(self) -> None:
+        """Give the memory of the panels back until `fill`. Norms and biases, which are small, stay."""
+        discard(self._arena)
+        self.discarded = True
 
     def describe(self, cache: torch.Tensor, block_size: int) -> NativeModel:
         """Return the whole model for the compiled code; valid while this and `cache` live."""
@@ -123,7 +139,7 @@ class Weights:
 
     def _bfloat16(self, name: str) -> torch.Tensor:
         weight = self._checkpoint.weight(f"{name}.weight")
-        if not self._code.all_finite(weight.data_ptr(), weight.numel()):
+        if not self._checked and not self._code.all_finite(weight.data_ptr(), weight.numel()):
             raise self._not_finite(f"{name}.weight")
         return weight
 

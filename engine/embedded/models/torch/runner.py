@@ -1,17 +1,18 @@
 """The torch runner: a transformers model, on flat tokens over our KV blocks."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
 from engine.checkpoints.facts import ModelFacts
-from engine.config import EmbeddedConfig
+from engine.config import EmbeddedConfig, Tag
 from engine.embedded.kv.layout import Attends, LayerGroup, ask, share
-from engine.embedded.kv.memory import KvMemory, shared_zeros
+from engine.embedded.kv.memory import KvMemory, discard, shared_zeros
 from engine.embedded.models.devices import device_of, dtype_of
 from engine.embedded.models.runner import PendingTokens, StepInput
 from engine.embedded.models.torch import decoder, linear
@@ -40,9 +41,11 @@ class TorchRunner(PendingTokens):
         self.hf_config, facts = load_config(config.model)
         self.takes_images = facts.image_tokens
         self.context_length = min(config.max_seq_len or facts.context_length, facts.context_length)
-        self.module = _load_module(config, self.hf_config, facts, self.dtype, self.device)
+        self._load = partial(_load_module, config, self.hf_config, facts, self.dtype, self.device)
+        self.module = self._load()
         attends = ask(self.module, self.hf_config, self.context_length)
-        self._adapt(config, attends)
+        self._readapt = partial(self._adapt, config, attends)
+        self._readapt()
         self.vocab_size = facts.vocab_size
         self.eos_token_ids = facts.eos_token_ids
         self.groups = self._share(config, attends)
@@ -81,6 +84,35 @@ class TorchRunner(PendingTokens):
         )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    def release_memory(self, tags: Collection[Tag], level: int) -> None:
+        if "kv_cache" in tags:
+            self._release_cache()
+        if "weights" in tags:
+            self._release_weights(level)
+
+    def resume_memory(self, tags: Collection[Tag]) -> None:
+        if "kv_cache" in tags:
+            self._resume_cache()
+        if "weights" in tags:
+            self._resume_weights()
+
+    def _release_cache(self) -> None:
+        for cache in self.caches:
+            discard(cache.data)
+
+    def _resume_cache(self) -> None:
+        """A CPU takes pages as they are written."""
+
+    def _release_weights(self, level: int) -> None:
+        if level > 1:
+            self.module = None
+            _give_back_memory()
+
+    def _resume_weights(self) -> None:
+        if self.module is None:
+            self.module = self._load()
+            self._readapt()
 
     def _inputs_of(self, step: StepInput) -> dict[str, torch.Tensor]:
         """Return token ids [1, tokens], or embeddings [1, tokens, hidden size] if some are of images."""
