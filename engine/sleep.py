@@ -62,17 +62,17 @@ class SleepState(msgspec.Struct, frozen=True):
 class Sleeper(Protocol):
     """An engine that can be put to sleep, here or in another process."""
 
-    async def sleep(self, order: SleepOrder) -> None:
-        """Release memory, and return once it is released. Does nothing for what is released already.
+    async def sleep(self, order: SleepOrder) -> SleepState:
+        """Release memory, and return the state once it is released. Does nothing for what is released already.
 
         Goes on if the caller is cancelled. Raises EngineWoken if the engine is woken before it sleeps, NotSupported,
         EngineNotReady and EngineFailure.
         """
         ...
 
-    async def wake_up(self, tags: tuple[Tag, ...] = TAGS) -> None:
-        """Take memory again, and return once it is there; with all of it, requests are taken. Does nothing for what is
-        there. A sleep that waits for running requests is given up.
+    async def wake_up(self, tags: tuple[Tag, ...] = TAGS) -> SleepState:
+        """Take memory again, and return the state once it is there; with all of it, requests are taken. Does nothing
+        for what is there. A sleep that waits for running requests is given up.
 
         Goes on if the caller is cancelled. Raises EngineFailure, and stays asleep, if the memory or the weights cannot
         be had.
@@ -100,10 +100,10 @@ class Releasable(Engine, Protocol):
         ...
 
 
-class _Held:
+class _Delayed:
     """A request that waits until the engine is awake. Its stream then passes the engine's on."""
 
-    def __init__(self, request: GenerateRequest, leave: "Callable[[_Held], object]") -> None:
+    def __init__(self, request: GenerateRequest, leave: "Callable[[_Delayed], object]") -> None:
         self.request = request
         self.context = contextvars.copy_context()
         self._inner: DeltaStream | None = None
@@ -140,7 +140,7 @@ class SleepingEngine(EngineAround):
         self._quiet.set()
         self._woken = asyncio.Event()
         """Set while a call waits for its turn to wake the engine."""
-        self._held: dict[_Held, None] = {}
+        self._held: dict[_Delayed, None] = {}
         self._orders: set[asyncio.Task[None]] = set()
         self._idle: asyncio.Task[None] | None = None
         self._active_at = 0.0
@@ -159,19 +159,19 @@ class SleepingEngine(EngineAround):
             return self._begin(request)
         if not self._state.on_demand or request.cache_salt == CANARY_SALT:
             return DeltaStream.failed(EngineAsleep(self._state.obstacle or "The replica is asleep."))
-        held = _Held(request, lambda held: self._held.pop(held, None))
+        held = _Delayed(request, lambda held: self._held.pop(held, None))
         self._held[held] = None
         if not self._woken.is_set() and self._state.phase != "waking":
             self._order(self._wake(TAGS))
         return held.stream
 
-    async def sleep(self, order: SleepOrder) -> None:
+    async def sleep(self, order: SleepOrder) -> SleepState:
         if reason := self._backend.sleep_obstacle(order.level):
             raise NotSupported(reason)
-        await self._outcome(self._order(self._fall_asleep(order)))
+        return await self._outcome(self._order(self._fall_asleep(order)))
 
-    async def wake_up(self, tags: tuple[Tag, ...] = TAGS) -> None:
-        await self._outcome(self._order(self._wake(tags)))
+    async def wake_up(self, tags: tuple[Tag, ...] = TAGS) -> SleepState:
+        return await self._outcome(self._order(self._wake(tags)))
 
     def sleep_states(self) -> AsyncIterator[SleepState]:
         return self._states.values()
@@ -208,9 +208,10 @@ class SleepingEngine(EngineAround):
         task.add_done_callback(_note_failure)
         return task
 
-    async def _outcome(self, order: "asyncio.Task[None]") -> None:
+    async def _outcome(self, order: "asyncio.Task[None]") -> SleepState:
         try:
             await asyncio.shield(order)
+            return self._state
         except asyncio.CancelledError:
             if not order.cancelled():
                 raise  # the caller has left

@@ -111,7 +111,7 @@ class EmbeddedEngine:
         return ""
 
     async def release_memory(self, tags: Collection[Tag], level: int) -> None:
-        while not await self._ask(lambda core: core.release_memory(tags, level)):
+        while not await self._ask(lambda core: core.release_memory(tags, level)):  # noqa: ASYNC110 - the thread's own
             await asyncio.sleep(_RELEASE_PAUSE)
 
     async def resume_memory(self, tags: Collection[Tag]) -> None:

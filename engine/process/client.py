@@ -256,11 +256,13 @@ class EngineClient(ServiceClient[EngineInfo]):
     async def reset_prefix_cache(self) -> None:
         await self.call("reset_prefix_cache", True)
 
-    async def sleep(self, order: SleepOrder) -> None:
-        await self.call("sleep", order)
+    async def sleep(self, order: SleepOrder) -> SleepState:
+        state: SleepState = await self.call("sleep", order)
+        return state
 
-    async def wake_up(self, tags: tuple[Tag, ...] = TAGS) -> None:
-        await self.call("wake_up", tags)
+    async def wake_up(self, tags: tuple[Tag, ...] = TAGS) -> SleepState:
+        state: SleepState = await self.call("wake_up", tags)
+        return state
 
     def sleep_states(self) -> AsyncIterator[SleepState]:
         self.subscribe("sleep_states", self._sleep_states.publish)

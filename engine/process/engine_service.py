@@ -21,14 +21,12 @@ async def _reset(engine: Engine) -> bool:
     return True
 
 
-async def _sleep(engine: Engine, order: SleepOrder) -> bool:
-    await _sleeper(engine).sleep(order)
-    return True
+async def _sleep(engine: Engine, order: SleepOrder) -> SleepState:
+    return await _sleeper(engine).sleep(order)
 
 
-async def _wake_up(engine: Engine, tags: tuple[Tag, ...]) -> bool:
-    await _sleeper(engine).wake_up(tags)
-    return True
+async def _wake_up(engine: Engine, tags: tuple[Tag, ...]) -> SleepState:
+    return await _sleeper(engine).wake_up(tags)
 
 
 def _sleeper(engine: Engine) -> SleepingEngine:
@@ -60,8 +58,8 @@ ENGINE: Interface[EngineConfig, Engine] = Interface(
             parameter="prompt",
         ),
         "reset_prefix_cache": Method(bool, bool, lambda engine, _: _reset(engine)),
-        "sleep": Method(SleepOrder, bool, _sleep),
-        "wake_up": Method(tuple[Tag, ...], bool, _wake_up),
+        "sleep": Method(SleepOrder, SleepState, _sleep),
+        "wake_up": Method(tuple[Tag, ...], SleepState, _wake_up),
     },
     topics={
         "stats": Topic(IterationStats, lambda engine: engine.stats(), _STATS_SECONDS),

@@ -179,6 +179,26 @@ class BatchSettings(Section):
         return value
 
 
+class SleepSettings(Section):
+    """When a replica gives its memory back by itself. ADMIN_KEY lets an operator decide."""
+
+    group = "Sleep"
+
+    sleep_after_idle_seconds: float = Field(0.0, ge=0)
+    """Seconds without a request after which the engine gives the memory of weights and KV cache back; 0 is never."""
+    sleep_level: int = Field(1, ge=1, le=2)
+    """How deep an idle engine sleeps: 1 keeps the weights in host memory, 2 reads them from the model's files again."""
+    wake_on_demand: bool = True
+    """Have a request wake an engine that fell asleep by itself, and wait for it; false answers 503 until /wake_up."""
+
+    @field_validator("sleep_after_idle_seconds", mode="after")
+    @classmethod
+    def _has_an_engine(cls, value: float, info: ValidationInfo) -> float:
+        if value and (role := info.data.get("disaggregation_mode")) in ("encode", "router"):
+            raise ValueError(f"the role {role} has no engine that could sleep")
+        return value
+
+
 class SpeculationSettings(Section):
     """Speculative decoding: tokens that are likely to come next are checked in one step. No output depends on it."""
 

@@ -22,6 +22,7 @@ from server.settings.engine import (
     EngineSettings,
     ModelSettings,
     SettingsForTests,
+    SleepSettings,
     SpeculationSettings,
     TrtllmSettings,
 )
@@ -56,6 +57,7 @@ class Settings(
     MetricSettings,
     LogSettings,
     HttpSettings,
+    SleepSettings,
     SpeculationSettings,
     ResponsesSettings,
     BatchSettings,

@@ -120,13 +120,13 @@ class ModelRunner(Protocol):
         ...
 
     def release_memory(self, tags: Collection[Tag], level: int) -> None:
-        """Give memory back while nothing is computed, at the level of `engine/sleep.py`. Addresses of the KV cache stay.
+        """Give memory back while nothing is computed, at a level of `engine/sleep.py`. The KV cache keeps its address.
         On a CPU, level 1 keeps weights where they are: in memory of the host. Raises EngineFailure."""
         ...
 
     def resume_memory(self, tags: Collection[Tag]) -> None:
-        """Take released memory again; does nothing for what was not released. The KV cache is zero. Raises EngineFailure,
-        and may then be called again."""
+        """Take released memory again; does nothing for what was not released. The KV cache is zero. Raises
+        EngineFailure, and may then be called again."""
         ...
 
 
