@@ -128,9 +128,10 @@ class SleepingEngine(EngineAround):
         super().__init__(inner)
         self._backend = inner
         self._config = config
-        self._state = SleepState()
+        self.state = SleepState()
+        """The newest of `sleep_states`."""
         self._states: Latest[SleepState] = Latest()
-        self._states.publish(self._state)
+        self._states.publish(self.state)
         self._turn = asyncio.Lock()
         self._accepts = True
         """Whether requests reach the backend: while awake, and while it waits for running ones."""
@@ -157,11 +158,11 @@ class SleepingEngine(EngineAround):
     def generate(self, request: GenerateRequest) -> DeltaStream:
         if self._accepts:
             return self._begin(request)
-        if not self._state.on_demand or request.cache_salt == CANARY_SALT:
-            return DeltaStream.failed(EngineAsleep(self._state.obstacle or "The replica is asleep."))
+        if not self.state.on_demand or request.cache_salt == CANARY_SALT:
+            return DeltaStream.failed(EngineAsleep(self.state.obstacle or "The replica is asleep."))
         held = _Delayed(request, lambda held: self._held.pop(held, None))
         self._held[held] = None
-        if not self._woken.is_set() and self._state.phase != "waking":
+        if not self._woken.is_set() and self.state.phase != "waking":
             self._order(self._wake(TAGS))
         return held.stream
 
@@ -211,17 +212,17 @@ class SleepingEngine(EngineAround):
     async def _outcome(self, order: "asyncio.Task[None]") -> SleepState:
         try:
             await asyncio.shield(order)
-            return self._state
+            return self.state
         except asyncio.CancelledError:
             if not order.cancelled():
                 raise  # the caller has left
             raise EngineNotReady("the engine is closing") from None
 
     async def _fall_asleep(self, order: SleepOrder) -> None:
-        if order.mode == "abort" and self._state.phase == "falling_asleep":
+        if order.mode == "abort" and self.state.phase == "falling_asleep":
             self._abort_running()  # for which another order waits
         async with self._turn:
-            before = self._state
+            before = self.state
             if before.phase == "awake":
                 self._accepts = order.mode == "wait"
                 self._set(replace(before, phase="falling_asleep", on_demand=order.on_demand))
@@ -289,7 +290,7 @@ class SleepingEngine(EngineAround):
         self._woken.set()
         async with self._turn:
             self._woken.clear()
-            before = self._state
+            before = self.state
             wanted = tuple(tag for tag in before.released if tag in tags)
             if wanted:
                 self._set(replace(before, phase="waking"))
@@ -324,14 +325,14 @@ class SleepingEngine(EngineAround):
             one.stream.fail(error)
 
     def _set(self, state: SleepState) -> None:
-        self._state = state
+        self.state = state
         self._states.publish(state)
 
     async def _sleep_when_idle(self, seconds: float) -> None:
         order = SleepOrder(self._config.idle_level, "wait", on_demand=self._config.wake_on_demand)
         loop = asyncio.get_running_loop()
         while True:
-            left = seconds if self._running or self._state.phase != "awake" else self._active_at + seconds - loop.time()
+            left = seconds if self._running or self.state.phase != "awake" else self._active_at + seconds - loop.time()
             if left > 0:
                 await asyncio.sleep(left)
                 continue

@@ -24,7 +24,7 @@ from engine.embedded.kv.groups import BlockGroups
 from engine.embedded.kv.source import Source
 from engine.embedded.kv.tiers import Tiers, host_slots, open_tiers
 from engine.embedded.models.embeddings import NO_IMAGES, PromptImages
-from engine.embedded.models.load import load_runner, resume_memory
+from engine.embedded.models.load import load_runner, resume_memory, state_of_files
 from engine.embedded.models.runner import ModelRunner, StepInput
 from engine.embedded.sampling.sampler import Drawn, Sampler, prompt_logprobs
 from engine.embedded.scheduler import Scheduler
@@ -92,6 +92,10 @@ class EngineCore:
         self.runner = load_runner(config)
         self.speculator = create_speculator(config, self.runner)
         """Chooses drafts; None without speculation."""
+        self._folders = [folder for folder in (config.model, config.speculative_model) if folder]
+        self._files = self._state_of_files() if config.sleep is not None else []
+        self._reads_files = False
+        """Whether a sleep has dropped weights, which have to be read again."""
         self._publish_event = publish
         self._event_id = 0
         num_blocks = [group.num_blocks for group in self.runner.groups]
@@ -244,12 +248,19 @@ class EngineCore:
                     pool.clear()
         for runner in self._runners:
             runner.release_memory(tags, level)
+        self._reads_files |= "weights" in tags and level > 1
         return True
 
     def resume_memory(self, tags: Collection[Tag]) -> None:
         """Take memory again; all KV blocks are empty. Raises EngineFailure."""
+        if "weights" in tags and self._reads_files and self._state_of_files() != self._files:
+            raise EngineFailure(f"the files in {' or '.join(self._folders)} have changed since the model was loaded")
         for runner in self._runners:
             resume_memory(runner, tags)
+        self._reads_files &= "weights" not in tags
+
+    def _state_of_files(self) -> list[dict[Path, tuple[int, int]]]:
+        return [state_of_files(Path(folder)) for folder in self._folders]
 
     @property
     def _runners(self) -> list[ModelRunner]:

@@ -120,6 +120,11 @@ class FakeEngine:
         self.released -= set(tags)
 
     @property
+    def running(self) -> int:
+        """Requests that take part in steps."""
+        return len(self._running)
+
+    @property
     def waiting(self) -> int:
         """Requests that wait for the next step."""
         return len(self._waiting)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator
 
-from engine.config import CpuIsa, TrtllmConfig
+from engine.config import CpuIsa, SleepConfig, TrtllmConfig
 from multimodal.answers.parsers.choose import family
 from multimodal.answers.parsers.response_templates import RESPONSE_TEMPLATE
 from server.settings.types import EMBEDDED, ExpandedPath, PathOrNone, Section
@@ -184,11 +184,11 @@ class SleepSettings(Section):
 
     group = "Sleep"
 
-    sleep_after_idle_seconds: float = Field(0.0, ge=0)
+    sleep_after_idle_seconds: float = Field(SleepConfig().idle_seconds, ge=0)
     """Seconds without a request after which the engine gives the memory of weights and KV cache back; 0 is never."""
-    sleep_level: int = Field(1, ge=1, le=2)
+    sleep_level: int = Field(SleepConfig().idle_level, ge=1, le=2)
     """How deep an idle engine sleeps: 1 keeps the weights in host memory, 2 reads them from the model's files again."""
-    wake_on_demand: bool = True
+    wake_on_demand: bool = SleepConfig().wake_on_demand
     """Have a request wake an engine that fell asleep by itself, and wait for it; false answers 503 until /wake_up."""
 
     @field_validator("sleep_after_idle_seconds", mode="after")

@@ -42,10 +42,6 @@ async def engine_of(
         await engine.close()
 
 
-async def state_of(engine: SleepingEngine) -> SleepState:
-    return await anext(aiter(engine.sleep_states()))
-
-
 async def begun(engine: SleepingEngine, max_tokens: int = 1000) -> DeltaStream:
     """A request that runs, and has given a token."""
     stream = engine.generate(request_for(prompt_of(BLOCK), max_tokens=max_tokens))
@@ -91,7 +87,7 @@ async def test_wait_lets_running_requests_finish() -> None:
     async with engine_of(delay=0.001) as (engine, backend):
         stream = await begun(engine, max_tokens=40)
         falling = asyncio.create_task(engine.sleep(WAIT))
-        await until(lambda: engine._state.phase == "falling_asleep")
+        await until(lambda: engine.state.phase == "falling_asleep")
         # What queued for a place in another process is finished, too.
         late = asyncio.create_task(generate(engine, request_for(prompt_of(4), max_tokens=3)))
         assert not backend.released
@@ -113,7 +109,7 @@ async def test_abort_hurries_a_sleep_that_waits() -> None:
     async with engine_of(delay=0.001) as (engine, _):
         stream = await begun(engine, max_tokens=10_000)
         waiting = asyncio.create_task(engine.sleep(WAIT))
-        await until(lambda: engine._state.phase == "falling_asleep")
+        await until(lambda: engine.state.phase == "falling_asleep")
         await engine.sleep(ABORT)
         assert (await waiting).phase == "asleep"
         with pytest.raises(EngineAsleep):
@@ -124,7 +120,7 @@ async def test_waking_gives_up_a_sleep_that_waits() -> None:
     async with engine_of(delay=0.001) as (engine, backend):
         stream = await begun(engine, max_tokens=200)
         waiting = asyncio.create_task(engine.sleep(WAIT))
-        await until(lambda: engine._state.phase == "falling_asleep")
+        await until(lambda: engine.state.phase == "falling_asleep")
         assert (await engine.wake_up()).phase == "awake"
         with pytest.raises(EngineWoken):
             await waiting
@@ -142,7 +138,7 @@ async def test_orders_that_change_nothing_and_orders_at_once() -> None:
         orders = [engine.sleep(SleepOrder(2)), engine.wake_up(), engine.wake_up(), engine.sleep(WAIT), engine.wake_up()]
         done = await asyncio.gather(*orders, return_exceptions=True)
         assert all(isinstance(one, SleepState | EngineWoken) for one in done), done
-        assert (await state_of(engine)).phase == "awake" and not backend.released
+        assert engine.state.phase == "awake" and not backend.released
         assert await generate(engine, request_for(prompt_of(4)))
 
 
@@ -163,7 +159,7 @@ async def test_an_order_outlives_its_caller() -> None:
     async with engine_of(delay=0.001) as (engine, backend):
         stream = await begun(engine, max_tokens=30)
         caller = asyncio.create_task(engine.sleep(WAIT))
-        await until(lambda: engine._state.phase == "falling_asleep")
+        await until(lambda: engine.state.phase == "falling_asleep")
         caller.cancel()
         await collect(stream)
         await until(lambda: backend.released)
@@ -173,7 +169,7 @@ async def test_closing_ends_what_waits() -> None:
     async with engine_of(delay=0.001) as (engine, _):
         stream = await begun(engine, max_tokens=10_000)
         waiting = asyncio.create_task(engine.sleep(WAIT))
-        await until(lambda: engine._state.phase == "falling_asleep")
+        await until(lambda: engine.state.phase == "falling_asleep")
         await engine.close()
         with pytest.raises(EngineNotReady, match="closing"):
             await waiting
@@ -187,7 +183,7 @@ async def test_an_idle_engine_sleeps_and_a_request_wakes_it() -> None:
     async with engine_of(SleepConfig(idle_seconds=0.05, idle_level=2), delay=0.001) as (engine, backend):
         tokens = tokens_of(await generate(engine, request_for(PROMPT, max_tokens=100)))  # longer than idle
         await until(lambda: backend.released)
-        state = await state_of(engine)
+        state = engine.state
         assert (state.level, state.obstacle) == (2, "")
         answers = await asyncio.gather(*(generate(engine, request_for(PROMPT, max_tokens=100)) for _ in "ab"))
         assert [tokens_of(answer) for answer in answers] == [tokens, tokens]
@@ -216,7 +212,7 @@ async def test_an_operators_sleep_is_not_ended_by_requests() -> None:
     async with engine_of(SleepConfig(idle_seconds=0.05)) as (engine, backend):
         await until(lambda: backend.released)
         await engine.sleep(ABORT)
-        assert (await state_of(engine)).obstacle
+        assert engine.state.obstacle
         with pytest.raises(EngineAsleep):
             await collect(engine.generate(request_for(prompt_of(4))))
         assert backend.released
@@ -228,7 +224,8 @@ async def test_a_client_that_leaves_while_the_engine_wakes() -> None:
         await until(lambda: backend.released)
         stream = engine.generate(request_for(prompt_of(4), max_tokens=1000))
         await stream.aclose()
-        await until(lambda: not engine._held)
+        await until(lambda: engine.state.phase == "awake")
+        assert not backend.running
         assert await generate(engine, request_for(prompt_of(4), max_tokens=2))
 
 
@@ -261,17 +258,17 @@ async def test_failures_leave_a_state_that_can_be_left() -> None:
     backend.releases_to_fail = 1
     with pytest.raises(EngineFailure, match="no release"):
         await engine.sleep(ABORT)
-    assert (await state_of(engine)).phase == "awake" and await generate(engine, request_for(prompt_of(4)))
+    assert engine.state.phase == "awake" and await generate(engine, request_for(prompt_of(4)))
     await engine.sleep(ABORT)
     backend.resumes_to_fail = 1
     with pytest.raises(EngineFailure, match="no weights"):
         await engine.wake_up()
-    assert (await state_of(engine)).phase == "asleep"
+    assert engine.state.phase == "asleep"
     await engine.wake_up()
     backend.releases_to_fail = backend.resumes_to_fail = 1
     with pytest.raises(EngineFailure, match="no weights"):
         await engine.sleep(ABORT)
-    assert (await state_of(engine)).phase == "asleep"
+    assert engine.state.phase == "asleep"
     await engine.wake_up()
     assert await generate(engine, request_for(prompt_of(4)))
     await engine.close()
