@@ -18,7 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.types import Receive, Scope, Send
 
 from engine import trace
-from engine.errors import EngineDied, EngineNotReady
+from engine.errors import EngineAsleep, EngineDied, EngineNotReady
 from engine.replicas.client import ConnectionFailed, Header, ReplicaConnection
 from engine.replicas.routing.fleet import RoutedPrompt
 from engine.replicas.routing.load import Assignment
@@ -45,6 +45,7 @@ _ELSEWHERE = tuple(
     b'"code":"%b"' % code for code in (b"response_not_found", b"previous_response_not_found", b"item_not_found")
 )
 """Codes of errors about responses that are stored, if they are, at another replica."""
+_ASLEEP = b'"code":"asleep"'
 _REPLICA_HEADER = b"x-trellis-replica"
 _HOP_BY_HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"}
@@ -163,6 +164,8 @@ class _Exchange:
                 content = await connection.body(_MAX_ANSWER)
             outcome = "refused" if connection.status in _REFUSALS else "error" if connection.status >= 500 else "ok"
             if connection.status == 503:
+                if _ASLEEP in content:
+                    replica.set_unready(EngineAsleep("one is asleep"))
                 replica.check()  # it may be shutting down
             else:
                 replica.breaker.succeed()

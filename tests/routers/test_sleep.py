@@ -10,6 +10,10 @@ import pytest
 from engine.errors import NotSupported
 from engine.fake.engine import FakeEngine
 from engine.sleep import SleepingEngine, SleepOrder
+from routers.state import RouterService
+from tests.routers.test_proxy import LONG, available, cluster, learnt
+from tests.support.disaggregated import all_of, decode_engine, prefill_replica, tokens_of
+from tests.support.disaggregated import request as prompt
 from tests.support.servers import CHAT, application
 from tests.support.waiting import until
 
@@ -186,3 +190,38 @@ async def test_a_prefill_replica_tells_its_peers() -> None:
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "asleep")
         await client.post("/wake_up", headers=BOSS)
         assert (await client.get("/prefill", headers=secret)).status_code == 200
+
+
+async def test_a_router_takes_a_sleeping_replica_out_at_once() -> None:
+    async with cluster(2, admin_key="boss") as (client, life, replicas):
+        assert isinstance(life.service, RouterService)
+        fleet = life.service.fleet
+        first = await client.post(CHATS, json=LONG)
+        await learnt(life, 16)
+        number = int(first.headers["x-trellis-replica"])
+        home = next(replica for replica in fleet.replicas if replica.number == number)
+        sleeper = replicas[number].sleeper
+        assert sleeper is not None and fleet.blocks(home)
+        await sleeper.sleep(SleepOrder())
+        asked = 0
+        async with asyncio.timeout(30):
+            while home.available or asked < 3:
+                answer = await client.post(CHATS, json=LONG)
+                assert answer.status_code == 200 and answer.headers["x-trellis-replica"] != str(number)
+                asked += 1
+        assert home.reason.startswith("one ")
+        await until(lambda: not fleet.blocks(home))
+        await sleeper.wake_up()
+        await available(life, 2)
+
+
+async def test_a_decode_replica_goes_on_without_a_sleeping_prefill_replica() -> None:
+    async with prefill_replica(admin_key="boss") as (url, _, life), decode_engine([url]) as (engine, seen):
+        before = tokens_of(await all_of(engine, prompt("a")))
+        assert seen.peers == {url: True} and life.sleeper is not None
+        await life.sleeper.sleep(SleepOrder())
+        assert tokens_of(await all_of(engine, prompt("b"))) == before
+        await until(lambda: seen.peers == {url: False})
+        await life.sleeper.wake_up()
+        await until(lambda: seen.peers == {url: True})
+        assert tokens_of(await all_of(engine, prompt("c"))) == before
