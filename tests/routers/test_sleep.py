@@ -192,6 +192,7 @@ async def test_a_prefill_replica_tells_its_peers() -> None:
         assert (await client.get("/prefill", headers=secret)).status_code == 200
 
 
+@pytest.mark.slow
 async def test_a_router_takes_a_sleeping_replica_out_at_once() -> None:
     async with cluster(2, admin_key="boss") as (client, life, replicas):
         assert isinstance(life.service, RouterService)
