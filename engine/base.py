@@ -7,7 +7,7 @@ belong to one event loop and must be called from its thread.
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
 from engine.kv_events import KvEvent
 from engine.stats import IterationStats
@@ -80,6 +80,16 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Abort running requests, stop the engine and free its resources."""
+        ...
+
+
+@runtime_checkable
+class Preparable(Protocol):
+    """An engine that can do most of its start before it is needed."""
+
+    async def prepare(self) -> None:
+        """Do what can be done while another engine of the same configuration runs. Raises EngineFailure; `start`
+        does the rest."""
         ...
 
 

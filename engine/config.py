@@ -111,6 +111,8 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     """TCP port on which KV blocks are served; 0 takes a free one."""
     transfer_timeout_seconds: float = 5.0
     """Seconds that reading a prompt's KV blocks may take before the prompt is computed here."""
+    memory_service: str = ""
+    """Socket of the memory service that owns the weights; empty for weights of this engine's own."""
     cache_dir: str = ""
     """Folder for code that is compiled for this machine; empty takes the settings' default."""
     processors: tuple[ProcessorConfig, ...] = ()

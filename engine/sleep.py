@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, get_args
 import msgspec
 from msgspec.structs import replace
 
-from engine.base import DeltaStream, Engine, EngineAround, Latest
+from engine.base import DeltaStream, Engine, EngineAround, Latest, Preparable
 from engine.config import SleepConfig, Tag
 from engine.errors import EngineAsleep, EngineError, EngineFailure, EngineNotReady, EngineWoken, NotSupported
 from engine.types import CANARY_SALT, GenerateRequest
@@ -145,6 +145,10 @@ class SleepingEngine(EngineAround):
         self._orders: set[asyncio.Task[None]] = set()
         self._idle: asyncio.Task[None] | None = None
         self._active_at = 0.0
+
+    async def prepare(self) -> None:
+        if isinstance(self.inner, Preparable):
+            await self.inner.prepare()
 
     async def start(self) -> None:
         await super().start()

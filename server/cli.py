@@ -109,6 +109,13 @@ def _bench(arguments: Sequence[str]) -> int:
     return _as_client(bench.main, arguments)
 
 
+def _memory(arguments: Sequence[str]) -> int:
+    """Own the memory of weights that engines share."""
+    from server.commands import memory  # noqa: PLC0415
+
+    return memory.main(arguments)
+
+
 def _models(arguments: Sequence[str]) -> int:
     """List built-in and cached models, with their sizes."""
     from server.commands import models  # noqa: PLC0415
@@ -145,6 +152,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "doctor": (_doctor, "trellis doctor [MODEL] [--FLAG VALUE ...] [--probe]"),
     "config": (_config, "trellis config [MODEL] [--FLAG VALUE ...]"),
     "bench": (_bench, "trellis bench [--url URL]"),
+    "memory": (_memory, "trellis memory [--memory-service SOCKET] [--FLAG VALUE ...] [--status]"),
     "models": (_models, "trellis models"),
     "version": (_version, "trellis version"),
     "help": (_help, "trellis help [COMMAND] [TOPIC]"),
@@ -187,6 +195,9 @@ def _help_on(verb: str, topic: str) -> str:
     if verb in ("serve", "doctor", "config", "models"):
         lines += _PRECEDENCE
         lines += [help_page(Settings, topic or ("cache_dir" if verb == "models" else ""))]
+    if verb == "memory":
+        lines += ["--status shows what a running service owns. docs/shared-weights.md says more.", "", *_PRECEDENCE]
+        lines += [help_page(Settings, topic or "memory_service")]
     return "\n".join(lines) + "\n"
 
 
@@ -201,6 +212,10 @@ def _check_servable(settings: Settings) -> None:
     """Raise SettingsError for settings that the role lacks, missing packages, and more ranks than GPUs."""
     if (lacking_of_role := missing_setting(settings)) is not None:
         raise SettingsError(": ".join(lacking_of_role))
+    if settings.engine_standby and settings.engine_address:
+        raise SettingsError(
+            "--engine-standby (ENGINE_STANDBY): whoever started the engine at ENGINE_ADDRESS restarts it; leave one out"
+        )
     if settings.engine == "embedded" and settings.cpu_isa != "auto" and not settings.engine_address:
         _check_instruction_set(settings)
     if settings.otel_endpoint:

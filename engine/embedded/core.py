@@ -85,12 +85,23 @@ class _Taken:
     accepted: int = 0
 
 
+class LoadedModel:
+    """What an engine computes with: all of it that another engine may have at the same time."""
+
+    def __init__(self, config: EmbeddedConfig) -> None:
+        self.runner = load_runner(config)
+        self.speculator = create_speculator(config, self.runner)
+
+
 class EngineCore:
     """Model runner, block pools, scheduler and sampler, and the sequences that are alive."""
 
-    def __init__(self, config: EmbeddedConfig, publish: Callable[[KvEvent], None]) -> None:
-        self.runner = load_runner(config)
-        self.speculator = create_speculator(config, self.runner)
+    def __init__(
+        self, config: EmbeddedConfig, publish: Callable[[KvEvent], None], loaded: LoadedModel | None = None
+    ) -> None:
+        loaded = loaded or LoadedModel(config)
+        self.runner = loaded.runner
+        self.speculator = loaded.speculator
         """Chooses drafts; None without speculation."""
         self._folders = [folder for folder in (config.model, config.speculative_model) if folder]
         self._files = self._state_of_files() if config.sleep is not None else []

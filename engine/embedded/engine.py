@@ -15,7 +15,7 @@ import torch
 
 from engine.base import DeltaStream, Latest
 from engine.config import EmbeddedConfig, Tag
-from engine.embedded.core import EngineCore, Outputs
+from engine.embedded.core import EngineCore, LoadedModel, Outputs
 from engine.embedded.grammar.compiler import GrammarCompiler, Matcher
 from engine.embedded.handoff.remote_source import resume
 from engine.embedded.sampling.state import SamplerState
@@ -57,6 +57,9 @@ class EmbeddedEngine:
         self._asked: set[asyncio.Future[Any]] = set()
         """What the engine's thread has been asked for."""
         self._thread: threading.Thread | None = None
+        self._started = threading.Event()
+        """Set by `start`, and by `close`: what only one engine may do waits for it."""
+        self._closing = False
 
     @property
     def info(self) -> EngineInfo:
@@ -68,12 +71,20 @@ class EmbeddedEngine:
     def healthy(self) -> bool:
         return self._info is not None and self._thread is not None and self._thread.is_alive()
 
-    async def start(self) -> None:
+    async def prepare(self) -> None:
+        """Load the model and try it. KV blocks of a CPU take memory only once they are written."""
         self._loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[EngineInfo] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, args=(loaded,), name="engine", daemon=True)
+        loaded: asyncio.Future[None] = self._loop.create_future()
+        self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, args=(loaded, self._ready), name="engine", daemon=True)
         self._thread.start()
-        info = await loaded
+        await loaded
+
+    async def start(self) -> None:
+        if self._thread is None:
+            await self.prepare()
+        self._started.set()
+        info = await self._ready
         self._compiler = GrammarCompiler(
             Path(info.model),
             info.vocab_size,
@@ -137,6 +148,8 @@ class EmbeddedEngine:
 
     async def close(self) -> None:
         if self._thread is not None:
+            self._closing = True
+            self._started.set()
             self._commands.put(None)
             await asyncio.to_thread(self._thread.join)
             self._fail_all(EngineNotReady("the engine is closing"))
@@ -232,16 +245,28 @@ class EmbeddedEngine:
 
     # The engine thread.
 
-    def _run(self, loaded: "asyncio.Future[EngineInfo]") -> None:
+    def _run(self, loaded: "asyncio.Future[None]", ready: "asyncio.Future[EngineInfo]") -> None:
+        awaited: asyncio.Future[Any] = loaded
         try:
-            core = self._load(loaded)
+            began = time.monotonic()
+            log.info("loading the model in %s", self._config.model)
+            torch.set_num_threads(compute_threads(self._config.threads))
+            model = LoadedModel(self._config)
+            seconds = time.monotonic() - began
+            self._call(_settle, loaded, None)
+            awaited = ready
+            self._started.wait()
+            if self._closing:
+                return
+            core = EngineCore(self._config, lambda event: self._new_events.append(event), model)
+            self._call(_settle, ready, self._describe(core, seconds))
         except EngineFailure as error:
-            self._call(_settle, loaded, error)
+            self._call(_settle, awaited, error)
             return
         except Exception as error:  # a bug, or a library's: the start must raise, or it would wait for ever
             log.exception("cannot load %s", self._config.model)
             said = " ".join(f"{type(error).__name__}: {error}".split())
-            self._call(_settle, loaded, EngineFailure(f"cannot load {self._config.model}: {said}"))
+            self._call(_settle, awaited, EngineFailure(f"cannot load {self._config.model}: {said}"))
             return
         try:
             with contextlib.closing(core), torch.inference_mode():
@@ -274,16 +299,13 @@ class EmbeddedEngine:
             command(core)
             told = False
 
-    def _load(self, loaded: "asyncio.Future[EngineInfo]") -> EngineCore:
-        started = time.monotonic()
-        log.info("loading the model in %s", self._config.model)
-        torch.set_num_threads(compute_threads(self._config.threads))
-        core = EngineCore(self._config, lambda event: self._new_events.append(event))
+    def _describe(self, core: EngineCore, load_seconds: float) -> EngineInfo:
         runner, config = core.runner, self._config
         self._capacity = core.blocks.capacity
         self._layout = core.layout
         self._takes_images = runner.takes_images
-        info = EngineInfo(
+        shared = runner.shared_weights
+        return EngineInfo(
             backend="embedded",
             model=config.model,
             dtype=str(runner.dtype).removeprefix("torch."),
@@ -298,7 +320,7 @@ class EmbeddedEngine:
             num_blocks=core.blocks.pools[0].num_blocks,
             max_num_seqs=config.max_batch_size,
             max_num_tokens=config.max_num_tokens,
-            load_seconds=time.monotonic() - started,
+            load_seconds=load_seconds,
             kv_bytes=sum(blocks.nbytes for blocks in runner.memory.blocks),
             host_kv_bytes=config.kv_host_cache_mb << 20,
             disk_kv_bytes=config.kv_disk_cache_mb << 20,
@@ -306,9 +328,9 @@ class EmbeddedEngine:
             guides=GUIDE_KINDS,
             capacity=self._capacity if self._capacity < runner.context_length else 0,
             kv_layout=str(core.layout),
+            shared_weight_bytes=shared.bytes if shared is not None else 0,
+            own_weights=shared.failure if shared is not None else "",
         )
-        self._call(_settle, loaded, info)
-        return core
 
     def _take_events(self) -> list[KvEvent]:
         """Return the KV events since the last call: they travel with the outputs of a step."""

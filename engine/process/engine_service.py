@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 
-from engine.base import Engine
+from engine.base import Engine, Preparable
 from engine.config import EngineConfig, Tag
 from engine.create import create_engine
 from engine.errors import NotSupported
@@ -14,6 +14,11 @@ from engine.types import Delta, EngineInfo, GenerateRequest
 
 _STATS_SECONDS = 0.1
 """Each report wakes five threads of two processes, which a step on a few cores feels."""
+
+
+async def _prepare(engine: Engine) -> None:
+    if isinstance(engine, Preparable):
+        await engine.prepare()
 
 
 async def _reset(engine: Engine) -> bool:
@@ -66,6 +71,7 @@ ENGINE: Interface[EngineConfig, Engine] = Interface(
         "kv_events": Topic(list[KvEvent], lambda engine: engine.kv_events()),
         "sleep_states": Topic(SleepState, _sleep_states),
     },
+    prepare=_prepare,
     more_stop_seconds=lambda config: config.extra_stop_seconds,
     hang_seconds=lambda config: config.hang_seconds,
 )

@@ -92,6 +92,7 @@ def embedded_config(settings: Settings, folder: Path | None) -> EmbeddedConfig:
     names = set(EmbeddedConfig.__struct_fields__) & set(Settings.model_fields) - {"model"}
     values = {name: getattr(settings, name) for name in names} | {"cache_dir": str(settings.cache_dir)}
     values["kv_disk_cache_dir"] = str(settings.kv_disk_cache_dir)
+    values["memory_service"] = str(settings.memory_service or "")
     values |= {name: choice.value for name, choice in sizes(settings, folder, this_machine()).items()}
     if not role_of(settings).moves_kv_blocks:
         values["kv_transfer"] = ""

@@ -37,6 +37,7 @@ from server.compose.publishing import publish_events
 from server.health.canary import engine_probe
 from server.http.errors import render_event
 from server.metrics.peers import PeerMetrics
+from server.metrics.replica import watch_engine_process
 
 _HEALTH_PAUSE = 1.0
 
@@ -96,7 +97,8 @@ async def _open_engine(to: Composition, folder: Path | None) -> tuple[Engine, Fa
     if not settings.engine_process:
         engine = create_engine(config)
         return engine, partial(_stopped, engine)
-    process = EngineProcess(config, on_death=settings.engine_on_death)
+    process = EngineProcess(config, on_death=settings.engine_on_death, standby=settings.engine_standby)
+    watch_engine_process(to.metrics.polled, process)
     to.stack.push_async_callback(process.close)
     await process.start()
     return EngineClient(process.address, process.wait_failed), process.wait_failed

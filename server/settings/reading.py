@@ -20,6 +20,7 @@ from server.settings.engine import (
     BatchSettings,
     ComputeSettings,
     EngineSettings,
+    MemoryServiceSettings,
     ModelSettings,
     SettingsForTests,
     SleepSettings,
@@ -62,6 +63,7 @@ class Settings(
     ResponsesSettings,
     BatchSettings,
     ComputeSettings,
+    MemoryServiceSettings,
     EngineSettings,
     ModelSettings,  # pydantic lists the fields of the last base first
 ):

@@ -14,6 +14,7 @@ import torch
 from engine.config import Tag
 from engine.embedded.kv.layout import LayerGroup
 from engine.embedded.kv.memory import KvMemory
+from engine.embedded.models.shared_weights import SharedWeights
 from engine.embedded.sampling.sampler import Sampler
 from engine.kit.checks import ImageTokens
 
@@ -98,6 +99,8 @@ class ModelRunner(Protocol):
     """How the model takes images; None if it takes none."""
     groups: list[LayerGroup]
     """Layers that share block tables, full attention first, and how many blocks each group has."""
+    shared_weights: SharedWeights | None
+    """This engine's share in the memory service; None where nobody asked for one."""
     memory: KvMemory
     """The KV cache, for those who move blocks. Its first `groups[i].num_blocks` blocks are the scheduler's."""
 
@@ -134,6 +137,7 @@ class PendingTokens:
     """The last sampled token of each slot, and the part of `ModelRunner` that has to do with them."""
 
     sampler: Sampler | None = None
+    shared_weights: SharedWeights | None = None
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self._sampled = torch.zeros(slots, dtype=torch.int64, device=device)

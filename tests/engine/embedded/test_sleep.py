@@ -101,16 +101,16 @@ def test_discarded_pages_take_no_memory_and_come_back_as_zeros(make: Callable[..
 
 def test_a_core_gives_all_its_memory_back(model: Path) -> None:
     core = core_of(model, num_blocks=4000)
-    arena, cache = core.runner._weights._arena, core.runner.memory.blocks[0]  # type: ignore[attr-defined]
+    panels, cache = core.runner._weights._own, core.runner.memory.blocks[0]  # type: ignore[attr-defined]
     cache.fill_(1.0)
-    assert resident(cache) > 0.9 * cache.nbytes and arena.any()
+    assert resident(cache) > 0.9 * cache.nbytes and panels.any()
     asleep(core, 1)
-    assert arena.any(), "weights are in memory of the host already"
+    assert panels.any(), "weights are in memory of the host already"
     assert resident(cache) < 0.05 * cache.nbytes
     asleep(core, 2)
-    assert not arena[: len(arena) // 4096 * 4096].any()
+    assert not panels[: len(panels) // 4096 * 4096].any()
     core.resume_memory(TAGS)
-    assert arena.any()
+    assert panels.any()
     core.close()
 
 

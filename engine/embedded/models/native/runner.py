@@ -26,6 +26,7 @@ from engine.embedded.models.native.sampler import NativeSampler
 from engine.embedded.models.native.structures import NativeStep
 from engine.embedded.models.native.weights import Weights, zeros
 from engine.embedded.models.runner import EmbeddingRows, PendingTokens, StepInput
+from engine.embedded.models.shared_weights import SharedWeights
 from engine.embedded.threads import compute_threads
 
 log = logging.getLogger(__name__)
@@ -54,8 +55,8 @@ class NativeRunner(PendingTokens):
             code = library(Path(config.cache_dir or "~/.cache/trellis").expanduser(), level)
         except NoCompilerError as error:
             raise UnsupportedModelError(str(error)) from error
-        with Checkpoint(folder, shape) as checkpoint:
-            self._weights = Weights(code, checkpoint, shape, int8=config.quantization == "int8")
+        with Checkpoint(folder, shape) as checkpoint, SharedWeights(config) as self.shared_weights:
+            self._weights = Weights(code, checkpoint, shape, self.shared_weights, int8=config.quantization == "int8")
             if checkpoint.unused:
                 log.warning("the model does not use all that %s has: %s", folder, some(checkpoint.unused))
         self.takes_images = shape.takes_images

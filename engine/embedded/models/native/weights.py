@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import starmap
+from pathlib import Path
 
 import torch
 from torch.nn import functional
@@ -15,6 +16,7 @@ from torch.nn import functional
 from engine.embedded.kv.memory import discard
 from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig
 from engine.embedded.models.native.structures import BLOCK, BLOCK_BYTES, Kind, NativeLayer, NativeMatrix, NativeModel
+from engine.embedded.models.shared_weights import SharedWeights
 from engine.embedded.threads import compute_threads
 from engine.errors import EngineFailure
 
@@ -35,8 +37,17 @@ class Weights:
     """All panels and norms of a model, and the structures that point to them. Raises EngineFailure for a value that is
     not finite."""
 
-    def __init__(self, code: ctypes.CDLL, checkpoint: Checkpoint, config: LlamaConfig, *, int8: bool = False) -> None:
-        """`int8` quantises matrices to 8 bits, unless they are stored as blocks of 8 or 4 bits."""
+    def __init__(
+        self,
+        code: ctypes.CDLL,
+        checkpoint: Checkpoint,
+        config: LlamaConfig,
+        shared: SharedWeights,
+        *,
+        int8: bool = False,
+    ) -> None:
+        """`int8` quantises matrices to 8 bits, unless they are stored as blocks of 8 or 4 bits. Panels are memory of
+        `shared` if it has some, which may be filled already."""
         self._code = code
         self._checkpoint = checkpoint
         self._config = config
@@ -50,17 +61,23 @@ class Weights:
         embedding, head = ["model.embed_tokens"], ["lm_head"]
         tied = "lm_head.weight" not in checkpoint
         matrices = [embedding, *([] if tied else [head]), *(names for layer in layers for names in layer.values())]
-        self._arena = zeros((sum(map(self._bytes, matrices)),), torch.uint8)
-        self._used = 0
+        size, kinds = sum(map(self._bytes, matrices)), [self._kind(names) for names in matrices]
+        self._pages = shared.pages(
+            size, torch.device("cpu"), Path(code._name).name, kinds, checkpoint.source if int8 else ""
+        )
+        """The panels, if they are in memory of the service; else they are in `_own`."""
+        self._own = zeros((size,), torch.uint8) if self._pages is None else None
+        self._next = self._own.data_ptr() if self._own is not None else self._pages.address
         self.layers = (NativeLayer * config.layers)(*starmap(self._layer, enumerate(layers)))
         self.embedding = self._matrix(embedding)
         self.head = self.embedding if tied else self._matrix(head)
         self.norm = self._vector("model.norm.weight")
-        self.discarded = True
-        """Whether the panels are not filled."""
+        self.discarded = False
+        """Whether the panels have to be filled again."""
         self._checked = False
         """Whether all values are known to be finite."""
-        self.fill(checkpoint)
+        if self._pages is None or not self._pages.filled:
+            self.fill(checkpoint)
 
     def fill(self, checkpoint: Checkpoint) -> None:
         """Fill the panels from a checkpoint: that which this was made of, or the same opened again."""
@@ -72,9 +89,11 @@ class Weights:
         self._checked = True
 
     def discard(self) -> None:
-        """Give the memory of the panels back until `fill`. Norms and biases, which are small, stay."""
-        discard(self._arena)
-        self.discarded = True
+        """Give the memory of the panels back until `fill`, unless it belongs to the memory service. Norms and biases,
+        which are small, stay."""
+        if self._own is not None:
+            discard(self._own)
+            self.discarded = True
 
     def describe(self, cache: torch.Tensor, block_size: int) -> NativeModel:
         """Return the whole model for the compiled code; valid while this and `cache` live."""
@@ -107,8 +126,8 @@ class Weights:
         fills them later."""
         interleaved = _interleaved(names)
         sizes, inputs = [self._shapes[f"{name}.weight"][0] for name in names], self._shapes[f"{names[0]}.weight"][1]
-        start, kind = self._arena.data_ptr() + self._used, self._kind(names)
-        self._used += self._bytes(names)
+        start, kind = self._next, self._kind(names)
+        self._next += self._bytes(names)
         if not interleaved and any(size % self._panel for size in sizes[:-1]):  # several in one panel
             self._work.append(partial(self._pack, kind, names, start, 0, 1))
         else:

@@ -1,10 +1,12 @@
 """The torch runner: a transformers model, on flat tokens over our KV blocks."""
 
+from __future__ import annotations
+
 import ctypes
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.configuration_utils import PreTrainedConfig
@@ -20,6 +22,9 @@ from engine.embedded.models.torch.attention import ATTENTION_NAME, KvCache, Step
 from engine.embedded.models.torch.linear import can_pack
 from engine.embedded.models.torch.norm import replace_norms
 from engine.embedded.models.transformers_models import auto_class, drop_tower, load_config, load_weights
+
+if TYPE_CHECKING:
+    from engine.embedded.models.cuda.releasable import ReleasableMemory
 
 MIB = 1 << 20
 
@@ -41,11 +46,10 @@ class TorchRunner(PendingTokens):
         self.hf_config, facts = load_config(config.model)
         self.takes_images = facts.image_tokens
         self.context_length = min(config.max_seq_len or facts.context_length, facts.context_length)
-        self._load = partial(_load_module, config, self.hf_config, facts, self.dtype, self.device)
-        self.module = self._load()
-        attends = ask(self.module, self.hf_config, self.context_length)
-        self._readapt = partial(self._adapt, config, attends)
-        self._readapt()
+        self._cache_memory: ReleasableMemory | None = None
+        """Memory of the KV cache, on a GPU that gives it back."""
+        self._reload = partial(self._load, config, facts)
+        attends = self._reload()
         self.vocab_size = facts.vocab_size
         self.eos_token_ids = facts.eos_token_ids
         self.groups = self._share(config, attends)
@@ -60,11 +64,7 @@ class TorchRunner(PendingTokens):
             )
             for group in self.groups
         ]
-        shared = bool(config.kv_transfer) and self.device.type == "cpu"
-        self.caches = [
-            KvCache(shared_zeros(shape, self.cache_dtype) if shared else zeros(shape, self.cache_dtype, self.device))
-            for shape in shapes
-        ]
+        self.caches = [KvCache(self._zeros(config, shape)) for shape in shapes]
         self.memory = KvMemory("blocks of tokens", attends, [cache.data for cache in self.caches])
 
     @property
@@ -92,27 +92,47 @@ class TorchRunner(PendingTokens):
             self._release_weights(level)
 
     def resume_memory(self, tags: Collection[Tag]) -> None:
-        if "kv_cache" in tags:
-            self._resume_cache()
-        if "weights" in tags:
+        if "weights" in tags:  # first: while they are read they may take memory twice
             self._resume_weights()
+        if "kv_cache" in tags and self._cache_memory is not None and not self._cache_memory.resume():
+            for cache in self.caches:
+                cache.data.zero_()
+
+    def _zeros(self, config: EmbeddedConfig, shape: tuple[int, ...]) -> torch.Tensor:
+        """Allocate a KV cache. On a GPU that sleeps its memory can be released, unless it moves KV blocks: then other
+        processes have mapped it."""
+        if self.device.type == "cpu":
+            moves = bool(config.kv_transfer)
+            return shared_zeros(shape, self.cache_dtype) if moves else zeros(shape, self.cache_dtype, self.device)
+        if config.sleep is None or config.kv_transfer:
+            return zeros(shape, self.cache_dtype, self.device)
+        from engine.embedded.models.cuda.releasable import ReleasableMemory  # noqa: PLC0415 - for a GPU
+
+        self._cache_memory = self._cache_memory or ReleasableMemory(self.device)
+        return self._cache_memory.empty(shape, self.cache_dtype).zero_()
 
     def _release_cache(self) -> None:
-        for cache in self.caches:
-            discard(cache.data)
-
-    def _resume_cache(self) -> None:
-        """A CPU takes pages as they are written."""
+        if self.device.type == "cpu":
+            for cache in self.caches:
+                discard(cache.data)
+        elif self._cache_memory is not None:
+            self._cache_memory.release(keep=False)
 
     def _release_weights(self, level: int) -> None:
         if level > 1:
             self.module = None
+        elif self.device.type != "cpu":
+            self.module.to("cpu")
+        if self.device.type == "cpu":
             _give_back_memory()
+        else:
+            torch.cuda.empty_cache()
 
     def _resume_weights(self) -> None:
         if self.module is None:
-            self.module = self._load()
-            self._readapt()
+            self._reload()
+        elif self.device.type != "cpu":
+            self.module.to(self.device)
 
     def _inputs_of(self, step: StepInput) -> dict[str, torch.Tensor]:
         """Return token ids [1, tokens], or embeddings [1, tokens, hidden size] if some are of images."""
@@ -126,6 +146,13 @@ class TorchRunner(PendingTokens):
     def _positions_of(self, step: StepInput) -> torch.Tensor:
         """Return positions [1, tokens], or [3, 1, tokens] for mRoPE."""
         return torch.tensor([step.positions]) if step.rope_positions is None else step.rope_positions.unsqueeze(1)
+
+    def _load(self, config: EmbeddedConfig, facts: ModelFacts) -> Attends:
+        """Load the weights, and return how the layers attend."""
+        self.module = _load_module(config, self.hf_config, facts, self.dtype, self.device)
+        attends = ask(self.module, self.hf_config, self.context_length)
+        self._adapt(config, attends)
+        return attends
 
     def _adapt(self, config: EmbeddedConfig, attends: Attends) -> None:
         """Adapt the loaded module to the device, before memory for KV blocks is taken."""
