@@ -111,6 +111,8 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     """TCP port on which KV blocks are served; 0 takes a free one."""
     transfer_timeout_seconds: float = 5.0
     """Seconds that reading a prompt's KV blocks may take before the prompt is computed here."""
+    kv_memory_later: bool = False
+    """Only reserve addresses for KV blocks on a GPU until the engine starts: another one has their memory so long."""
     memory_service: str = ""
     """Socket of the memory service that owns the weights; empty for weights of this engine's own."""
     cache_dir: str = ""

@@ -156,6 +156,11 @@ def _sharing_problems(settings: Settings, gpu: bool) -> Iterator[Finding]:
     if gpu and settings.engine_standby and settings.memory_service is None:
         text = "ENGINE_STANDBY=true needs MEMORY_SERVICE on a GPU, whose memory would hold the weights twice"
         yield Finding("problem", text, "start `trellis memory` and set MEMORY_SERVICE, or leave ENGINE_STANDBY out")
+    if gpu and settings.engine_standby:
+        moves = "DISAGGREGATION_MODE" if role_of(settings).moves_kv_blocks else ""
+        if named := moves or ("SPECULATIVE" if settings.speculative == "draft" else ""):
+            text = f"ENGINE_STANDBY=true cannot be used on a GPU with {named}={getattr(settings, named.lower())}"
+            yield Finding("problem", text, "leave one of them out")
     if settings.memory_service is None:
         return
     against = "ATTENTION=sdpa" if gpu and settings.attention == "sdpa" else ""

@@ -258,6 +258,7 @@ class EmbeddedEngine:
             self._started.wait()
             if self._closing:
                 return
+            model.runner.take_memory()
             core = EngineCore(self._config, lambda event: self._new_events.append(event), model)
             self._call(_settle, ready, self._describe(core, seconds))
         except EngineFailure as error:

@@ -8,7 +8,6 @@ process ends its part.
 
 import ctypes
 import os
-from collections.abc import Callable
 from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
 from typing import Any
 from weakref import finalize
@@ -21,6 +20,8 @@ _FILE_DESCRIPTOR = 1
 _SMALLEST = 0
 """The granularity that is asked for."""
 READ, READ_AND_WRITE = 1, 3
+_STAND_IN_BYTES = 64 << 20
+"""Memory behind addresses that are only reserved: more than a KV block, so that no block overlaps itself."""
 
 
 class _Location(ctypes.Structure):
@@ -75,9 +76,9 @@ class Driver:
     """The calls of the CUDA driver that sharing memory needs. Raises MemoryServiceError where there is no CUDA, and
     whenever a call fails."""
 
-    def __init__(self, load: Callable[[], Any] = load_driver) -> None:
+    def __init__(self) -> None:
         try:
-            library = load()
+            library = load_driver()
             self._calls = {name: getattr(library, name) for name in _SIGNATURES}
         except (OSError, AttributeError) as error:
             raise MemoryServiceError(f"CUDA's driver cannot be used: {error}") from error
@@ -162,8 +163,8 @@ def _properties(ordinal: int) -> _Properties:
 class DeviceMemory:
     """Memory of one device, as the service owns it. Raises MemoryServiceError."""
 
-    def __init__(self, uuid: str, driver: Driver | None = None) -> None:
-        self._driver = driver or Driver()
+    def __init__(self, uuid: str) -> None:
+        self._driver = Driver()
         self._ordinal = self._driver.ordinal(uuid)
         self._handles: dict[int, int] = {}
         """Handle of each descriptor. It is kept: that a descriptor alone keeps memory is documented nowhere."""
@@ -208,6 +209,55 @@ class MappedDeviceMemory:
     def protect(self) -> None:
         """Let the device only read the memory from now on."""
         self._driver.allow(self.address, self._size, self._ordinal, READ)
+
+
+class ReservedDeviceMemory:
+    """Addresses of device memory, as long as this object lives. Until `take` one small piece of memory is behind all of
+    them: kernels run and are captured in CUDA graphs, and their results mean nothing. Raises MemoryServiceError."""
+
+    def __init__(self, size: int, ordinal: int) -> None:
+        self._driver = Driver()
+        self._ordinal = ordinal
+        granularity = self._driver.granularity(ordinal)
+        self._size = -(-size // granularity) * granularity
+        piece = min(-(-_STAND_IN_BYTES // granularity) * granularity, self._size)
+        self.address = self._driver.reserve(self._size)
+        self._parts: list[tuple[int, int]] = []
+        """Address and size of each mapping."""
+        finalize(self, _unmap_parts, self._driver, self.address, self._size, self._parts).atexit = False
+        self._map(piece)
+
+    def take(self) -> None:
+        """Have memory of its own behind each address, whatever it contains. Nothing may run on the device."""
+        self.release()
+        self._map(self._size)
+
+    @property
+    def released(self) -> bool:
+        """Whether nothing is behind the addresses."""
+        return not self._parts
+
+    def release(self) -> None:
+        """Give the memory back, until `take`. Nothing may use it."""
+        while self._parts:
+            self._driver.unmap(*self._parts.pop())
+
+    def _map(self, piece: int) -> None:
+        handle = self._driver.create(self._ordinal, piece)
+        try:
+            for start in range(self.address, self.address + self._size, piece):
+                part = start, min(piece, self.address + self._size - start)
+                self._driver.map(*part, handle)
+                self._parts.append(part)
+        finally:
+            self._driver.release(handle)  # the mappings keep the memory
+        self._driver.allow(self.address, self._size, self._ordinal, READ_AND_WRITE)
+
+
+def _unmap_parts(driver: Driver, address: int, size: int, parts: list[tuple[int, int]]) -> None:
+    for part in parts:
+        driver.unmap(*part)
+    driver.give_back(address, size)
 
 
 def _unmap(driver: Driver, address: int, size: int) -> None:

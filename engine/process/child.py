@@ -143,7 +143,10 @@ class ServiceProcess:
     async def _spawn(self, *, standby: bool = False) -> "_Host":
         """Raises OSError."""
         host = await _Host.spawn(self._interface, self._hang_seconds, self._note_ready, again=self._was_ready)
-        host.tell(msgspec.json.encode(msgspec.structs.replace(self._options, standby=standby)))
+        options = msgspec.structs.replace(self._options, standby=standby)
+        if standby and self._host is not None and self._host.successor:
+            options = msgspec.structs.replace(options, config=msgspec.Raw(self._host.successor))
+        host.tell(msgspec.json.encode(options))
         return host
 
     def _note_ready(self) -> None:
@@ -215,6 +218,8 @@ class _Host:
         """Whether it is a standby host that can take over at once."""
         self.taken = asyncio.Event()
         """Set once it has been told to take over."""
+        self.successor = b""
+        """Configuration of a standby host, if it is not this one's."""
         self._on_ready = on_ready
         self._again = again
         self._noun = noun
@@ -313,6 +318,8 @@ class _Host:
                     self._watch = asyncio.create_task(self._kill_if_silent(), name=f"{self._noun}-watch")
                 if self._again:
                     log.info("the %s process is ready again", self._noun)
+            elif line.startswith(b"successor "):
+                self.successor = line.partition(b" ")[2].strip()
             elif line == b"standby\n":
                 self.prepared = True
                 log.info("a standby %s process is prepared", self._noun)

@@ -2,8 +2,10 @@
 
 from collections.abc import AsyncIterator
 
+import msgspec
+
 from engine.base import Engine, Preparable
-from engine.config import EngineConfig, Tag
+from engine.config import EmbeddedConfig, EngineConfig, Tag
 from engine.create import create_engine
 from engine.errors import NotSupported
 from engine.kv_events import KvEvent
@@ -19,6 +21,13 @@ _STATS_SECONDS = 0.1
 async def _prepare(engine: Engine) -> None:
     if isinstance(engine, Preparable):
         await engine.prepare()
+
+
+def _successor(config: EngineConfig, engine: Engine) -> EngineConfig:
+    """On a GPU the KV blocks of an engine that stands by take the place of those of the one that serves."""
+    if not isinstance(config, EmbeddedConfig) or not engine.info.device.startswith("cuda"):
+        return config
+    return msgspec.structs.replace(config, num_blocks=engine.info.num_blocks, kv_memory_later=True)
 
 
 async def _reset(engine: Engine) -> bool:
@@ -72,6 +81,7 @@ ENGINE: Interface[EngineConfig, Engine] = Interface(
         "sleep_states": Topic(SleepState, _sleep_states),
     },
     prepare=_prepare,
+    successor=_successor,
     more_stop_seconds=lambda config: config.extra_stop_seconds,
     hang_seconds=lambda config: config.hang_seconds,
 )

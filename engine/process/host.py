@@ -3,10 +3,11 @@
 It is started by `python -m engine.process.host MODULE:INTERFACE` (`command.py`).
 
 Standard input starts with one line of JSON, a `wire.HostOptions`, and stays open for the life of the host. The line
-`ready` on standard output says that clients are served, `failed REASON` that the host ends; for a service with
-`hang_seconds`, lines `beat` follow `ready` as long as the event loop runs. A standby host prepares, says `standby`, and
-goes on when a line `go` comes. SIGTERM, SIGINT and SIGHUP have no effect: a
-service manager sends them to the parent too, which still drains. What this process has started is killed when it ends.
+`ready` on standard output says that clients are served, `failed REASON` that the host ends, and `successor CONFIG`, if
+there is one, with which configuration a standby host prepares. For a service with `hang_seconds`, lines `beat` follow
+`ready` as long as the event loop runs. A standby host prepares, says `standby`, and goes on when a line `go` comes.
+SIGTERM, SIGINT and SIGHUP have no effect: a service manager sends them to the parent too, which still drains. What this
+process has started is killed when it ends.
 """
 
 import asyncio
@@ -330,6 +331,8 @@ class _HostProcess:
         socket = bind(self._address)
         try:
             if await self._completed(service.start()):
+                if (successor := self._interface.successor(self._config, service)) != self._config:
+                    print("successor", msgspec.json.encode(successor).decode(), file=self._channel.output)
                 await self._serve(ServiceHost(self._interface, service, socket))
         finally:
             socket.close(linger=0)

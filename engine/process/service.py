@@ -129,6 +129,8 @@ class Interface(Generic[ConfigT, ServiceT]):
     topics: Mapping[str, Topic[Any]]
     prepare: Callable[[ServiceT], Coroutine[Any, Any, None]] = _prepare_nothing
     """What a standby process does before it has to `start`: all that another process may have done at the same time."""
+    successor: Callable[[ConfigT, ServiceT], ConfigT] = lambda config, _: config
+    """Configuration of a standby process for a service that has started."""
     more_stop_seconds: Callable[[ConfigT], float] = lambda _: 0.0
     """How much longer than others the service may take to close."""
     hang_seconds: Callable[[ConfigT], float] = lambda _: 0.0

@@ -117,6 +117,10 @@ class ModelRunner(Protocol):
         """
         ...
 
+    def take_memory(self) -> None:
+        """Take the memory of KV blocks if only their addresses have been reserved (`kv_memory_later`). Raises
+        EngineFailure."""
+
     def remember(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
         """Keep the tokens, int64 [slots] on the device, that were sampled last for these slots: the next step may
         name them."""
@@ -138,6 +142,9 @@ class PendingTokens:
 
     sampler: Sampler | None = None
     shared_weights: SharedWeights | None = None
+
+    def take_memory(self) -> None:
+        """Do nothing: memory was taken, or is taken page by page."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self._sampled = torch.zeros(slots, dtype=torch.int64, device=device)

@@ -19,7 +19,7 @@ from engine.embedded.models.cuda.attention import CudaAttention
 from engine.embedded.models.cuda.compiling import expect_compilation, warn_of_compilation
 from engine.embedded.models.cuda.decoder import LlamaDecoder, is_llama_kind, trial, trial_by_transformers
 from engine.embedded.models.cuda.graphs import capture
-from engine.embedded.models.cuda.releasable import ReleasableMemory
+from engine.embedded.models.cuda.releasable import ReleasableWeights
 from engine.embedded.models.cuda.sampler import CudaSampler, RowDraws
 from engine.embedded.models.devices import UnsupportedModelError, dtype_of, to_device
 from engine.embedded.models.runner import StepInput
@@ -55,7 +55,7 @@ class CudaRunner(TorchRunner):
     spare_blocks = 1
     spare_slots = 1
     compute_path = "cuda"
-    _weights: ReleasableMemory | None = None
+    _weights: ReleasableWeights | None = None
     """Memory of weights that can be released."""
     _read = True
     """Whether they have been read since."""
@@ -153,7 +153,7 @@ class CudaRunner(TorchRunner):
         """Load weights that nobody shares, where they can be released if the engine sleeps."""
         attends = super()._load(config, facts)
         if config.sleep is not None:
-            self._weights = ReleasableMemory(self.device)
+            self._weights = ReleasableWeights(self.device)
             with torch.inference_mode():
                 self._decoder.move(self._weights.place)
         return attends

@@ -1,12 +1,11 @@
 """The torch runner: a transformers model, on flat tokens over our KV blocks."""
 
-from __future__ import annotations
-
 import ctypes
+import math
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.configuration_utils import PreTrainedConfig
@@ -17,14 +16,15 @@ from engine.embedded.kv.layout import Attends, LayerGroup, ask, share
 from engine.embedded.kv.memory import KvMemory, discard, shared_zeros
 from engine.embedded.models.devices import device_of, dtype_of
 from engine.embedded.models.runner import PendingTokens, StepInput
+from engine.embedded.models.shared_weights import bytes_at
 from engine.embedded.models.torch import decoder, linear
 from engine.embedded.models.torch.attention import ATTENTION_NAME, KvCache, StepAttention, sort_decodes, zeros
 from engine.embedded.models.torch.linear import can_pack
 from engine.embedded.models.torch.norm import replace_norms
 from engine.embedded.models.transformers_models import auto_class, drop_tower, load_config, load_weights
-
-if TYPE_CHECKING:
-    from engine.embedded.models.cuda.releasable import ReleasableMemory
+from engine.errors import EngineFailure
+from engine.memory.device import ReservedDeviceMemory
+from engine.memory.wire import MemoryServiceError
 
 MIB = 1 << 20
 
@@ -46,8 +46,6 @@ class TorchRunner(PendingTokens):
         self.hf_config, facts = load_config(config.model)
         self.takes_images = facts.image_tokens
         self.context_length = min(config.max_seq_len or facts.context_length, facts.context_length)
-        self._cache_memory: ReleasableMemory | None = None
-        """Memory of the KV cache, on a GPU that gives it back."""
         self._reload = partial(self._load, config, facts)
         attends = self._reload()
         self.vocab_size = facts.vocab_size
@@ -64,13 +62,37 @@ class TorchRunner(PendingTokens):
             )
             for group in self.groups
         ]
+        self._reserved: list[ReservedDeviceMemory] = []
+        """Memory of the KV cache, on a GPU that takes it later or gives it back."""
         self.caches = [KvCache(self._zeros(config, shape)) for shape in shapes]
+        if not config.kv_memory_later:
+            self.take_memory()
         self.memory = KvMemory("blocks of tokens", attends, [cache.data for cache in self.caches])
 
     @property
     def cache(self) -> KvCache:
         """The cache of the first group: the only one where attention is full in every layer."""
         return self.caches[0]
+
+    def take_memory(self) -> None:
+        try:
+            for reserved in self._reserved:
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+                reserved.take()
+        except MemoryServiceError as error:
+            raise EngineFailure(f"there is no memory for KV blocks: {error}") from error
+        if self._reserved:
+            for cache in self.caches:
+                cache.data.zero_()
+
+    def _reserve(self, shape: tuple[int, ...]) -> torch.Tensor:
+        size = math.prod(shape) * self.cache_dtype.itemsize
+        try:
+            self._reserved.append(ReservedDeviceMemory(size, self.device.index or 0))
+        except MemoryServiceError as error:
+            raise EngineFailure(f"no addresses can be reserved for KV blocks: {error}") from error
+        return bytes_at(self._reserved[-1].address, size, self.device).view(self.cache_dtype).view(shape)
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> torch.Tensor:
@@ -94,29 +116,31 @@ class TorchRunner(PendingTokens):
     def resume_memory(self, tags: Collection[Tag]) -> None:
         if "weights" in tags:  # first: while they are read they may take memory twice
             self._resume_weights()
-        if "kv_cache" in tags and self._cache_memory is not None and not self._cache_memory.resume():
-            for cache in self.caches:
-                cache.data.zero_()
+        if "kv_cache" in tags and any(reserved.released for reserved in self._reserved):
+            self.take_memory()
 
     def _zeros(self, config: EmbeddedConfig, shape: tuple[int, ...]) -> torch.Tensor:
-        """Allocate a KV cache. On a GPU that sleeps its memory can be released, unless it moves KV blocks: then other
-        processes have mapped it."""
-        if self.device.type == "cpu":
-            moves = bool(config.kv_transfer)
-            return shared_zeros(shape, self.cache_dtype) if moves else zeros(shape, self.cache_dtype, self.device)
-        if config.sleep is None or config.kv_transfer:
-            return zeros(shape, self.cache_dtype, self.device)
-        from engine.embedded.models.cuda.releasable import ReleasableMemory  # noqa: PLC0415 - for a GPU
-
-        self._cache_memory = self._cache_memory or ReleasableMemory(self.device)
-        return self._cache_memory.empty(shape, self.cache_dtype).zero_()
+        """Allocate a KV cache, or reserve its addresses. On a GPU a sleep can release it unless it moves KV blocks, as
+        other processes have mapped it then."""
+        if config.kv_memory_later or (
+            self.device.type == "cuda" and config.sleep is not None and not config.kv_transfer
+        ):
+            return self._reserve(shape)
+        if self.device.type == "cpu" and config.kv_transfer:
+            return shared_zeros(shape, self.cache_dtype)
+        return zeros(shape, self.cache_dtype, self.device)
 
     def _release_cache(self) -> None:
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and not self._reserved:
             for cache in self.caches:
                 discard(cache.data)
-        elif self._cache_memory is not None:
-            self._cache_memory.release(keep=False)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        try:
+            for reserved in self._reserved:
+                reserved.release()
+        except MemoryServiceError as error:
+            raise EngineFailure(f"the memory of KV blocks cannot be given back: {error}") from error
 
     def _release_weights(self, level: int) -> None:
         if level > 1:
