@@ -46,6 +46,7 @@ class TorchRunner(PendingTokens):
         self.hf_config, facts = load_config(config.model)
         self.takes_images = facts.image_tokens
         self.context_length = min(config.max_seq_len or facts.context_length, facts.context_length)
+        self.module: Any = None
         self._reload = partial(self._load, config, facts)
         attends = self._reload()
         self.vocab_size = facts.vocab_size
