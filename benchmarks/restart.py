@@ -31,6 +31,8 @@ SETUPS = ("nothing", "memory service", "standby")
 _HOST = "engine.process.host"
 _PAUSE = 0.01
 _LONGEST = 120.0
+_SETTLED = 15.0
+"""Seconds after which processes for guides, which start last, are there."""
 
 
 class Clients:
@@ -189,6 +191,7 @@ def measure(options: argparse.Namespace, setup: str) -> None:
         clients = Clients(first, options.clients)
         stack.callback(clients.close)
         clients.first_after(0.0)
+        time.sleep(options.settle)
         before = memory_mb([first], service, options.device)
         seconds = []
         for number in range(options.kills):
@@ -199,6 +202,7 @@ def measure(options: argparse.Namespace, setup: str) -> None:
             print(f"kill {number + 1}: first token after {seconds[-1]:.2f} s", flush=True)
         if setup == "standby":
             wait_for_standby(first)
+        time.sleep(options.settle)
         print(f"under load, before the kills: {before}")
         print(f"under load, after {options.kills}: {memory_mb([first], service, options.device)}")
         print(
@@ -232,6 +236,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--between", type=float, nargs=2, default=(11.0, 15.0), help="seconds between two kills")
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--settle", type=float, default=_SETTLED, help="seconds before memory is measured")
     parser.add_argument("--second", action="store_true", help="also start a second replica, to measure its memory")
     parser.add_argument("--log", type=Path, help="file for the server's log")
     options, options.more = parser.parse_known_args()

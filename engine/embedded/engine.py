@@ -39,6 +39,9 @@ _HEAD_START_SECONDS = 0.03
 last token takes a step of its own; most guides are compiled sooner."""
 _RELEASE_PAUSE = 0.002
 """Seconds between two attempts to release memory that something is still copied from or to."""
+_WARM_UP_PAUSE = 2.0
+"""Seconds after the start after which processes for guides are started, which take the cores for a second: requests that
+wait for a restarted engine come first. A guide that comes sooner starts them."""
 _NO_TRANSFER = "this engine moves no KV blocks: its setting kv_transfer is empty"
 
 
@@ -92,7 +95,7 @@ class EmbeddedEngine:
             self._config.guide_timeout_seconds,
             self._config.guide_workers,
         )
-        self._compiling.add(asyncio.create_task(self._compiler.warm_up()))
+        self._compiling.add(asyncio.create_task(self._warm_up()))
         self._info = info
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
@@ -239,6 +242,10 @@ class EmbeddedEngine:
         if request.handoff is not None:
             resume(sequence, request.handoff, self._layout)
         return sequence
+
+    async def _warm_up(self) -> None:
+        await asyncio.sleep(_WARM_UP_PAUSE)
+        await self._compiler.warm_up()
 
     def _abort(self, request_id: str) -> None:
         self._commands.put(lambda core: core.abort(request_id))

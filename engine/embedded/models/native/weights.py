@@ -66,8 +66,12 @@ class Weights:
             size, torch.device("cpu"), Path(code._name).name, kinds, checkpoint.source if int8 else ""
         )
         """The panels, if they are in memory of the service; else they are in `_own`."""
-        self._own = zeros((size,), torch.uint8) if self._pages is None else None
-        self._next = self._own.data_ptr() if self._own is not None else self._pages.address
+        self._own = None
+        if self._pages is None:
+            self._own = zeros((size,), torch.uint8)
+            self._next = self._own.data_ptr()
+        else:
+            self._next = self._pages.address
         self.layers = (NativeLayer * config.layers)(*starmap(self._layer, enumerate(layers)))
         self.embedding = self._matrix(embedding)
         self.head = self.embedding if tied else self._matrix(head)

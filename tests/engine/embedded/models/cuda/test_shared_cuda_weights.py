@@ -1,4 +1,4 @@
-"""The weights of the GPU model in the memory service, without a GPU: memory of the host takes the place of the device's."""
+"""The weights of the GPU model in the memory service, without a GPU: on memory of the host."""
 
 from asyncio import to_thread
 from collections.abc import AsyncIterator
