@@ -40,8 +40,8 @@ last token takes a step of its own; most guides are compiled sooner."""
 _RELEASE_PAUSE = 0.002
 """Seconds between two attempts to release memory that something is still copied from or to."""
 _WARM_UP_PAUSE = 2.0
-"""Seconds after the start after which processes for guides are started, which take the cores for a second: requests that
-wait for a restarted engine come first. A guide that comes sooner starts them."""
+"""Seconds from the start to that of processes for guides, which take the cores for a second: requests that wait for a
+restarted engine come first. A guide that comes sooner starts them."""
 _NO_TRANSFER = "this engine moves no KV blocks: its setting kv_transfer is empty"
 
 
