@@ -58,12 +58,14 @@ class ChatService:
             await self.encoder.close()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class PrefillService:
     """Computes prompts for decode replicas, and encodes images for other replicas if the model takes any."""
 
     engine: AdmissionEngine
     encoding: EncodeService | None = None
+    waiting_tokens: int = 0
+    """Tokens of the prompts that have no first token yet."""
 
     @property
     def healthy(self) -> bool:

@@ -54,8 +54,10 @@ _ROOMY_DISK, _LEAST_DISK = 20 * GIB, 2 * GIB
 def run(settings: Settings, *, probe: bool = False) -> int:
     """Print the findings; 1 if there is a problem, else 0. With `probe`, then check TensorRT-LLM on its GPU."""
     found = list(findings(settings))
+    counts = [sum(finding.level == level for finding in found) for level in ("problem", "warning")]
     sys.stdout.writelines(f"{finding}\n" for finding in found)
-    return int(any(finding.level == "problem" for finding in found)) or (_probe(settings) if probe else 0)
+    sys.stdout.write(f"\nproblems: {counts[0]}, warnings: {counts[1]}\n")
+    return int(counts[0] > 0) or (_probe(settings) if probe else 0)
 
 
 def _probe(settings: Settings) -> int:

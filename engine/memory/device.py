@@ -73,8 +73,9 @@ def load_driver() -> Any:
 
 
 class Driver:
-    """The calls of the CUDA driver that sharing memory needs. Raises MemoryServiceError where there is no CUDA, and
-    whenever a call fails."""
+    """The calls of the CUDA driver that sharing memory needs. Those that map need a context on the calling thread, which
+    torch makes with its first tensor on the device. Raises MemoryServiceError where there is no CUDA, and whenever a call
+    fails."""
 
     def __init__(self) -> None:
         try:

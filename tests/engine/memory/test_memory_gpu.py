@@ -38,6 +38,7 @@ async def test_two_mappings_are_one_copy_and_cannot_be_written_to(service: Memor
     before = used()
 
     def pages() -> DevicePages:
+        torch.zeros(1, device="cuda")  # makes the device's context this thread's own
         lease = acquire(service.path, size, "layers", b"files", lambda: b"weights", driver.uuid(0))
         return DevicePages(lease, driver, 0, size)
 
