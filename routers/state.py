@@ -1,13 +1,15 @@
 """The state that the lifespan hands to the routes (`request.state`), and the dependencies that read it."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, NotRequired, TypedDict, cast
+from typing import Annotated, NotRequired, Protocol, TypedDict, cast
 
 from fastapi import Depends, Request
 from starlette.types import Scope
 
+from engine import trace
 from engine.admission import AdmissionEngine
 from engine.encoder import Encoder
 from engine.errors import EngineAsleep, EngineNotReady
@@ -123,9 +125,20 @@ class ReplicaState:
     sleeper: Sleeper | None = None
     """Puts the engine to sleep, once it serves, if the settings allow it."""
     sleep: SleepState = field(default_factory=SleepState)
-    draining: bool = False
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while the replica drains."""
+    registered: bool = False
+    """Whether others find the replica in a registry, which it leaves first when it drains."""
     running: int = 0
     """Requests that a shutdown waits for."""
+
+    @property
+    def draining(self) -> bool:
+        return self.stopping.is_set()
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        (self.stopping.set if draining else self.stopping.clear)()
 
     @property
     def engine(self) -> AdmissionEngine | None:
@@ -190,6 +203,21 @@ class HttpOptions:
     """JSON values of a body."""
 
 
+GONE = 499
+"""Status, in metrics and traces, of a request whose client left before the answer (nginx's number)."""
+
+
+class MessageClock(Protocol):
+    """Measures and traces a request that came as a message on a WebSocket, until `end`."""
+
+    span: trace.Span | None
+    """None without tracing."""
+    status: int
+    """The status that the answer would have over HTTP; GONE at first."""
+
+    def end(self) -> None: ...
+
+
 class State(TypedDict):
     """The lifespan's state. Middleware adds `request_id`, `owner` and, past the gate, `service` to each request's copy;
     `body_bytes` is there once the body has been read.
@@ -202,6 +230,8 @@ class State(TypedDict):
     """Return the error envelope of a request's exception (`server/http/errors.py`)."""
     status_of: Callable[[Exception], int]
     """Return the status of the answer to a request's exception."""
+    begin_message: Callable[[Scope, str, int], MessageClock]
+    """Begin a request on a WebSocket: the connection's scope, the request's id and its bytes."""
     render_metrics: Callable[[], bytes]
     runtime: Callable[[], Runtime]
     """Return how the replica runs, as far as is known now."""

@@ -226,6 +226,14 @@ def _check_servable(settings: Settings) -> None:
             raise SettingsError(
                 f"--otel-endpoint (OTEL_ENDPOINT): needs more packages (pip install 'trellis[otel]'): {error}"
             ) from error
+    if settings.dynamo:
+        _provide_dynamo(settings)
+        try:
+            from routers.dynamo import worker  # noqa: F401, PLC0415 - most replicas do without
+        except ImportError as error:
+            raise SettingsError(
+                f"--dynamo (DYNAMO): needs Dynamo's runtime (pip install 'trellis[dynamo]', on Linux): {error}"
+            ) from error
     if settings.engine == "trtllm" and not settings.engine_address and role_of(settings).has_model:
         from server.compose import engine_args  # noqa: PLC0415 - most engines do without
         from server.process import gpus  # noqa: PLC0415 - most engines do without
@@ -240,6 +248,16 @@ def _check_servable(settings: Settings) -> None:
                 "ENGINE=trtllm: the package tensorrt_llm is not installed. Cure: run in NVIDIA's container, build the "
                 "Dockerfile's target trtllm (docs/tensorrt-llm.md), or ENGINE=embedded"
             )
+
+
+def _provide_dynamo(settings: Settings) -> None:
+    """Set what Dynamo's runtime reads from the environment when it is imported, unless it is set. It logs as we do, but
+    not at its level `info`, which has several lines for each request.
+    """
+    level = {"debug": "debug", "info": "warn", "warning": "warn"}.get(settings.log_level, "error")
+    provide("DYN_LOG", f"{level},request_span={level}")
+    provide("DYN_LOGGING_JSONL", "1" if settings.log_format == "json" else "0")
+    provide("ETCD_ENDPOINTS", ",".join(settings.dynamo_etcd))
 
 
 def _check_possible(settings: Settings) -> None:

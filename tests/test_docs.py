@@ -29,6 +29,9 @@ LINKED = [
 FOREIGN_VARIABLES = {
     "HF_HUB_OFFLINE",
     "CUDA_VISIBLE_DEVICES",
+    "DYN_HEALTH_CHECK_ENABLED",
+    "DYN_SYSTEM_PORT",
+    "NATS_SERVER",
     "HF_HOME",
     "HF_TOKEN",
     "METRICS_API_KEY",  # Prometheus' container

@@ -98,13 +98,16 @@ class ReplicaPool(Generic[R]):
                 self._replicas[url] = replica = self._new(url)
                 self._run(replica.watch(), replica.name)
 
-    def in_turn(self, usable: Callable[[R], bool], choose: Callable[[list[R]], R]) -> Iterator[R]:
-        """Yield replicas for one request, each when the one before has failed.
+    def in_turn(
+        self, usable: Callable[[R], bool], choose: Callable[[list[R]], R], attempts: int | None = None
+    ) -> Iterator[R]:
+        """Yield replicas for one request, each when the one before has failed; as many `attempts` as the pool's if it
+        has none of its own.
 
         `choose` picks each from the usable ones that have not been tried.
         """
         tried: list[R] = []
-        while len(tried) < self._attempts:
+        while len(tried) < (self._attempts if attempts is None else attempts):
             candidates = [replica for replica in self._replicas.values() if replica not in tried and usable(replica)]
             if not candidates:
                 return

@@ -154,6 +154,8 @@ def _with_remote_prefill(to: Composition, local: Engine) -> Engine:
 
     settings, name = to.settings, to.replica.model_name
     observer = PeerMetrics(to.metrics.registry, name, "prefill")
+    if to.graph is not None:
+        return DisaggregatedEngine(local, to.graph.prefills(), name, 0, observer)
     pool = PrefillPool(settings.prefill_urls, to.internal_secret, settings.prefill_attempts, observer)
     min_tokens = settings.prefill_min_tokens if settings.prefill_fallback == "local" else None
     engine = DisaggregatedEngine(local, pool, name, min_tokens, observer)

@@ -257,7 +257,8 @@ class DrainingServer(uvicorn.Server):
         if self._deadline:
             replica.draining = True
             self._tell_to_stop(replica)
-            if replica.running == 0 or time.monotonic() >= self._deadline:
+            idle = replica.running == 0 and not replica.registered
+            if idle or time.monotonic() >= self._deadline:
                 return True
         elif not self._serves and all(name == _OTHERS for name, _ in replica.missing):
             await self._begin_to_serve()

@@ -32,7 +32,7 @@ from server.settings.flags import did_you_mean, nearest, parse_flags, shown
 from server.settings.http import HttpSettings, LimitSettings, MessageBatchSettings, ResponsesSettings
 from server.settings.media import EncodeSettings, MediaSettings
 from server.settings.observability import EventSettings, HealthSettings, LogSettings, MetricSettings, TraceSettings
-from server.settings.replicas import DisaggregationSettings, RoutingSettings
+from server.settings.replicas import DisaggregationSettings, DynamoSettings, RoutingSettings
 
 
 class EngineArgsError(SettingsError):
@@ -48,6 +48,7 @@ class Settings(
     HealthSettings,
     TraceSettings,
     EventSettings,
+    DynamoSettings,
     RoutingSettings,
     EncodeSettings,
     DisaggregationSettings,

@@ -276,3 +276,13 @@ def test_wrong_engine_arguments_are_a_problem(tmp_path: Path, capsys: pytest.Cap
     )
     assert doctor.run(settings) == 1
     assert "problem  OVERRIDE_ENGINE_ARGS: moe_config.backend" in capsys.readouterr().out
+
+
+def test_the_registry_of_a_dynamo_graph_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as etcd:
+        port = etcd.getsockname()[1]
+        given = Settings(engine="fake", dynamo=True, dynamo_etcd=f"http://127.0.0.1:{port}")
+        assert doctor.check_dynamo(given) == Finding("ok", "joins the Dynamo graph dynamo by etcd")
+    lost = doctor.check_dynamo(given)
+    assert lost.level == "problem" and f"127.0.0.1:{port}" in lost.text and "ETCD_ENDPOINTS" in lost.cure
+    assert doctor.check_dynamo(Settings(engine="fake", dynamo=True, dynamo_discovery="file")).level == "ok"

@@ -1,5 +1,5 @@
 """Weights on a GPU whose memory is given back while their addresses stay, so that CUDA graphs remain valid
-(docs/decisions/0018).
+(docs/decisions/0019).
 
 The CUDA driver separates addresses from memory: addresses are reserved once, and memory is mapped behind them, unmapped
 when the engine sleeps and mapped again when it wakes.
