@@ -148,7 +148,7 @@ async def test_while_it_starts_and_shuts_down_nobody_puts_it_to_sleep() -> None:
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
         await until(lambda: state["replica"].ready)
         await client.post("/sleep", headers=BOSS)
-        state["replica"].stopping.set()
+        state["replica"].draining = True
         answer = await client.post("/wake_up", headers=BOSS)
         assert answer.status_code == 503 and "shutting down" in answer.json()["error"]["message"]
 
