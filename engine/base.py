@@ -170,6 +170,12 @@ class DeltaStream:
             self._error = error
             self._wake()
 
+    def abort(self, error: Exception) -> None:
+        """End the stream with `error` from the engine's side, and abort the request."""
+        if not self._finished:
+            self.fail(error)
+            self._on_abort()
+
     def push(self, output: Delta | Exception) -> None:
         """Deliver what another stream's `pipe` passed on: a delta, or the error that ends the stream."""
         if isinstance(output, Exception):

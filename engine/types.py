@@ -16,6 +16,9 @@ from engine.transfer.shared_bytes import Data
 FinishReason = Literal["stop", "length"]
 GuideKind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]
 GUIDE_KINDS: tuple[GuideKind, ...] = get_args(GuideKind)
+CANARY_SALT = "trellis-health-check"
+"""Cache salt of the requests that a replica sends to itself: no other request reuses their KV blocks, and they keep no
+engine awake."""
 PRIORITY_SECONDS = 10.0
 """Seconds of arrival time that one unit of priority is worth, so that a low-priority request waits longer, but not for
 ever."""

@@ -7,14 +7,14 @@ import queue
 import random
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from engine.base import DeltaStream, Latest
-from engine.config import EmbeddedConfig
+from engine.config import EmbeddedConfig, Tag
 from engine.embedded.core import EngineCore, LoadedModel, Outputs
 from engine.embedded.grammar.compiler import GrammarCompiler, Matcher
 from engine.embedded.handoff.remote_source import resume
@@ -37,6 +37,8 @@ the last."""
 _HEAD_START_SECONDS = 0.03
 """Seconds that a prompt waits for its guide. After that, all but its last token is computed without the guide, and the
 last token takes a step of its own; most guides are compiled sooner."""
+_RELEASE_PAUSE = 0.002
+"""Seconds between two attempts to release memory that something is still copied from or to."""
 _WARM_UP_PAUSE = 2.0
 """Seconds from the start to that of processes for guides, which take the cores for a second: requests that wait for a
 restarted engine come first. A guide that comes sooner starts them."""
@@ -55,6 +57,8 @@ class EmbeddedEngine:
         self._events = KvEventLog()
         self._new_events: list[KvEvent] = []
         self._compiling: set[asyncio.Task[None]] = set()
+        self._asked: set[asyncio.Future[Any]] = set()
+        """What the engine's thread has been asked for."""
         self._thread: threading.Thread | None = None
         self._started = threading.Event()
         """Set by `start`, and by `close`: what only one engine may do waits for it."""
@@ -115,16 +119,35 @@ class EmbeddedEngine:
         return self._stats.values()
 
     async def reset_prefix_cache(self) -> None:
+        await self._ask(EngineCore.reset_prefix_cache)
+
+    def sleep_obstacle(self, level: int) -> str:
+        return ""
+
+    async def release_memory(self, tags: Collection[Tag], level: int) -> None:
+        while not await self._ask(lambda core: core.release_memory(tags, level)):  # noqa: ASYNC110 - the thread's own
+            await asyncio.sleep(_RELEASE_PAUSE)
+
+    async def resume_memory(self, tags: Collection[Tag]) -> None:
+        await self._ask(lambda core: core.resume_memory(tags))
+
+    async def _ask(self, function: Callable[[EngineCore], T]) -> T:
+        """Have the engine's thread call a function, and return its result. Raises EngineNotReady, and EngineFailure if
+        the function does."""
         if not self.healthy:
             raise EngineNotReady("the engine is not running")
-        done: asyncio.Future[None] = self._loop.create_future()
+        done: asyncio.Future[T] = self._loop.create_future()
+        self._asked.add(done)
+        done.add_done_callback(self._asked.discard)
 
-        def reset(core: EngineCore) -> None:
-            core.reset_prefix_cache()
-            self._call(_settle, done, None)
+        def answer(core: EngineCore) -> None:
+            try:
+                self._call(_settle, done, function(core))
+            except EngineFailure as error:
+                self._call(_settle, done, error)
 
-        self._commands.put(reset)
-        await done
+        self._commands.put(answer)
+        return await done
 
     async def close(self) -> None:
         if self._thread is not None:
@@ -348,6 +371,9 @@ class EmbeddedEngine:
     def _fail_all(self, error: EngineUnavailable) -> None:
         for stream in list(self._streams.values()):
             stream.fail(error)
+        for asked in self._asked:
+            if not asked.done():
+                asked.set_exception(error)
 
 
 def _settle(future: "asyncio.Future[T]", outcome: T | EngineFailure) -> None:

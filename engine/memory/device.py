@@ -232,10 +232,18 @@ class ReservedDeviceMemory:
 
     def take(self) -> None:
         """Have memory of its own behind each address, whatever it contains. Nothing may run on the device."""
-        for part in self._parts:
-            self._driver.unmap(*part)
-        self._parts.clear()
+        self.release()
         self._map(self._size)
+
+    @property
+    def released(self) -> bool:
+        """Whether nothing is behind the addresses."""
+        return not self._parts
+
+    def release(self) -> None:
+        """Give the memory back, until `take`. Nothing may use it."""
+        while self._parts:
+            self._driver.unmap(*self._parts.pop())
 
     def _map(self, piece: int) -> None:
         handle = self._driver.create(self._ordinal, piece)

@@ -1,12 +1,16 @@
 """The engine as a hosted service."""
 
+from collections.abc import AsyncIterator
+
 import msgspec
 
 from engine.base import Engine, Preparable
-from engine.config import EmbeddedConfig, EngineConfig
+from engine.config import EmbeddedConfig, EngineConfig, Tag
 from engine.create import create_engine
+from engine.errors import NotSupported
 from engine.kv_events import KvEvent
 from engine.process.service import Interface, Method, Topic
+from engine.sleep import SleepingEngine, SleepOrder, SleepState
 from engine.stats import IterationStats
 from engine.types import Delta, EngineInfo, GenerateRequest
 
@@ -31,6 +35,26 @@ async def _reset(engine: Engine) -> bool:
     return True
 
 
+async def _sleep(engine: Engine, order: SleepOrder) -> SleepState:
+    return await _sleeper(engine).sleep(order)
+
+
+async def _wake_up(engine: Engine, tags: tuple[Tag, ...]) -> SleepState:
+    return await _sleeper(engine).wake_up(tags)
+
+
+def _sleeper(engine: Engine) -> SleepingEngine:
+    if not isinstance(engine, SleepingEngine):
+        raise NotSupported("The engine at ENGINE_ADDRESS was started without ADMIN_KEY and SLEEP_AFTER_IDLE_SECONDS.")
+    return engine
+
+
+async def _sleep_states(engine: Engine) -> AsyncIterator[SleepState]:
+    if isinstance(engine, SleepingEngine):
+        async for state in engine.sleep_states():
+            yield state
+
+
 ENGINE: Interface[EngineConfig, Engine] = Interface(
     name="engine.process.engine_service:ENGINE",
     noun="engine",
@@ -48,10 +72,13 @@ ENGINE: Interface[EngineConfig, Engine] = Interface(
             parameter="prompt",
         ),
         "reset_prefix_cache": Method(bool, bool, lambda engine, _: _reset(engine)),
+        "sleep": Method(SleepOrder, SleepState, _sleep),
+        "wake_up": Method(tuple[Tag, ...], SleepState, _wake_up),
     },
     topics={
         "stats": Topic(IterationStats, lambda engine: engine.stats(), _STATS_SECONDS),
         "kv_events": Topic(list[KvEvent], lambda engine: engine.kv_events()),
+        "sleep_states": Topic(SleepState, _sleep_states),
     },
     prepare=_prepare,
     successor=_successor,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator
 
-from engine.config import CpuIsa, TrtllmConfig
+from engine.config import CpuIsa, SleepConfig, TrtllmConfig
 from engine.memory.service import GRACE_SECONDS as MEMORY_GRACE_SECONDS
 from multimodal.answers.parsers.choose import family
 from multimodal.answers.parsers.response_templates import RESPONSE_TEMPLATE
@@ -217,6 +217,26 @@ class BatchSettings(Section):
     def _needs_reuse(cls, value: int, info: ValidationInfo) -> int:
         if value and not info.data.get("enable_block_reuse", True):
             raise ValueError("blocks are kept for reuse: leave it 0, or ENABLE_BLOCK_REUSE on")
+        return value
+
+
+class SleepSettings(Section):
+    """When a replica gives its memory back by itself. ADMIN_KEY lets an operator decide."""
+
+    group = "Sleep"
+
+    sleep_after_idle_seconds: float = Field(SleepConfig().idle_seconds, ge=0)
+    """Seconds without a request after which the engine gives the memory of weights and KV cache back; 0 is never."""
+    sleep_level: int = Field(SleepConfig().idle_level, ge=1, le=2)
+    """How deep an idle engine sleeps: 1 keeps the weights in host memory, 2 reads them from the model's files again."""
+    wake_on_demand: bool = SleepConfig().wake_on_demand
+    """Have a request wake an engine that fell asleep by itself, and wait for it; false answers 503 until /wake_up."""
+
+    @field_validator("sleep_after_idle_seconds", mode="after")
+    @classmethod
+    def _has_an_engine(cls, value: float, info: ValidationInfo) -> float:
+        if value and (role := info.data.get("disaggregation_mode")) in ("encode", "router"):
+            raise ValueError(f"the role {role} has no engine that could sleep")
         return value
 
 

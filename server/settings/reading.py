@@ -23,6 +23,7 @@ from server.settings.engine import (
     MemoryServiceSettings,
     ModelSettings,
     SettingsForTests,
+    SleepSettings,
     SpeculationSettings,
     TrtllmSettings,
 )
@@ -58,6 +59,7 @@ class Settings(
     MetricSettings,
     LogSettings,
     HttpSettings,
+    SleepSettings,
     SpeculationSettings,
     ResponsesSettings,
     BatchSettings,

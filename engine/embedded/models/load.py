@@ -3,9 +3,11 @@ import it."""
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from pathlib import Path
 
-from engine.config import EmbeddedConfig
+from engine.checkpoints.conversions import source_of
+from engine.config import EmbeddedConfig, Tag
 from engine.embedded.kv.memory import check_fits
 from engine.embedded.models.devices import UnsupportedModelError, device_of, dtype_of
 from engine.embedded.models.native.levels import chosen
@@ -31,6 +33,22 @@ def load_runner(config: EmbeddedConfig) -> ModelRunner:
         if config.load_format != "dummy":
             _try_out(runner, config)
         return runner
+
+
+def state_of_files(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Return size and time of the files that weights are read from: others must not be taken for them."""
+    source = source_of(folder)
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.json"), *([] if source is None else [source])]
+    return {path: ((found := path.stat()).st_size, found.st_mtime_ns) for path in files}
+
+
+def resume_memory(runner: ModelRunner, tags: Collection[Tag]) -> None:
+    """Have a runner take released memory again, and load its weights, one at a time. Raises EngineFailure."""
+    with _loading:
+        try:
+            runner.resume_memory(tags)
+        except (OSError, MemoryError, UnsupportedModelError, RuntimeError) as error:
+            raise EngineFailure(f"the model cannot be loaded again: {error}") from error
 
 
 def forecast(config: EmbeddedConfig) -> Iterator[tuple[str, str]]:

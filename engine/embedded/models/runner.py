@@ -5,12 +5,13 @@ transformers' own model code on any device, `native/` compiled code on a CPU, `c
 NVIDIA GPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
+from engine.config import Tag
 from engine.embedded.kv.layout import LayerGroup
 from engine.embedded.kv.memory import KvMemory
 from engine.embedded.models.shared_weights import SharedWeights
@@ -123,6 +124,16 @@ class ModelRunner(Protocol):
     def remember(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
         """Keep the tokens, int64 [slots] on the device, that were sampled last for these slots: the next step may
         name them."""
+        ...
+
+    def release_memory(self, tags: Collection[Tag], level: int) -> None:
+        """Give memory back while nothing is computed, at a level of `engine/sleep.py`. The KV cache keeps its address.
+        On a CPU, level 1 keeps weights where they are: in memory of the host. Raises EngineFailure."""
+        ...
+
+    def resume_memory(self, tags: Collection[Tag]) -> None:
+        """Take released memory again; does nothing for what was not released. The KV cache is zero. Raises
+        EngineFailure, and may then be called again."""
         ...
 
 

@@ -19,6 +19,7 @@ from engine.embedded.models.cuda.attention import CudaAttention
 from engine.embedded.models.cuda.compiling import expect_compilation, warn_of_compilation
 from engine.embedded.models.cuda.decoder import LlamaDecoder, is_llama_kind, trial, trial_by_transformers
 from engine.embedded.models.cuda.graphs import capture
+from engine.embedded.models.cuda.releasable import ReleasableWeights
 from engine.embedded.models.cuda.sampler import CudaSampler, RowDraws
 from engine.embedded.models.devices import UnsupportedModelError, dtype_of, to_device
 from engine.embedded.models.runner import StepInput
@@ -54,6 +55,10 @@ class CudaRunner(TorchRunner):
     spare_blocks = 1
     spare_slots = 1
     compute_path = "cuda"
+    _weights: ReleasableWeights | None = None
+    """Memory of weights that can be released."""
+    _read = True
+    """Whether they have been read since."""
 
     def __init__(self, config: EmbeddedConfig) -> None:
         begun = time.monotonic()
@@ -126,7 +131,7 @@ class CudaRunner(TorchRunner):
             if self.takes_images:
                 self.shared_weights.give_up("this model takes images, whose embeddings lie beside those of its tokens")
             if self.takes_images or not config.memory_service:
-                return super()._load(config, facts)
+                return self._load_own(config, facts)
             decoder = self._without_weights(config)
             layout = TensorLayout(decoder.move)
             form = self.dtype, config.quantization, config.load_format, torch.__version__, _fingerprint()
@@ -135,13 +140,45 @@ class CudaRunner(TorchRunner):
                 decoder.move(layout.views(pages, self.device))
                 self._decoder, (_, kv_heads, dim) = decoder, decoder.heads
                 return Attends((None,) * self.hf_config.get_text_config().num_hidden_layers, kv_heads, dim)
+            if pages is None:
+                return self._load_own(config, facts)
             attends = super()._load(config, facts)
-            if pages is not None:
-                layout.copy(self._decoder.move, pages, self.device)
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize()
-                    torch.cuda.empty_cache()
+            layout.copy(self._decoder.move, pages, self.device)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
             return attends
+
+    def _load_own(self, config: EmbeddedConfig, facts: ModelFacts) -> Attends:
+        """Load weights that nobody shares, where they can be released if the engine sleeps."""
+        attends = super()._load(config, facts)
+        if config.sleep is not None:
+            self._weights = ReleasableWeights(self.device)
+            with torch.inference_mode():
+                self._decoder.move(self._weights.place)
+        return attends
+
+    def _release_weights(self, level: int) -> None:
+        if self._weights is not None:  # else they are in memory of the service
+            self._weights.release(keep=level == 1)
+
+    @torch.inference_mode()
+    def _resume_weights(self) -> None:
+        if self._weights is None or (self._weights.resume() and self._read):
+            return
+        self._read = False
+        stable = _tensors(self._decoder)
+        decoder = self._decoder
+        try:
+            super()._load(*self._reload.args)
+            for tensor, read in zip(stable, _tensors(self._decoder), strict=True):
+                tensor.copy_(read)
+        finally:
+            self._decoder = decoder
+        self._read = True
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
 
     def _without_weights(self, config: EmbeddedConfig) -> LlamaDecoder:
         """Return a decoder whose weights have shapes and types alone."""
@@ -276,6 +313,17 @@ class CudaRunner(TorchRunner):
             self._graphs[size] = _Graph(graph, inputs, *outputs)
         self._graphs = dict(sorted(self._graphs.items()))
         log.info("captured %d CUDA graphs in %.1f s", len(self._graphs), time.monotonic() - started)
+
+
+def _tensors(decoder: LlamaDecoder) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    decoder.move(note)
+    return found
 
 
 def _fingerprint() -> str:

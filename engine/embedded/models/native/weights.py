@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from engine.embedded.kv.memory import discard
 from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig
 from engine.embedded.models.native.structures import BLOCK, BLOCK_BYTES, Kind, NativeLayer, NativeMatrix, NativeModel
 from engine.embedded.models.shared_weights import SharedWeights
@@ -75,11 +76,28 @@ class Weights:
         self.embedding = self._matrix(embedding)
         self.head = self.embedding if tied else self._matrix(head)
         self.norm = self._vector("model.norm.weight")
+        self.discarded = False
+        """Whether the panels have to be filled again."""
+        self._checked = False
+        """Whether all values are known to be finite."""
         if self._pages is None or not self._pages.filled:
-            with ThreadPoolExecutor(compute_threads()) as pool:
-                for done in [pool.submit(work) for work in self._work]:
-                    done.result()
-        self._work.clear()
+            self.fill(checkpoint)
+
+    def fill(self, checkpoint: Checkpoint) -> None:
+        """Fill the panels from a checkpoint: that which this was made of, or the same opened again."""
+        self._checkpoint = checkpoint
+        with ThreadPoolExecutor(compute_threads()) as pool:
+            for done in [pool.submit(work) for work in self._work]:
+                done.result()
+        self.discarded = False
+        self._checked = True
+
+    def discard(self) -> None:
+        """Give the memory of the panels back until `fill`, unless it belongs to the memory service. Norms and biases,
+        which are small, stay."""
+        if self._own is not None:
+            discard(self._own)
+            self.discarded = True
 
     def describe(self, cache: torch.Tensor, block_size: int) -> NativeModel:
         """Return the whole model for the compiled code; valid while this and `cache` live."""
@@ -144,7 +162,7 @@ class Weights:
 
     def _bfloat16(self, name: str) -> torch.Tensor:
         weight = self._checkpoint.weight(f"{name}.weight")
-        if not self._code.all_finite(weight.data_ptr(), weight.numel()):
+        if not self._checked and not self._code.all_finite(weight.data_ptr(), weight.numel()):
             raise self._not_finite(f"{name}.weight")
         return weight
 

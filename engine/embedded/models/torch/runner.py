@@ -2,17 +2,18 @@
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
 from engine.checkpoints.facts import ModelFacts
-from engine.config import EmbeddedConfig
+from engine.config import EmbeddedConfig, Tag
 from engine.embedded.kv.layout import Attends, LayerGroup, ask, share
-from engine.embedded.kv.memory import KvMemory, shared_zeros
+from engine.embedded.kv.memory import KvMemory, discard, shared_zeros
 from engine.embedded.models.devices import device_of, dtype_of
 from engine.embedded.models.runner import PendingTokens, StepInput
 from engine.embedded.models.shared_weights import bytes_at
@@ -45,7 +46,9 @@ class TorchRunner(PendingTokens):
         self.hf_config, facts = load_config(config.model)
         self.takes_images = facts.image_tokens
         self.context_length = min(config.max_seq_len or facts.context_length, facts.context_length)
-        attends = self._load(config, facts)
+        self.module: Any = None
+        self._reload = partial(self._load, config, facts)
+        attends = self._reload()
         self.vocab_size = facts.vocab_size
         self.eos_token_ids = facts.eos_token_ids
         self.groups = self._share(config, attends)
@@ -60,17 +63,11 @@ class TorchRunner(PendingTokens):
             )
             for group in self.groups
         ]
-        shared = bool(config.kv_transfer) and self.device.type == "cpu"
         self._reserved: list[ReservedDeviceMemory] = []
-        if config.kv_memory_later:
-            self.caches = [KvCache(self._reserve(shape)) for shape in shapes]
-        else:
-            self.caches = [
-                KvCache(
-                    shared_zeros(shape, self.cache_dtype) if shared else zeros(shape, self.cache_dtype, self.device)
-                )
-                for shape in shapes
-            ]
+        """Memory of the KV cache, on a GPU that takes it later or gives it back."""
+        self.caches = [KvCache(self._zeros(config, shape)) for shape in shapes]
+        if not config.kv_memory_later:
+            self.take_memory()
         self.memory = KvMemory("blocks of tokens", attends, [cache.data for cache in self.caches])
 
     @property
@@ -110,6 +107,57 @@ class TorchRunner(PendingTokens):
         )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    def release_memory(self, tags: Collection[Tag], level: int) -> None:
+        if "kv_cache" in tags:
+            self._release_cache()
+        if "weights" in tags:
+            self._release_weights(level)
+
+    def resume_memory(self, tags: Collection[Tag]) -> None:
+        if "weights" in tags:  # first: while they are read they may take memory twice
+            self._resume_weights()
+        if "kv_cache" in tags and any(reserved.released for reserved in self._reserved):
+            self.take_memory()
+
+    def _zeros(self, config: EmbeddedConfig, shape: tuple[int, ...]) -> torch.Tensor:
+        """Allocate a KV cache, or reserve its addresses. On a GPU a sleep can release it unless it moves KV blocks, as
+        other processes have mapped it then."""
+        if config.kv_memory_later or (
+            self.device.type == "cuda" and config.sleep is not None and not config.kv_transfer
+        ):
+            return self._reserve(shape)
+        if self.device.type == "cpu" and config.kv_transfer:
+            return shared_zeros(shape, self.cache_dtype)
+        return zeros(shape, self.cache_dtype, self.device)
+
+    def _release_cache(self) -> None:
+        if self.device.type == "cpu" and not self._reserved:
+            for cache in self.caches:
+                discard(cache.data)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        try:
+            for reserved in self._reserved:
+                reserved.release()
+        except MemoryServiceError as error:
+            raise EngineFailure(f"the memory of KV blocks cannot be given back: {error}") from error
+
+    def _release_weights(self, level: int) -> None:
+        if level > 1:
+            self.module = None
+        elif self.device.type != "cpu":
+            self.module.to("cpu")
+        if self.device.type == "cpu":
+            _give_back_memory()
+        else:
+            torch.cuda.empty_cache()
+
+    def _resume_weights(self) -> None:
+        if self.module is None:
+            self._reload()
+        elif self.device.type != "cpu":
+            self.module.to(self.device)
 
     def _inputs_of(self, step: StepInput) -> dict[str, torch.Tensor]:
         """Return token ids [1, tokens], or embeddings [1, tokens, hidden size] if some are of images."""
