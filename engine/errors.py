@@ -9,7 +9,8 @@
     │   ├── EngineDied        the engine was lost while the request ran
     │   ├── QueueFull         too many requests wait already
     │   └── QueueTimeout      the request waited too long for its turn
-    └── EngineFailure         one request failed inside the engine: our bug or the hardware's
+    ├── EngineFailure         one request failed inside the engine: our bug or the hardware's
+    └── NotSupported          an operation that this backend, or this configuration, does not have
 
 Backends translate foreign exceptions into these, once, where the foreign library is called; `server/http/errors.py`
 renders them, once.
@@ -70,3 +71,7 @@ class QueueTimeout(EngineUnavailable):
 
 class EngineFailure(EngineError):
     """One request failed inside the engine; the others go on."""
+
+
+class NotSupported(EngineError):
+    """An operation that this backend, or this configuration, does not have."""

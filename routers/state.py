@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, NotRequired, TypedDict, cast
 
 from fastapi import Depends, Request
@@ -196,6 +197,8 @@ class State(TypedDict):
     """Return how the replica runs, as far as is known now."""
     settings: dict[str, object]
     """Without secrets."""
+    profile_dir: Path | None
+    """Where profiles of the engine go; None if there are none."""
     body_bytes: NotRequired[int]
 
 

@@ -48,6 +48,7 @@ class EmbeddedEngine:
         self._info: EngineInfo | None = None
         self._commands: queue.SimpleQueue[Callable[[EngineCore], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, DeltaStream] = {}
+        self._profiler: torch.profiler.profile | None = None
         self._stats: Latest[IterationStats] = Latest()
         self._events = KvEventLog()
         self._new_events: list[KvEvent] = []
@@ -101,15 +102,35 @@ class EmbeddedEngine:
         return self._stats.values()
 
     async def reset_prefix_cache(self) -> None:
+        await self._in_thread(lambda core: core.reset_prefix_cache())
+
+    async def start_profile(self) -> None:
+        if self._profiler is not None:
+            raise InvalidRequest("a profile is being recorded: stop it first")
+        self._profiler = profiler = torch.profiler.profile()  # of CPU and GPU, if there is one
+        await self._in_thread(lambda _: profiler.start())
+
+    async def stop_profile(self, trace: str) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            raise InvalidRequest("no profile is being recorded")
+        await self._in_thread(lambda _: profiler.stop())
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(profiler.export_chrome_trace, trace)
+        if not Path(trace).is_file():  # torch reports some failures in its log alone
+            raise EngineFailure(f"the profile cannot be written to {trace}")
+
+    async def _in_thread(self, act: Callable[[EngineCore], object]) -> None:
+        """Carry out `act` in the engine's thread, between two steps."""
         if not self.healthy:
             raise EngineNotReady("the engine is not running")
         done: asyncio.Future[None] = self._loop.create_future()
 
-        def reset(core: EngineCore) -> None:
-            core.reset_prefix_cache()
+        def command(core: EngineCore) -> None:
+            act(core)
             self._call(_settle, done, None)
 
-        self._commands.put(reset)
+        self._commands.put(command)
         await done
 
     async def close(self) -> None:
@@ -223,7 +244,8 @@ class EmbeddedEngine:
         try:
             with contextlib.closing(core), torch.inference_mode():
                 while self._obey(core):
-                    outputs = core.step()
+                    with torch.profiler.record_function("step") if self._profiler else contextlib.nullcontext():
+                        outputs = core.step()
                     self._call(self._deliver, outputs, core.stats(), self._take_events())
         except Exception as error:  # a bug of ours: the engine is lost, its requests must not hang
             log.critical("the engine thread died", exc_info=error)

@@ -253,6 +253,12 @@ class EngineClient(ServiceClient[EngineInfo]):
     async def reset_prefix_cache(self) -> None:
         await self.call("reset_prefix_cache", True)
 
+    async def start_profile(self) -> None:
+        await self.call("start_profile", True)
+
+    async def stop_profile(self, trace: str) -> None:
+        await self.call("stop_profile", trace)
+
     def _put_events(self, events: list[KvEvent]) -> None:
         for event in events:
             self._events.put(event)

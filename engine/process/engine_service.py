@@ -1,5 +1,8 @@
 """The engine as a hosted service."""
 
+from collections.abc import Coroutine
+from typing import Any
+
 from engine.base import Engine
 from engine.config import EngineConfig
 from engine.create import create_engine
@@ -12,8 +15,8 @@ _STATS_SECONDS = 0.1
 """Each report wakes five threads of two processes, which a step on a few cores feels."""
 
 
-async def _reset(engine: Engine) -> bool:
-    await engine.reset_prefix_cache()
+async def _done(operation: Coroutine[Any, Any, None]) -> bool:
+    await operation
     return True
 
 
@@ -33,7 +36,9 @@ ENGINE: Interface[EngineConfig, Engine] = Interface(
             too_large="the prompt, images included, is too large",
             parameter="prompt",
         ),
-        "reset_prefix_cache": Method(bool, bool, lambda engine, _: _reset(engine)),
+        "reset_prefix_cache": Method(bool, bool, lambda engine, _: _done(engine.reset_prefix_cache())),
+        "start_profile": Method(bool, bool, lambda engine, _: _done(engine.start_profile())),
+        "stop_profile": Method(str, bool, lambda engine, trace: _done(engine.stop_profile(trace))),
     },
     topics={
         "stats": Topic(IterationStats, lambda engine: engine.stats(), _STATS_SECONDS),

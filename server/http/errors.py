@@ -22,6 +22,7 @@ from engine.errors import (
     EngineNotReady,
     EngineUnavailable,
     InvalidRequest,
+    NotSupported,
     QueueFull,
     QueueTimeout,
 )
@@ -70,6 +71,7 @@ _RULES: dict[type[Exception], Rule] = {
     QueueTimeout: Rule(503, "server_error", "queue_timeout", retry_after=2, retry=True),
     EngineUnavailable: Rule(503, "server_error", "unavailable", retry_after=2, retry=True),
     EngineFailure: Rule(500, "server_error", "engine_failure", retry=False),
+    NotSupported: Rule(501, "server_error", "not_supported", retry=False),
     ClientDisconnect: Rule(
         499, "invalid_request_error", "client_disconnected", message="The client closed the connection."
     ),

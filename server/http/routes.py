@@ -10,7 +10,7 @@ from starlette.types import Scope
 
 from multimodal.errors import shown
 
-INTERNAL = frozenset({"/prefill", "/encode", "/reset_prefix_cache"})
+INTERNAL = frozenset({"/prefill", "/encode", "/reset_prefix_cache", "/start_profile", "/stop_profile"})
 """Routes for replicas and operators, never for outside clients."""
 _LACKING = frozenset(
     {"assistants", "audio", "batches", "chatkit", "containers", "conversations", "embeddings", "engines", "evals"}
