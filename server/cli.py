@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
@@ -109,6 +110,13 @@ def _bench(arguments: Sequence[str]) -> int:
     return _as_client(bench.main, arguments)
 
 
+def _sweep(arguments: Sequence[str]) -> int:
+    """Measure configurations under many loads, and draw the trade-offs."""
+    from server.commands import sweep  # noqa: PLC0415
+
+    return _as_client(sweep.main, arguments)
+
+
 def _models(arguments: Sequence[str]) -> int:
     """List built-in and cached models, with their sizes."""
     from server.commands import models  # noqa: PLC0415
@@ -145,6 +153,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "doctor": (_doctor, "trellis doctor [MODEL] [--FLAG VALUE ...] [--probe]"),
     "config": (_config, "trellis config [MODEL] [--FLAG VALUE ...]"),
     "bench": (_bench, "trellis bench [--url URL]"),
+    "sweep": (_sweep, "trellis sweep [FILE] [--url URL] [--output FOLDER]"),
     "models": (_models, "trellis models"),
     "version": (_version, "trellis version"),
     "help": (_help, "trellis help [COMMAND] [TOPIC]"),
@@ -175,10 +184,8 @@ def _purpose(verb: str) -> str:
 
 def _help_on(verb: str, topic: str) -> str:
     """Return the help on a command, one screen unless a topic asks for more."""
-    from server.commands import bench, chat  # noqa: PLC0415
-
-    if verb in ("chat", "bench"):
-        parser = chat.parser() if verb == "chat" else bench.parser()
+    if verb in ("chat", "bench", "sweep"):
+        parser = import_module(f"server.commands.{verb}").parser()
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
         return parser.format_help()
     lines = [f"{_purpose(verb)}.", "", f"usage: {COMMANDS[verb][1]}", ""]
