@@ -35,12 +35,10 @@ class Sweep:
         folder: ResultFolder,
         remote_of: Callable[[Deployment], Remote],
         command: Sequence[str] = (),
-        write: Callable[[str], object] = sys.stdout.write,
     ) -> None:
         self.plan = plan
         self.folder = folder
         self._remote_of = remote_of
-        self._write = write
         self._measured = 0
         this_run = {
             **describe_machine(),
@@ -83,7 +81,7 @@ class Sweep:
             if not self.folder.done(self.plan.digest(point), repeat)
         ]
         if len(missing) < len(points) * self.plan.repeats:
-            self._write(f"{deployment.name}: {len(points) * self.plan.repeats - len(missing)} measurements are there\n")
+            _say(f"{deployment.name}: {len(points) * self.plan.repeats - len(missing)} measurements are there")
         starts, reason = 0, ""
         session: tuple[Running, LoadClient] | None = None
         with ExitStack() as stack:
@@ -108,7 +106,7 @@ class Sweep:
 
     def _give_up(self, deployment: Deployment, points: Sequence[Point], reason: str) -> None:
         """Name what is not measured, each point once."""
-        self._write(f"{deployment.name}: given up after {_MAX_STARTS} starts\n")
+        _say(f"{deployment.name}: given up after {_MAX_STARTS} starts")
         known = {(record.digest, record.repeat) for record in self.folder.records}
         for point in points:
             if not any((self.plan.digest(point), repeat) in known for repeat in range(self.plan.repeats)):
@@ -118,7 +116,7 @@ class Sweep:
         """Start the deployment, and warm it up."""
         remote = self._remote_of(deployment) if deployment.url else None
         if remote is None:
-            self._write(f"{deployment.name}: starting\n")
+            _say(f"{deployment.name}: starting")
         log = self.folder.path / "logs" / f"{deployment.name}.log"
         server = stack.enter_context(running(deployment, self.plan.settings_of(deployment), log, remote))
         about = Remote(server.url, server.key)
@@ -165,9 +163,14 @@ class Sweep:
     def _keep(self, record: Record) -> None:
         self.folder.add(record)
         self._measured += 1
-        self._write(f"{record.point} [{record.repeat + 1}/{self.plan.repeats}]: {said(record)}\n")
+        _say(f"{record.point} [{record.repeat + 1}/{self.plan.repeats}]: {said(record)}")
         if self._measured % _PAGE_EVERY == 0:
             self.results()
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def said(record: Record) -> str:
