@@ -117,6 +117,20 @@ def _sweep(arguments: Sequence[str]) -> int:
     return _as_client(sweep.main, arguments)
 
 
+def _profile(arguments: Sequence[str]) -> int:
+    """Find the smallest deployment that meets targets of latency."""
+    from server.commands import profile  # noqa: PLC0415
+
+    return _as_client(profile.main, arguments)
+
+
+def _convert(arguments: Sequence[str]) -> int:
+    """Turn a configuration from aggregated to prefill and decode, or back, or set sizes."""
+    from server.commands import convert  # noqa: PLC0415
+
+    return convert.main(arguments)
+
+
 def _models(arguments: Sequence[str]) -> int:
     """List built-in and cached models, with their sizes."""
     from server.commands import models  # noqa: PLC0415
@@ -154,6 +168,8 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "config": (_config, "trellis config [MODEL] [--FLAG VALUE ...]"),
     "bench": (_bench, "trellis bench [--url URL]"),
     "sweep": (_sweep, "trellis sweep [FILE] [--url URL] [--output FOLDER]"),
+    "profile": (_profile, "trellis profile --ttft MS --itl MS --isl TOKENS --osl TOKENS [FILE]"),
+    "convert": (_convert, "trellis convert FILE [--to aggregated|disaggregated] [--tp INT]"),
     "models": (_models, "trellis models"),
     "version": (_version, "trellis version"),
     "help": (_help, "trellis help [COMMAND] [TOPIC]"),
@@ -184,7 +200,7 @@ def _purpose(verb: str) -> str:
 
 def _help_on(verb: str, topic: str) -> str:
     """Return the help on a command, one screen unless a topic asks for more."""
-    if verb in ("chat", "bench", "sweep"):
+    if verb in ("chat", "bench", "sweep", "profile", "convert"):
         parser = import_module(f"server.commands.{verb}").parser()
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
         return parser.format_help()

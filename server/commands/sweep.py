@@ -31,9 +31,9 @@ def parser() -> FlagParser:
     found.add_argument("--name", default="server", help="name of that server in the results (default: server)")
     found.add_argument("--gpus", type=int, metavar="INT", help="GPUs of that server")
     found.add_argument("--client", choices=["builtin", "aiperf"], help="what loads the servers (default: builtin)")
-    found.add_argument("-c", "--concurrency", type=_names, metavar="INT,...", help="streams at a time")
-    found.add_argument("--rate", type=_names, metavar="NUMBER,...", help="requests per second, at random times")
-    found.add_argument("--lengths", type=_names, metavar="PROMPT:ANSWER,...", help="tokens (default: 40:64)")
+    found.add_argument("-c", "--concurrency", type=names, metavar="INT,...", help="streams at a time")
+    found.add_argument("--rate", type=names, metavar="NUMBER,...", help="requests per second, at random times")
+    found.add_argument("--lengths", type=names, metavar="PROMPT:ANSWER,...", help="tokens (default: 40:64)")
     found.add_argument("--repeats", type=int, metavar="INT", help="measurements of each point, 3 at least (default: 3)")
     found.add_argument("--requests-per-stream", type=int, metavar="INT", help="requests of each stream (default: 4)")
     found.add_argument("--ttft", type=float, metavar="MS", help="service level: time to the first token")
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         results = join(args.join, args.output, _slo(args))
     else:
         plan = plan_of(args)
-        signal.signal(signal.SIGTERM, _interrupt)  # so that what was started is stopped
+        signal.signal(signal.SIGTERM, interrupt)  # so that what was started is stopped
         folder = ResultFolder(args.output)
         try:
             results = Sweep(
@@ -68,8 +68,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def plan_of(args: Namespace) -> SweepPlan:
     """Return the plan of a file and of flags. Raises SettingsError."""
-    names = ("client", "concurrency", "rate", "lengths", "repeats", "requests_per_stream", "model", "tokenizer", "seed")
-    given: dict[str, Any] = {name: value for name in names if (value := getattr(args, name)) is not None}
+    keys = ("client", "concurrency", "rate", "lengths", "repeats", "requests_per_stream", "model", "tokenizer", "seed")
+    given: dict[str, Any] = {name: value for name in keys if (value := getattr(args, name)) is not None}
     if args.ttft is not None or args.itl is not None:
         given["slo"] = _slo(args)
     if args.url:
@@ -115,9 +115,11 @@ def _shown(arguments: Sequence[str]) -> list[str]:
     return shown
 
 
-def _names(text: str) -> list[str]:
+def names(text: str) -> list[str]:
+    """Return the parts of a comma-separated list."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _interrupt(*_: object) -> None:
+def interrupt(*_: object) -> None:
+    """End as Ctrl-C does, so that what was started is stopped."""
     raise KeyboardInterrupt

@@ -30,7 +30,7 @@ _NORMAL95 = 1.960
 _LINES = "measurements.jsonl"
 
 
-class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+class Measured(msgspec.Struct, frozen=True, omit_defaults=True):
     """One measurement of a point. `digest` identifies everything that the figures depend on but the repetition."""
 
     deployment: str
@@ -129,7 +129,7 @@ class ResultFolder:
         """Whether this repetition has been measured; what failed is measured again."""
         return any(record.digest == digest and record.repeat == repeat and not record.error for record in self.records)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: Measured) -> None:
         """Append a measurement, so that it survives whatever happens next."""
         with (self.path / _LINES).open("ab") as file:
             if file.tell() and not _ends_a_line(self.path / _LINES):
@@ -156,11 +156,11 @@ def _ends_a_line(file: Path) -> bool:
         return read.read() == b"\n"
 
 
-def _read(file: Path) -> Iterator[Record]:
+def _read(file: Path) -> Iterator[Measured]:
     """Yield the measurements of a file; a line that was cut is none."""
     for line in file.read_bytes().splitlines() if file.is_file() else ():
         try:
-            yield msgspec.json.decode(line, type=Record)
+            yield msgspec.json.decode(line, type=Measured)
         except msgspec.MsgspecError:
             continue
 
@@ -172,12 +172,12 @@ def _replace(file: Path, text: str) -> None:
     new.replace(file)
 
 
-def summarised(records: Iterable[Record], slo: Slo) -> list[PointResult]:
+def summarised(records: Iterable[Measured], slo: Slo) -> list[PointResult]:
     """Return a result for each point, in the order of their first measurement, with the Pareto frontier marked.
 
     Failures count only where nothing succeeded: what failed may have been measured again.
     """
-    by_point: dict[str, list[Record]] = {}
+    by_point: dict[str, list[Measured]] = {}
     for record in records:
         by_point.setdefault(record.point, []).append(record)
     found = [_summarised(group, slo) for group in by_point.values()]
@@ -189,7 +189,7 @@ def summarised(records: Iterable[Record], slo: Slo) -> list[PointResult]:
     return [replace(result, pareto=id(result) in frontier) for result in found]
 
 
-def _summarised(group: list[Record], slo: Slo) -> PointResult:
+def _summarised(group: list[Measured], slo: Slo) -> PointResult:
     last = group[-1]
     current = {record.repeat: record for record in group if record.digest == last.digest}  # the last of each repetition
     good = [record for record in current.values() if not record.error]

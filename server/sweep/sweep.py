@@ -18,7 +18,7 @@ from server.settings import read_settings
 from server.sweep.deployments import DeploymentFailed, Running, flags_of, running
 from server.sweep.loads import AiperfClient, BuiltinClient, LoadClient, MeasurementFailed
 from server.sweep.plan import Deployment, Point, Slo, SweepPlan
-from server.sweep.results import PointResult, Record, ResultFolder, requests_of, summarised
+from server.sweep.results import Measured, PointResult, ResultFolder, requests_of, summarised
 
 _MAX_STARTS = 2
 """Of a deployment that does not start, or ends by itself."""
@@ -137,7 +137,7 @@ class Sweep:
         settings = read_settings(flags_of(self.plan.settings_of(deployment)))
         return str(resolve_model(settings.model, settings.cache_dir, weights=False))
 
-    def _measure(self, server: Running, client: LoadClient, point: Point, repeat: int) -> Record:
+    def _measure(self, server: Running, client: LoadClient, point: Point, repeat: int) -> Measured:
         not_reset = server.reset()
         name = f"{point}-{repeat + 1}".replace(" ", "-").replace(":", "-").replace("/", "-per-")
         measured = client.measure(point, f"{self.plan.seed}/{point}/{repeat}", self.folder.path / "aiperf" / name)
@@ -146,8 +146,8 @@ class Sweep:
         note = f"caches were not reset: {not_reset}" if not_reset else ""
         return self._record(point, repeat, seconds=measured.seconds, requests=requests_of(measured.samples), note=note)
 
-    def _record(self, point: Point, repeat: int, **found: Any) -> Record:
-        return Record(
+    def _record(self, point: Point, repeat: int, **found: Any) -> Measured:
+        return Measured(
             deployment=point.deployment.name,
             length=str(point.length),
             load=point.load,
@@ -160,7 +160,7 @@ class Sweep:
             **found,
         )
 
-    def _keep(self, record: Record) -> None:
+    def _keep(self, record: Measured) -> None:
         self.folder.add(record)
         self._measured += 1
         _say(f"{record.point} [{record.repeat + 1}/{self.plan.repeats}]: {said(record)}")
@@ -173,7 +173,7 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def said(record: Record) -> str:
+def said(record: Measured) -> str:
     """Return a measurement in a few words."""
     if record.error:
         return f"FAILED: {record.error}"
@@ -186,7 +186,7 @@ def said(record: Record) -> str:
 
 def join(folders: Sequence[Path], output: Path, slo: Slo) -> list[PointResult]:
     """Write one page of several folders of results. Raises SettingsError if two use one name."""
-    records: list[Record] = []
+    records: list[Measured] = []
     sources: dict[str, Path] = {}
     about: dict[str, Any] = {"runs": [], "deployments": {}}
     for folder in folders:

@@ -11,7 +11,7 @@ import pytest
 from server.bench.summary import Sample
 from server.sweep.loads import Measurement, MeasurementFailed, figures, read_records
 from server.sweep.plan import Deployment, Length, Point, Slo
-from server.sweep.results import Record, ResultFolder, estimate, requests_of, summarised, table
+from server.sweep.results import Measured, ResultFolder, estimate, requests_of, summarised, table
 
 POINT = Point(Deployment(name="one"), Length(prompt=40, answer=11), concurrency=2)
 
@@ -20,9 +20,9 @@ def sample(ttft: float = 0.1, itl: float = 0.01, **fields: Any) -> Sample:
     return Sample(**{"seconds": ttft + 10 * itl, "ttft": ttft, "prompt_tokens": 40, "completion_tokens": 11, **fields})
 
 
-def record(deployment: str = "one", load: str = "c2", repeat: int = 0, **fields: Any) -> Record:
+def record(deployment: str = "one", load: str = "c2", repeat: int = 0, **fields: Any) -> Measured:
     values = {"digest": "d", "seconds": 1.0, "requests": requests_of([sample(), sample(0.3, 0.03)]), **fields}
-    return Record(deployment=deployment, length="40:11", load=load, repeat=repeat, **values)
+    return Measured(deployment=deployment, length="40:11", load=load, repeat=repeat, **values)
 
 
 def test_figures_are_those_of_streams() -> None:

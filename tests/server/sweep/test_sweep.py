@@ -66,7 +66,9 @@ def test_a_sweep_measures_goes_on_and_names_what_failed(
     assert (output / "measurements.jsonl").read_bytes().startswith(before)
     assert len(json.loads((output / "sweep.json").read_text())["about"]["runs"]) == 2
 
-    assert sweep("--join", str(output), "--output", str(tmp_path / "joined"), "--ttft", "0.000001") == 1, "nobody is there"
+    assert sweep("--join", str(output), "--output", str(tmp_path / "joined"), "--ttft", "0.000001") == 1, (
+        "nobody is there"
+    )
     *_, point = json.loads((tmp_path / "joined" / "sweep.json").read_text())["points"]
     assert point["figures"]["goodput"]["mean"] == 0 and point["repeats"] == 4
 
