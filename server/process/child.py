@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -28,10 +29,14 @@ def reserve(folder: Path) -> None:
     """Allocate the files that this process keeps its metrics in. Raises OSError.
 
     They are written through mappings of memory: where a full disk has no room for a page, the kernel ends the process.
+    Other processes read whatever lies in `folder`, so the files come there when all of them have their sizes.
     """
-    for kind, size in _METRICS_BYTES.items():
-        with (folder / f"{kind}_{os.getpid()}.db").open("ab") as file:
-            os.posix_fallocate(file.fileno(), 0, size)
+    with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+        for kind, size in _METRICS_BYTES.items():
+            with Path(unfinished, f"{kind}_{os.getpid()}.db").open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, size)
+        for path in Path(unfinished).iterdir():
+            path.rename(folder / path.name)
 
 
 def main() -> int:

@@ -42,7 +42,7 @@ def started(port: int, arguments: list[str], folder: Path) -> Iterator[subproces
     ):
         try:
             deadline = time.monotonic() + 30 * slowness()
-            while len(listening(process)) < 2 or not all(ready(port) for _ in range(12)):  # each process is asked
+            while sum(map(accepts, listening(process))) < 2 or not all(ready(port) for _ in range(12)):
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.1)
             yield process
@@ -55,6 +55,11 @@ def started(port: int, arguments: list[str], folder: Path) -> Iterator[subproces
 def listening(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     children = psutil.Process(process.pid).children()
     return [child for child in children if "server.process.child" in child.cmdline()]
+
+
+def accepts(process: psutil.Process) -> bool:
+    """Whether the process listens: the first that does gets all connections."""
+    return any(connection.status == psutil.CONN_LISTEN for connection in process.net_connections("tcp"))
 
 
 def ready(port: int) -> bool:
@@ -76,7 +81,8 @@ async def storm(port: int, rng: random.Random, fill: Path | None) -> None:
                 assert (await client.post("/v1/chat/completions", json={"messages": 1})).status_code == 400
                 body = {"model": "fake", "prompt": TEXT, "max_tokens": 40, "stream": True, "ignore_eos": True}
                 assert (await client.post("/v1/completions", json=body)).text.endswith("data: [DONE]\n\n")
-                assert (await client.get("/metrics")).status_code == 200
+                page = await client.get("/metrics")
+                assert page.status_code == 200, page.text
 
     async with asyncio.TaskGroup() as group:
         for _ in range(4):

@@ -1,6 +1,8 @@
 """Several API processes on one port and one engine."""
 
 import asyncio
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +16,8 @@ import psutil
 import pytest
 
 from engine.process.folder import PrivateFolder
-from server.process.child import SPEAKS
+from server.metrics.page import ServerMetrics
+from server.process.child import SPEAKS, reserve
 from server.process.launch import Launcher
 from server.process.serving import listen
 from server.settings import Settings
@@ -53,6 +56,28 @@ def handled(server: ServerProcess) -> set[int]:
         if len(pids) == 2:
             break
     return pids
+
+
+def test_a_page_is_whole_while_a_process_has_no_room_for_its_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = ServerMetrics("m", tmp_path)
+    calls = 0
+
+    def allocate(_file: int, _offset: int, _size: int) -> None:
+        nonlocal calls
+        calls += 1
+        assert b"trellis" not in metrics.render()
+        if calls == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    with pytest.raises(OSError, match="No space"):
+        reserve(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    reserve(tmp_path)
+    assert metrics.render() == b""
 
 
 def test_a_restarted_child_still_speaks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
