@@ -124,6 +124,13 @@ def _profile(arguments: Sequence[str]) -> int:
     return _as_client(profile.main, arguments)
 
 
+def _plan(arguments: Sequence[str]) -> int:
+    """Scale the replicas of a role by metrics, here or on Kubernetes."""
+    from server.commands import plan  # noqa: PLC0415
+
+    return plan.main(arguments)
+
+
 def _convert(arguments: Sequence[str]) -> int:
     """Turn a configuration from aggregated to prefill and decode, or back, or set sizes."""
     from server.commands import convert  # noqa: PLC0415
@@ -170,6 +177,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "sweep": (_sweep, "trellis sweep [FILE] [--url URL] [--output FOLDER]"),
     "profile": (_profile, "trellis profile --ttft MS --itl MS --isl TOKENS --osl TOKENS [FILE]"),
     "convert": (_convert, "trellis convert FILE [--to aggregated|disaggregated] [--tp INT]"),
+    "plan": (_plan, "trellis plan [--role ROLE] [--min INT] [--max INT] [-- --FLAG VALUE ...]"),
     "models": (_models, "trellis models"),
     "version": (_version, "trellis version"),
     "help": (_help, "trellis help [COMMAND] [TOPIC]"),
@@ -200,7 +208,7 @@ def _purpose(verb: str) -> str:
 
 def _help_on(verb: str, topic: str) -> str:
     """Return the help on a command, one screen unless a topic asks for more."""
-    if verb in ("chat", "bench", "sweep", "profile", "convert"):
+    if verb in ("chat", "bench", "sweep", "profile", "convert", "plan"):
         parser = import_module(f"server.commands.{verb}").parser()
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
         return parser.format_help()

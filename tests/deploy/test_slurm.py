@@ -118,8 +118,9 @@ def test_jobs_are_submitted_measured_and_joined(tmp_path: Path) -> None:
     environment = {
         **os.environ, "PATH": f"{STAND_INS}:{os.environ['PATH']}", "TRELLIS": str(trellis), "PYTHON": sys.executable,
         "RESULTS": str(results), "MODEL": "fake", "ENGINE": "fake", "ISL": "40", "OSL": "4", "CONCURRENCY": "2",
-        "REQUESTS_PER_STREAM": "1", "ONLY": "agg-tep4|agg-dep8|1p2tep8", "SHORT": "dep8",
-        "FIRST_PORT": str(free_port()), "ROUTER_PORT": str(free_port()), "API_KEYS": "", "PREFILL_MIN_TOKENS": "0", "ENGINE_PROCESS": "false",
+        "REQUESTS_PER_STREAM": "1", "ONLY": "agg-tep4|agg-dep8|1p2tep8", "SHORT": "dep8", "API_KEYS": "",
+        "FIRST_PORT": str(free_port()), "ROUTER_PORT": str(free_port()), "PREFILL_MIN_TOKENS": "0",
+        "ENGINE_PROCESS": "false",
     }  # fmt: skip
 
     def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
