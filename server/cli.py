@@ -209,7 +209,7 @@ def _purpose(verb: str) -> str:
 def _help_on(verb: str, topic: str) -> str:
     """Return the help on a command, one screen unless a topic asks for more."""
     if verb in ("chat", "bench", "sweep", "profile", "convert", "plan"):
-        parser = import_module(f"server.commands.{verb}").parser()
+        parser: argparse.ArgumentParser = import_module(f"server.commands.{verb}").parser()
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
         return parser.format_help()
     lines = [f"{_purpose(verb)}.", "", f"usage: {COMMANDS[verb][1]}", ""]

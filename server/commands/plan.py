@@ -48,6 +48,9 @@ def parser() -> FlagParser:
     found.add_argument(
         "--down-seconds", type=float, default=300.0, metavar="SECONDS", help="of lower load before one leaves (300)"
     )
+    found.add_argument(
+        "--notice-seconds", type=float, default=6.0, metavar="SECONDS", help="between leaving the list and the end (6)"
+    )
     found.add_argument("--state", type=Path, default=Path("plan"), metavar="FOLDER", help="of local replicas (./plan)")
     found.add_argument("--stop", action="store_true", help="drain and stop all local replicas, then end")
     found.add_argument("--kubernetes", metavar="RESOURCE/NAME", help="scale this, such as deployments/trellis-decode")
@@ -112,7 +115,9 @@ def _local(args: Namespace, key: str) -> LocalReplicas:
         serve = [sys.executable, str(ROOT / "trellis.py"), "serve", "--disaggregation-mode", args.role]
         return [*serve, *address, *args.settings]
 
-    return LocalReplicas(args.state, args.role, command, child_environment(), key=key)
+    return LocalReplicas(
+        args.state, args.role, command, child_environment(), key=key, notice_seconds=args.notice_seconds
+    )
 
 
 def _kubernetes(args: Namespace, key: str) -> KubernetesReplicas:

@@ -28,7 +28,7 @@ _OF_DECODE = {
 """Settings that only these roles have a use for."""
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc] - yaml has no types
     """Writes texts of several lines as blocks, as people do."""
 
 
@@ -53,7 +53,7 @@ def write_values(values: Mapping[str, Any], original: str = "") -> str:
     """Return values as YAML, with the comment at the head of the text that they were read from; others are lost."""
     lines = original.splitlines(keepends=True)
     head = next((index for index, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    text = yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    text: str = yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     return "".join(lines[:head]) + text
 
 

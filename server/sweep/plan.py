@@ -34,7 +34,7 @@ class Deployment(Strict):
     encode: int = Field(0, ge=0, le=64)
     settings: dict[str, Any] = Field(default_factory=dict)
     """Of every replica: MAX_BATCH_SIZE as max_batch_size."""
-    gpus: int | None = Field(None, ge=1)
+    gpus: int | None = Field(default=None, ge=1)
     """GPUs of all replicas together. Without it, throughput is divided by the number of replicas."""
 
     @model_validator(mode="after")
@@ -75,9 +75,9 @@ def _length(value: object) -> object:
 class Slo(Strict):
     """Service levels in milliseconds: a request is good if it meets all that are set."""
 
-    ttft: float | None = Field(None, gt=0)
+    ttft: float | None = Field(default=None, gt=0)
     """Time to the first token."""
-    itl: float | None = Field(None, gt=0)
+    itl: float | None = Field(default=None, gt=0)
     """Mean time between tokens."""
 
 
@@ -164,7 +164,7 @@ class SweepPlan(Strict):
 
 def read_plan(file: Path | None, given: dict[str, Any]) -> SweepPlan:
     """Return the plan of a YAML file, with values `given` by flags. Raises SettingsError."""
-    loaded: object = {}
+    loaded: Any = {}
     if file is not None:
         try:
             loaded = yaml.safe_load(file.read_text(encoding="utf-8"))

@@ -24,7 +24,6 @@ from typing import Any, Protocol
 from urllib.error import HTTPError
 from urllib.parse import quote
 
-from engine.replicas.discovery import RESOLVE_SECONDS
 from server.sweep.deployments import free_port
 
 METRICS = {
@@ -203,10 +202,14 @@ class LocalReplicas:
         *,
         key: str = "",
         drain_seconds: float = 60.0,
-        notice_seconds: float = 2 * RESOLVE_SECONDS,
+        notice_seconds: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`command` returns what starts a replica at a port. Raises ScaleError if another planner has the folder."""
+        """`command` returns what starts a replica at a port. `notice_seconds` pass between leaving the file and being
+        stopped: its readers look every few seconds (RESOLVE_SECONDS).
+
+        Raises ScaleError if another planner has the folder.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "logs").mkdir(exist_ok=True)
         self.urls = folder / f"{role}.urls"

@@ -259,7 +259,7 @@ def compose(deployment: Deployment, settings: Mapping[str, Any]) -> dict[str, An
 def helm_values(deployment: Deployment, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return values of the chart in deploy/helm."""
     own = dict(settings)
-    top = {name: own.pop(name) for name in ("model", "engine") if name in own}
+    top: dict[str, Any] = {name: own.pop(name) for name in ("model", "engine") if name in own}
     role: dict[str, Any] = {"enabled": True}
     if top.get("engine") == "trtllm":
         role["engineConfig"] = yaml.safe_dump(engine_arguments_of(own), sort_keys=False)

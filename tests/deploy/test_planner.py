@@ -117,7 +117,7 @@ def test_a_router_follows_the_planner_and_no_request_is_lost(tmp_path: Path) -> 
     """Load makes a second replica, its end takes it away, and --stop the first. The router reads the planner's file."""
     secret = {"INTERNAL_SECRET": "s", "MODEL_OPTIONAL": "true"}
     replicas = ["--", "--engine", "fake", "--engine-process", "false", "--fake-token-delay-ms", "5"]
-    times = ["--interval", "0.1", "--up-seconds", "1", "--down-seconds", "2"]
+    times = ["--interval", "0.1", "--up-seconds", "1", "--down-seconds", "1", "--notice-seconds", "4"]
     command = [
         sys.executable,
         str(ROOT / "trellis.py"),
@@ -165,6 +165,8 @@ def test_a_router_follows_the_planner_and_no_request_is_lost(tmp_path: Path) -> 
         loaded.set()
         planner.send_signal(signal.SIGTERM)
         said, _ = planner.communicate(timeout=20 * slowness())
-        stopped = subprocess.run([*command, "--stop"], env=environment, timeout=60 * slowness(), check=False)
+        stopped = subprocess.run(
+            [*command, "--stop", "--notice-seconds", "0"], env=environment, timeout=60 * slowness(), check=False
+        )
     assert "1 to 2 replicas" in said and "2 to 1 replicas" in said and "replicas go on" in said
     assert stopped.returncode == 0 and urls.read_text() == ""
