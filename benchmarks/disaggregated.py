@@ -223,7 +223,7 @@ class DisaggregatedRun:
             rows |= {f"{tokens} tokens: KV blocks, MiB": size / 2**20, f"{tokens} tokens: transfer, ms": seconds * 1e3}
             rows |= {
                 f"{tokens} tokens: transfer, GB/s": size / seconds / 1e9,
-                f"{tokens} tokens: to the second token, GB/s": size / second / 1e9,
+                f"{tokens} tokens: to the second token, GB/s": size / second / 1e9 if second else 0.0,
             }
         return rows
 

@@ -127,7 +127,7 @@ class Case(NamedTuple):
 
 
 class Rate(NamedTuple):
-    """What one run gave."""
+    """Figures of one run."""
 
     answers: list[list[int]]
     seconds: float

@@ -26,7 +26,7 @@ class Database:
         self.path = path
         self._schema = schema
         self._what = what
-        """What the file has, for errors."""
+        """Name of the contents, for error messages."""
         self._lane = Lane(what, 1)
         self._connection: sqlite3.Connection | None = None
 

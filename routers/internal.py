@@ -27,7 +27,7 @@ from routers.state import EngineServiceDep, PrefillServiceDep, ReplicaDep, State
 
 router = APIRouter(include_in_schema=False)
 operator_router = APIRouter(include_in_schema=False)
-"""Of every replica with an engine."""
+"""Routes of every replica with an engine."""
 
 _envelopes = msgspec.msgpack.Decoder(PrefillRequest)
 _requests = msgspec.msgpack.Decoder(GenerateRequest)

@@ -34,7 +34,7 @@ _ENVIRONMENT_OF_OUR_TRANSFERS = {
     # TensorRT-LLM's transceiver uses UCX too, and would open the memory for each transfer again.
     "UCX_CUDA_IPC_CACHE": "n"
 }
-"""Those of other engines than TensorRT-LLM."""
+"""More defaults, for engines other than TensorRT-LLM."""
 
 log = logging.getLogger(__name__)
 

@@ -60,22 +60,22 @@ class _LaunchedStep:
     sampling: list[Chunk]
     """The chunks for which tokens are sampled."""
     slots: list[int]
-    """Those of `sampling`."""
+    """The slots of `sampling`, in order."""
     logits: torch.Tensor
-    """Of `sampling`, in order: a row for each token that may be sampled."""
+    """Logits of `sampling`, in order: a row for each token that may be sampled."""
     started: float
     clock: float
-    """When it started, by the clock that measures what a step costs."""
+    """Start time, by the clock that measures the cost of a step."""
     rows: list[int] | None = None
-    """The first row of each of `sampling`; None if all have just one, as no chunk has a draft."""
+    """The first row of each chunk of `sampling`, or None if no chunk has a draft, and so each has one row."""
     drawn: Drawn | None = None
-    """The first tokens of `sampling`; None until they are drawn. Without any, it still tells when the device is
+    """The first tokens of `sampling`, or None until they are drawn. Even without tokens it tells when the device is
     done."""
 
 
 @dataclass(slots=True)
 class _Taken:
-    """What a step gave a sequence."""
+    """The result of a step for one sequence."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -146,7 +146,7 @@ class EngineCore:
         # On a CPU a step costs its processor time: how long it takes depends on who else uses the processor.
         self._clock = time.process_time if on_cpu else time.monotonic
         self._finished = 0.0
-        """When the last step was finished, by that clock."""
+        """End of the last step, by that clock."""
 
     @property
     def busy(self) -> bool:

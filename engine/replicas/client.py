@@ -49,7 +49,7 @@ class ReplicaConnection(asyncio.Protocol):
         self.status = 0
         self.headers: list[Header] = []
         self.idle_since = 0.0
-        """When it ended its last request; 0 before."""
+        """End of its last request; 0 before the first one ends."""
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._chunks: deque[bytes] = deque()

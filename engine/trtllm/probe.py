@@ -270,6 +270,7 @@ async def device(model: str, note: Note, begin: Callable[[str], None]) -> None:
     if kind == "answered":
         note("A4", "not run", "the GPU could not be made to fail")
         return
+    await asyncio.sleep(POLL_SECONDS)  # main notices a moment after it has answered
     healthy = llm._check_health()
     note("A4", is_request_error and healthy, f"{kind[:300]}; _check_health() says {healthy}")
 

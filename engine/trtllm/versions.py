@@ -13,7 +13,7 @@ class PackageVersion:
     """Facts of a version. Their sources are in `tests/contract/trtllm_behaviours.json`."""
 
     name: str
-    """Of the package, as it states it."""
+    """Name of the version, as the package states it."""
     handoff_logprobs: bool = False
     """A generation worker takes the first token's log-probabilities from the handoff (#11727)."""
     max_encoded_images: int = 1

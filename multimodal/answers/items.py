@@ -94,7 +94,7 @@ class Reducer:
         self._choice = choice
         self._unique = unique
         self._logprobs: list[TokenLogprobs] = []
-        """Those of tokens whose text is yet to come."""
+        """Log-probabilities of tokens whose text is yet to come."""
 
     @property
     def usage(self) -> TokenUsage:

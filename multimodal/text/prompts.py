@@ -31,7 +31,7 @@ class Prompt:
     ids: list[int]
     media: PromptMedia | None = None
     opening: str = ""
-    """Of a chat, the text behind the last message, or that of the last message if it is continued; if asked for."""
+    """The end of a chat's prompt, if asked for: the text after the last message, or a last message that is continued."""
 
 
 class MediaPrompts(Protocol):

@@ -47,7 +47,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     id: str
     created: float
     canceled: float | None
-    """When somebody asked to cancel it."""
+    """Time of the request to cancel it."""
     ended: float | None
     total: int
     """Number of its requests."""

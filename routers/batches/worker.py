@@ -44,7 +44,7 @@ class BatchWorker:
     fields: FieldCheck
     max_text_bytes: int
     max_values: int
-    """Of a body, as of those that come by HTTP."""
+    """Most values in a body; bodies that come by HTTP have the same limit."""
     render_error: Callable[[Exception, Scope], bytes]
     concurrency: int
     ready: Callable[[], bool]

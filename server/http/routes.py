@@ -20,7 +20,7 @@ _LACKING = frozenset(
 """First segments of OpenAI's routes that this server lacks."""
 _MESSAGES = "/v1/messages/"
 _MOST_CHARACTERS = 100
-"""Of a path that is compared with the routes."""
+"""Length from which on a path is not compared with the routes."""
 _SIMILAR = 0.75
 """Ratio of equal characters from which a path is taken for a mistyped route."""
 

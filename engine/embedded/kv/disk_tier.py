@@ -49,12 +49,12 @@ log = logging.getLogger(__name__)
 
 
 class Description(msgspec.Struct, frozen=True, array_like=True):
-    """What a file says of its block, as far as KV events need it."""
+    """The facts about a block that its file keeps for KV events."""
 
     index: int
-    """Of the block in its sequence."""
+    """Position of the block in its sequence."""
     parent: bytes
-    """Key of the block before; empty for the first."""
+    """Key of the previous block; empty for the first block."""
     tokens: tuple[int, ...]
     mm_keys: MmKeys
     cache_salt: str
@@ -118,19 +118,19 @@ class DiskTier:
         self._in_a_row = 0
         self._resume = 0.0
         self._scanned = -_SCAN_SECONDS
-        """When the folder was last looked through."""
+        """Time of the last scan of the folder."""
         self._scanning = False
         self._missed: dict[Name, float] = {}
-        """When files that were not there may be looked for again."""
+        """Times from which on missing files may be looked for again."""
         self._temporary = 0
         self._cleared = 0
-        """How often everything was deleted."""
+        """Number of times that all files were deleted."""
         self._reports: queue.SimpleQueue[Callable[[], list[Found]]] = queue.SimpleQueue()
-        """What threads have done, for the engine's thread."""
+        """Results of the other threads, which the engine's thread takes."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._direct = self._allows_direct()
         self._header = mmap.mmap(-1, HEADER_LIMIT)
-        """Of the file being written: one thread writes."""
+        """Header of the file that is being written; only one thread writes files."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-disk")
 
     def __contains__(self, name: Name) -> bool:
@@ -536,11 +536,3 @@ def digest_of(folder: Path, *configuration: str) -> bytes:
     for part in configuration:
         digest.update(part.encode() + b"\0")
     return digest.digest()
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the bytes that files in a folder, which need not exist yet, may still take. Raises OSError."""
-    while not folder.exists():
-        folder = folder.parent
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize

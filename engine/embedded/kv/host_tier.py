@@ -17,7 +17,7 @@ from engine.embedded.kv.blocks import BlockKey
 from engine.transfer.cuda import Cuda
 
 ALIGNMENT = 4096
-"""Of slots in bytes, which direct I/O needs."""
+"""Alignment of slots in bytes, as direct I/O needs it."""
 Name = tuple[int, BlockKey]
 """A block: its group of layers and its key."""
 

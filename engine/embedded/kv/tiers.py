@@ -87,7 +87,7 @@ class _BlockSave(NamedTuple):
 
 
 class _Figures:
-    """What has been counted of a tier."""
+    """Counters of a tier."""
 
     def __init__(self) -> None:
         self.stored_bytes = self.loaded_bytes = 0

@@ -102,20 +102,20 @@ class Automaton:
 
 
 class _Standing:
-    """Where a sequence stands in the two automata."""
+    """State of a sequence in the two automata."""
 
     __slots__ = ("known", "length", "matched", "matched_length", "newer", "state")
 
     def __init__(self, known: int) -> None:
         self.known = known
-        """How many tokens of the sequence have been followed."""
+        """Number of the sequence's tokens that have been followed."""
         self.newer: Automaton | None = None
-        """The newer automaton when they had."""
+        """The newer automaton at that time."""
         self.state = 0
-        """Of what was added to the newer automaton."""
+        """State of the newer automaton after the sequence's tokens were added to it."""
         self.length = 0
         self.matched = 0
-        """Of the longest end that is in the older one."""
+        """State of the older automaton for the longest end of the sequence that it contains."""
         self.matched_length = 0
 
 

@@ -37,7 +37,7 @@ class KnownText:
         self._length = _PREDICTED
         """Length of the match before it."""
         self._left = 0
-        """Where the last match failed."""
+        """Position at which the last match failed."""
 
     def append(self, tokens: Many[int], *, follow: bool = True) -> None:
         """Note tokens; without `follow` they are a prompt, which a prediction does not predict."""

@@ -102,9 +102,9 @@ class _Followed:
     known: int
     """Its number of tokens when `draft` was made."""
     draft: Draft = NOTHING
-    """Of its next tokens, whether they were computed or not."""
+    """Draft of its next tokens, whether it was computed or not."""
     without: int = 0
-    """Steps since it had a draft."""
+    """Number of steps since its last draft."""
 
 
 class Speculator:
@@ -139,10 +139,10 @@ class Speculator:
             return False
         started = time.thread_time()
         decoding = [s for s in sequences if s.remaining == 1 and s.status is SequenceStatus.RUNNING]
-        sequences = [sequence for sequence in decoding if self._room(sequence) > 0]
-        if not sequences:
+        room_of = {sequence: room for sequence in decoding if (room := self._room(sequence)) > 0}
+        if not room_of:
             return False
-        rooms = [self._room(sequence) for sequence in sequences]
+        sequences, rooms = list(room_of), list(room_of.values())
         for sequence in sequences:
             self._judge(sequence)
         if self.drafter.free:

@@ -97,7 +97,7 @@ class Fleet(ReplicaPool[RoutedReplica]):
         self._headers = headers
         self._sessions = sessions or Sessions(1 << 16, 3600.0)
         self._numbers: set[int] = set()
-        """Of ranks in the index."""
+        """Numbers of ranks in the index."""
 
     @property
     def healthy(self) -> bool:

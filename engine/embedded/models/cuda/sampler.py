@@ -50,7 +50,7 @@ class CudaSampler(Sampler):
         self._admitted = [-1] * slots
         """The admission that each slot's rows in the tables are of."""
         self.results = self.new_results(0)
-        """Of the last step, for the rows from which tokens are sampled."""
+        """Results of the last step, for the rows from which tokens are sampled."""
 
     @staticmethod
     def count_bytes(vocab_size: int, rows: int, slots: int) -> int:
