@@ -18,9 +18,9 @@ from server.sweep.planner import (
     Decider,
     KubernetesReplicas,
     LocalReplicas,
-    Policy,
     Scaled,
     ScaleError,
+    ScalingPolicy,
     looks,
     plan,
 )
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     if not 0 <= args.min <= args.max or args.max < 1 or args.interval <= 0:
         raise SettingsError("--min must be at most --max, and --interval above 0")
     targets = dict(args.metric or METRICS[args.role].items())
-    policy = Policy(targets, args.min, args.max, up_seconds=args.up_seconds, down_seconds=args.down_seconds)
+    policy = ScalingPolicy(targets, args.min, args.max, up_seconds=args.up_seconds, down_seconds=args.down_seconds)
     keys = read_settings([]).api_keys
     key = keys[0].get_secret_value() if keys else ""
     stopped = False
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
 
 
-def _run(scaled: Scaled, policy: Policy, seconds: float, stopped: Callable[[], bool]) -> None:
+def _run(scaled: Scaled, policy: ScalingPolicy, seconds: float, stopped: Callable[[], bool]) -> None:
     """Look again and again. What does not answer is said, and asked again."""
     decider = Decider(policy)
     for now in looks(seconds, stopped):

@@ -52,7 +52,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-class Running:
+class RunningDeployment:
     """A deployment that answers at `url`."""
 
     def __init__(
@@ -133,7 +133,7 @@ class Running:
 @contextmanager
 def running(
     deployment: Deployment, settings: Mapping[str, Any], log: Path, remote: Remote | None = None
-) -> Iterator[Running]:
+) -> Iterator[RunningDeployment]:
     """Start a deployment with `settings`, and stop it in the end. Raises DeploymentFailed.
 
     `remote` is the server of a deployment that runs already.
@@ -141,7 +141,7 @@ def running(
     given = read_settings([]).internal_secret
     secret = given.get_secret_value() if given else secrets.token_hex(16)
     if remote is not None:
-        yield Running(remote.url, secret, remote.key)
+        yield RunningDeployment(remote.url, secret, remote.key)
         return
     port = free_port()
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ def running(
             [sys.executable, *_command(deployment), *flags_of(settings)],
             env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
-    started = Running(f"http://127.0.0.1:{port}", secret, process=process, log=log)
+    started = RunningDeployment(f"http://127.0.0.1:{port}", secret, process=process, log=log)
     try:
         started.wait_ready()
         yield started

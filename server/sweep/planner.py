@@ -47,7 +47,7 @@ class ScaleError(Exception):
 
 
 @dataclass(frozen=True)
-class Policy:
+class ScalingPolicy:
     """How many replicas a load needs."""
 
     targets: Mapping[str, float]
@@ -91,7 +91,7 @@ class Policy:
 class Decider:
     """A policy over time."""
 
-    policy: Policy
+    policy: ScalingPolicy
     _history: deque[tuple[float, int]] = field(default_factory=deque)
     _changed: float = -math.inf
     _began: float | None = None

@@ -78,7 +78,7 @@ class Capacity:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class ScaledPrediction:
     """What was not measured. `how` says what it was computed from."""
 
     deployment: Deployment
@@ -90,7 +90,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ProfileChoice:
     """The deployment that was found, and whether it was measured itself."""
 
     deployment: Deployment
@@ -149,9 +149,9 @@ def _rate(result: PointResult) -> float:
     return result.figures["requests_per_second"].mean
 
 
-def predictions(plan: SweepPlan, found: Mapping[str, Capacity], targets: Targets) -> list[Prediction]:
+def predictions(plan: SweepPlan, found: Mapping[str, Capacity], targets: Targets) -> list[ScaledPrediction]:
     """Return deployments that were not measured and should take `targets.rate`, by scaling those that were."""
-    scaled: list[Prediction] = []
+    scaled: list[ScaledPrediction] = []
     if not targets.rate:
         return scaled
     for deployment in plan.deployments:
@@ -161,7 +161,7 @@ def predictions(plan: SweepPlan, found: Mapping[str, Capacity], targets: Targets
         copies = math.ceil(targets.rate / capacity.requests_per_second)
         how = f"{capacity.requests_per_second:.3g} requests/s of {deployment.name} at {capacity.load}, times {copies}"
         if copies > 1:
-            scaled.append(Prediction(_times(deployment, copies), capacity.requests_per_second * copies, how))
+            scaled.append(ScaledPrediction(_times(deployment, copies), capacity.requests_per_second * copies, how))
         if deployment.decode or not capacity.prefill_tokens_per_second:
             continue
         # Replicas of one kind of work are at least as fast as those of both.
@@ -177,7 +177,7 @@ def predictions(plan: SweepPlan, found: Mapping[str, Capacity], targets: Targets
         how = (
             f"{capacity.prefill_tokens_per_second:.3g} prompt tokens/s and {how.partition(', ')[0]}, without transfers"
         )
-        scaled.append(Prediction(deployment.model_copy(update=split), taken, how))
+        scaled.append(ScaledPrediction(deployment.model_copy(update=split), taken, how))
     return scaled
 
 
@@ -190,8 +190,8 @@ def _times(deployment: Deployment, copies: int) -> Deployment:
 
 
 def choose(
-    plan: SweepPlan, found: Mapping[str, Capacity], predicted: Sequence[Prediction], targets: Targets
-) -> Choice | None:
+    plan: SweepPlan, found: Mapping[str, Capacity], predicted: Sequence[ScaledPrediction], targets: Targets
+) -> ProfileChoice | None:
     """Return the smallest deployment that was measured to meet the targets, else the smallest of the predicted ones;
     None if none should. Of equals it is the one that takes more.
     """
@@ -203,19 +203,23 @@ def choose(
     if enough:
         capacity, deployment = min(enough, key=lambda pair: (pair[0].units, -pair[0].requests_per_second))
         why = f"measured: {capacity.requests_per_second:.3g} requests/s at {capacity.load} within the targets"
-        return Choice(deployment, why, predicted=False)
+        return ProfileChoice(deployment, why, predicted=False)
     if not predicted:
         return None
     best = min(predicted, key=lambda one: (one.deployment.units, -one.requests_per_second))
-    return Choice(
+    return ProfileChoice(
         best.deployment, f"predicted, not measured: {best.requests_per_second:.3g} requests/s, {best.how}", True
     )
 
 
 def write_files(
-    folder: Path, plan: SweepPlan, targets: Targets, found: Mapping[str, Capacity], predicted: Sequence[Prediction],
-    choice: Choice | None,
-) -> list[Path]:  # fmt: skip
+    folder: Path,
+    plan: SweepPlan,
+    targets: Targets,
+    found: Mapping[str, Capacity],
+    predicted: Sequence[ScaledPrediction],
+    choice: ProfileChoice | None,
+) -> list[Path]:
     """Write `profile.json` and, for a choice that can be started, files for compose, Helm and the engine."""
     content = {
         "targets": {**asdict(targets), "requests": "90 % of them"},

@@ -15,7 +15,7 @@ from server.bench.machine import describe_machine
 from server.commands.remote import Remote, RemoteError
 from server.process import gpus
 from server.settings import read_settings
-from server.sweep.deployments import DeploymentFailed, Running, flags_of, running
+from server.sweep.deployments import DeploymentFailed, RunningDeployment, flags_of, running
 from server.sweep.loads import AiperfClient, BuiltinClient, LoadClient, MeasurementFailed
 from server.sweep.plan import Deployment, Point, Slo, SweepPlan
 from server.sweep.results import Measured, PointResult, ResultFolder, requests_of, summarised
@@ -83,7 +83,7 @@ class Sweep:
         if len(missing) < len(points) * self.plan.repeats:
             _say(f"{deployment.name}: {len(points) * self.plan.repeats - len(missing)} measurements are there")
         starts, reason = 0, ""
-        session: tuple[Running, LoadClient] | None = None
+        session: tuple[RunningDeployment, LoadClient] | None = None
         with ExitStack() as stack:
             for point, repeat in missing:
                 try:
@@ -112,7 +112,9 @@ class Sweep:
             if not any((self.plan.digest(point), repeat) in known for repeat in range(self.plan.repeats)):
                 self.folder.add(self._record(point, 0, error=reason))
 
-    def _begin(self, stack: ExitStack, deployment: Deployment, points: Sequence[Point]) -> tuple[Running, LoadClient]:
+    def _begin(
+        self, stack: ExitStack, deployment: Deployment, points: Sequence[Point]
+    ) -> tuple[RunningDeployment, LoadClient]:
         """Start the deployment, and warm it up."""
         remote = self._remote_of(deployment) if deployment.url else None
         if remote is None:
@@ -137,7 +139,7 @@ class Sweep:
         settings = read_settings(flags_of(self.plan.settings_of(deployment)))
         return str(resolve_model(settings.model, settings.cache_dir, weights=False))
 
-    def _measure(self, server: Running, client: LoadClient, point: Point, repeat: int) -> Measured:
+    def _measure(self, server: RunningDeployment, client: LoadClient, point: Point, repeat: int) -> Measured:
         not_reset = server.reset()
         name = f"{point}-{repeat + 1}".replace(" ", "-").replace(":", "-").replace("/", "-per-")
         measured = client.measure(point, f"{self.plan.seed}/{point}/{repeat}", self.folder.path / "aiperf" / name)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from server.cli import main
-from server.sweep.planner import Decider, KubernetesReplicas, Policy, ScaleError, plan
+from server.sweep.planner import Decider, KubernetesReplicas, ScaleError, ScalingPolicy, plan
 
 WAITING = "trtllm_waiting"
-POLICY = Policy({WAITING: 4.0}, least=1, most=8, up_seconds=10, down_seconds=60)
+POLICY = ScalingPolicy({WAITING: 4.0}, least=1, most=8, up_seconds=10, down_seconds=60)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_replicas_are_needed_for_the_mean_load(current: int, values: list[float]
 
 
 def test_the_metric_that_needs_most_decides_and_one_that_is_missing_does_not() -> None:
-    policy = Policy({"a": 1.0, "b": 10.0, "c": 1.0}, most=9)
+    policy = ScalingPolicy({"a": 1.0, "b": 10.0, "c": 1.0}, most=9)
     assert policy.needed(1, [{"a": 2.0, "b": 50.0}]) == 5
 
 
