@@ -13,7 +13,6 @@ import uvloop
 
 from server.bench.client import LoadRun, Target, fit, run, sampled
 from server.bench.summary import Sample, percentile
-from server.settings.environment import child_environment
 from server.sweep.plan import Point, Slo, SweepPlan
 
 AIPERF = "aiperf>=0.13,<0.14"
@@ -171,14 +170,10 @@ class AiperfClient:
         command += [part for name, value in extra.items() for part in ("--extra-inputs", f"{name}:{json.dumps(value)}")]
         if self._target.api_key:
             command += ["--api-key", self._target.api_key]
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=child_environment(HF_HUB_OFFLINE="1"), check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         records = folder / "profile_export.jsonl"
         if done.returncode or not records.is_file():
-            raise MeasurementFailed(
-                f"aiperf ended with exit code {done.returncode}: {_last_line(done.stdout + done.stderr)}"
-            )
+            raise MeasurementFailed(f"aiperf ended with exit code {done.returncode}: {_error_of(folder, done.stdout)}")
         return read_records(records)
 
 
@@ -231,6 +226,13 @@ def aiperf_command(cache: Path) -> str:
         if done.returncode:
             raise MeasurementFailed(f"aiperf cannot be installed: {_last_line(done.stderr or done.stdout)}")
     return str(command)
+
+
+def _error_of(folder: Path, output: str) -> str:
+    """Return the first error in aiperf's log, or else the last line of its output."""
+    log = folder / "logs" / "aiperf.log"
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    return next((line.partition(" - ERROR - ")[2][:400] for line in lines if " - ERROR - " in line), _last_line(output))
 
 
 def _last_line(text: str) -> str:

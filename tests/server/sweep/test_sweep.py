@@ -93,7 +93,7 @@ def test_caches_that_cannot_be_reset_are_noted(server: ServerThread, tmp_path: P
 
 
 def test_aiperf_runs_in_its_own_environment(
-    server: ServerThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ServerThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A stand-in records what aiperf would; its flags are those of 0.13."""
     monkeypatch.setenv("CACHE_DIR", str(tmp_path))
@@ -104,6 +104,10 @@ def test_aiperf_runs_in_its_own_environment(
         "import json, pathlib, sys\n"
         "given = dict(zip(sys.argv, sys.argv[1:]))\n"
         "folder = pathlib.Path(given['--artifact-dir'])\n"
+        "if given['--tokenizer'] == 'missing':\n"
+        "    (folder / 'logs').mkdir()\n"
+        "    (folder / 'logs' / 'aiperf.log').write_text('now - one - INFO - begun\\nnow - one - ERROR - no tokenizer\\n')\n"
+        "    sys.exit('Log File: somewhere')\n"
         "(folder / 'argv.json').write_text(json.dumps(sys.argv[1:]))\n"
         "values = {'request_latency': 9.0, 'time_to_first_token': 6.0}\n"
         "values['usage_completion_tokens'] = int(given['--osl'])\n"
@@ -122,3 +126,6 @@ def test_aiperf_runs_in_its_own_environment(
     text = " ".join(arguments)
     assert re.match("profile --streaming .*--request-rate 3 --arrival-pattern poisson .*--isl 40 --osl 4", text)
     assert "--extra-inputs ignore_eos:true" in text and "--api-key secret" in text
+    flags = ["--url", server.url, "--api-key", "secret", "--lengths", "40:4", "--tokenizer", "missing"]
+    assert sweep(*flags, "--client", "aiperf", "-c", "1", "--output", str(tmp_path / "bad")) == 1
+    assert "aiperf ended with exit code 1: no tokenizer" in capsys.readouterr().err
