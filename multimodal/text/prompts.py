@@ -31,7 +31,7 @@ class Prompt:
     ids: list[int]
     media: PromptMedia | None = None
     opening: str = ""
-    """The end of a chat's prompt, if asked for: the text after the last message, or a last message that is continued."""
+    """The end of a chat's prompt, if asked for: the text after the last message, or a message that is continued."""
 
 
 class MediaPrompts(Protocol):
