@@ -79,7 +79,8 @@ async def test_requests_arrive_at_random_whatever_is_running(server: ServerThrea
     load = LoadRun(1, 12, 0, 4, rate=200.0)
     began = time.perf_counter()
     samples = await exchange(target, load, requests, random.Random(0))
-    assert time.perf_counter() - began > sum(random.Random(0).expovariate(200.0) for _ in requests)
+    took, rng = time.perf_counter() - began, random.Random(0)
+    assert took > 0.95 * sum(rng.expovariate(200.0) for _ in requests), "the last one does not come sooner"
     assert [sample.error for sample in samples] == [""] * 12 and all(sample.itl for sample in samples)
 
 
@@ -106,7 +107,8 @@ def test_aiperf_runs_in_its_own_environment(
         "folder = pathlib.Path(given['--artifact-dir'])\n"
         "if given['--tokenizer'] == 'missing':\n"
         "    (folder / 'logs').mkdir()\n"
-        "    (folder / 'logs' / 'aiperf.log').write_text('now - one - INFO - begun\\nnow - one - ERROR - no tokenizer\\n')\n"
+        "    log = folder / 'logs' / 'aiperf.log'\n"
+        "    log.write_text('now - one - INFO - begun\\nnow - one - ERROR - no tokenizer\\n')\n"
         "    sys.exit('Log File: somewhere')\n"
         "(folder / 'argv.json').write_text(json.dumps(sys.argv[1:]))\n"
         "values = {'request_latency': 9.0, 'time_to_first_token': 6.0}\n"
