@@ -4,6 +4,8 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -28,15 +30,20 @@ def describe_machine() -> dict[str, object]:
         (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
         platform.machine(),
     )
-    installed = {distribution.name.lower() for distribution in metadata.distributions()}
     return {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "commit": _commit(),
         "cpu": f"{model}, {len(os.sched_getaffinity(0))} cores",
         "load before": f"{os.getloadavg()[0]:.2f}",
         "python": platform.python_version(),
-        "versions": ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES if name in installed),
+        "versions": ", ".join(_versions()),
     }
+
+
+def _versions() -> Iterator[str]:
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            yield f"{name} {metadata.version(name)}"
 
 
 def _lines(path: str) -> list[str]:

@@ -28,7 +28,7 @@ _OF_DECODE = {
 """Settings that only these roles have a use for."""
 
 
-class _Dumper(yaml.SafeDumper):  # type: ignore[misc] - yaml has no types
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
     """Writes texts of several lines as blocks, as people do."""
 
 

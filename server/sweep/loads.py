@@ -137,7 +137,7 @@ class AiperfClient:
     def __init__(self, plan: SweepPlan, target: Target, tokenizer: str, cache: Path) -> None:
         self._plan = plan
         self._target = target
-        self._tokenizer = plan.tokenizer or tokenizer
+        self._tokenizer = tokenizer
         self._command = aiperf_command(cache)
 
     def warm_up(self, points: Sequence[Point]) -> None:

@@ -126,7 +126,9 @@ class Sweep:
         client: LoadClient = (
             BuiltinClient(self.plan, target)
             if self.plan.client == "builtin"
-            else AiperfClient(self.plan, target, self._tokenizer(deployment), read_settings([]).cache_dir)
+            else AiperfClient(
+                self.plan, target, self.plan.tokenizer or self._tokenizer(deployment), read_settings([]).cache_dir
+            )
         )
         client.warm_up(points)
         self._about["deployments"][deployment.name] = server.settings()
