@@ -22,6 +22,10 @@ RUN python3 -m venv --without-pip --system-site-packages /opt/venv \
     && python -m pip install --no-cache-dir . \
     && useradd --system --no-create-home --home-dir /cache --uid 10001 trellis \
     && install -d -o trellis /cache
+# For replicas of several nodes in Kubernetes, whose ranks start by ssh (docs/kubernetes.md).
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends openssh-client openssh-server procps \
+    && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*
 USER 10001
 VOLUME /cache
 EXPOSE 8000
@@ -56,6 +60,7 @@ RUN python -m venv --without-pip /opt/venv \
 # FlashInfer compiles its kernels at the first start, by nvcc, and links them with libcudart and libcuda; the driver brings
 # libcuda when the container starts, so an empty library of that name stands for it.
 FROM python AS gpu-packages
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY constraints.txt ./

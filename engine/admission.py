@@ -25,17 +25,20 @@ with many choices does not make all others wait for all of them."""
 class AdmissionEngine(EngineAround):
     """An engine around `engine` that admits at most `engine.info.max_num_seqs` sequences at once.
 
-    Others wait, in order of priority and arrival. Once `max_queue_size` sequences or MOST_WAITING_BYTES of images wait,
-    the next raises QueueFull; one that has waited `queue_timeout` seconds raises QueueTimeout, unless another sequence
-    of its `group` has been admitted: then it waits for its siblings, however long they take. A group lets others in
-    between: each further sequence of it ranks as if it had come SIBLING_SECONDS later. One that is larger than the
-    engine has at most three quarters of the places, so that others find the rest free. `PromptReport.queue_seconds`
-    includes the wait.
+    Others wait, in order of priority and arrival. Once `max_queue_size` sequences or `max_waiting_bytes` of images
+    wait, the next raises QueueFull; one that has waited `queue_timeout` seconds raises QueueTimeout, unless another
+    sequence of its `group` has been admitted: then it waits for its siblings, however long they take. A group lets
+    others in between: each further sequence of it ranks as if it had come SIBLING_SECONDS later. One that is larger
+    than the engine has at most three quarters of the places, so that others find the rest free.
+    `PromptReport.queue_seconds` includes the wait.
     """
 
-    def __init__(self, engine: Engine, max_queue_size: int, queue_timeout: float) -> None:
+    def __init__(
+        self, engine: Engine, max_queue_size: int, queue_timeout: float, max_waiting_bytes: int = MOST_WAITING_BYTES
+    ) -> None:
         super().__init__(engine)
         self._max_queue_size = max_queue_size
+        self._max_waiting_bytes = max_waiting_bytes
         self._queue_timeout = queue_timeout
         self._capacity = 0
         self._inside = 0
@@ -62,7 +65,7 @@ class AdmissionEngine(EngineAround):
         if len(self._queue) >= self._max_queue_size:
             return DeltaStream.failed(QueueFull(f"{len(self._queue)} sequences wait for the engine already"))
         size = sum(map(len, request.media_data()))
-        if size and self._waiting_bytes + size > MOST_WAITING_BYTES:
+        if size and self._waiting_bytes + size > self._max_waiting_bytes:
             return DeltaStream.failed(
                 QueueFull(f"sequences with {self._waiting_bytes} bytes of images wait for the engine already")
             )

@@ -204,6 +204,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """How the embedded engine's weights are quantised: fp8 or int8; empty if they are not."""
     guides: tuple[GuideKind, ...] = ()
     """Kinds of guided decoding this engine can do."""
+    text_grammars: bool = False
+    """Whether structural tags may have the format `text_grammar` (`engine/embedded/grammar/with_xgrammar.py`)."""
     refused_parameters: tuple[tuple[str, str], ...] = ()
     """Fields of `SamplingParams` that this engine refuses, always or under conditions, each with the reason."""
     max_logprobs: int = 20
@@ -238,6 +240,9 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     itself."""
     prompt_token_ids: tuple[int, ...] = ()
     """The prompt as the backend expanded it, with its images' tokens; empty if it is the request's own."""
+    lease: bytes = b""
+    """Where the lease of the KV blocks is claimed, in the terms of what has carried the handoff; empty if the answer
+    that brought it is the lease."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

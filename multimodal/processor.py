@@ -47,7 +47,7 @@ class Processor:
         """
         self._check_count(ask)  # before images are fetched
         info = self.engine.info
-        self.format.check(ask, info.guides)
+        self.format.check(ask, info.guides, info.text_grammars)
         schemas = ask.schema_length
         async with self._in_time():
             await off_loop(schemas, lambda: check_tools(ask, self.limits))
@@ -60,7 +60,7 @@ class Processor:
         asked, first = ask, self.format.parser(ask, info.guides, tokenizer, prompts[0].opening)
 
         def with_params() -> tuple[Ask, list[SamplingParams], tuple[int, ...]]:
-            guided = self.format.guided(asked, info.guides, first)
+            guided = self.format.guided(asked, info.guides, first, info.text_grammars)
             budget = self.format.budget(asked, guided, first, tokenizer, dict(info.refused_parameters))
             predicted = tokenizer.encode(asked.prediction) if asked.prediction else ()
             return guided, sampling.params(guided, lengths, budget), tuple(predicted[: info.context_length])

@@ -62,6 +62,17 @@ class Tool:
     parameters: dict[str, Any] = field(default_factory=dict)
     strict: bool = False
     """Whether arguments must fit the schema."""
+    text: "TextGrammar | None" = None
+    """A grammar for the only argument, the text `input`."""
+
+
+class TextGrammar(NamedTuple):
+    """A grammar that a text must match."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+    field: str
+    """Where the request has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +253,8 @@ class Sampling:
     """Makes `SamplingParams` for the requests of one model."""
 
     info: EngineInfo
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    """Spells bad words; None for requests that have none."""
     limits: Limits
     processors: tuple[str, ...] = ()
     """Logits processors of every request."""
@@ -329,6 +341,9 @@ class Sampling:
         """Each word at the start of a line and after a space."""
         _at_most("bad_words", words, self.limits.max_logit_bias)
         _short("bad_words", words)
+        if not words:
+            return ()
+        assert self.tokenizer is not None
         spelled = {tuple(self.tokenizer.encode(form)) for word in words for form in (word, " " + word.lstrip())}
         return tuple(sorted(ids for ids in spelled if ids))
 

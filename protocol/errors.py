@@ -20,7 +20,7 @@ class MissingPart(BaseModel):
     """A condition of readiness that is not met."""
 
     name: str
-    """For programs: engine, prefill_peers, replicas, kv_events, canary, event_loop or draining."""
+    """For programs: engine, prefill_peers, replicas, kv_events, canary, event_loop, api_processes or draining."""
     reason: str
     """For people."""
 

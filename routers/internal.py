@@ -14,7 +14,6 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from engine import handoff, trace
-from engine.admission import AdmissionEngine
 from engine.base import DeltaStream
 from engine.errors import EngineError, EngineFailure, EngineNotReady, NotSupported
 from engine.types import GenerateRequest
@@ -23,7 +22,7 @@ from protocol.internal import MAX_EMBEDDING_BYTES, MEDIA_TYPE, PrefillRequest, h
 from routers.body import converted
 from routers.errors import WrongReplica
 from routers.leased import LeasedAnswer, check_fits, read_message
-from routers.state import EngineServiceDep, PrefillServiceDep, ReplicaDep, State, StateDep
+from routers.state import EngineServiceDep, PrefillService, PrefillServiceDep, ReplicaDep, State, StateDep
 
 router = APIRouter(include_in_schema=False)
 operator_router = APIRouter(include_in_schema=False)
@@ -51,7 +50,7 @@ async def prefill(request: Request, state: StateDep, service: PrefillServiceDep)
     body = await read_message(request, options, options.max_body_bytes + images)
     model = state["replica"].model_name
     wanted = await converted(state, lambda: _read(body, model))
-    return LeasedAnswer(_PrefillWork(wanted, service.engine), state)
+    return LeasedAnswer(_PrefillWork(wanted, service), state)
 
 
 @operator_router.post("/reset_prefix_cache")
@@ -115,7 +114,7 @@ class _PrefillWork:
     """A prompt in the engine. Closing its stream frees the KV blocks."""
 
     request: GenerateRequest
-    engine: AdmissionEngine
+    service: PrefillService
     _stream: DeltaStream | None = None
 
     @property
@@ -124,19 +123,23 @@ class _PrefillWork:
 
     @property
     def healthy(self) -> bool:
-        return self.engine.healthy
+        return self.service.engine.healthy
 
     async def compute(self) -> tuple[bytes, bool]:
         stages = trace.Stages()
-        self._stream = self.engine.generate(self.request)
+        engine, tokens = self.service.engine, len(self.request.prompt_token_ids)
+        self._stream = engine.generate(self.request)
+        self.service.waiting_tokens += tokens
         try:
             delta = await anext(self._stream)
         except BaseException as error:  # cancellation included
             stages.end(0, error)
             raise
+        finally:
+            self.service.waiting_tokens -= tokens
         if delta.prompt is not None:
-            stages.begun(delta.prompt, delta.prompt.prompt_tokens or len(self.request.prompt_token_ids))
-        payload = handoff.encode(handoff.handoff_of(self.engine.info.backend, delta))
+            stages.begun(delta.prompt, delta.prompt.prompt_tokens or tokens)
+        payload = handoff.encode(handoff.handoff_of(engine.info.backend, delta))
         if len(payload) > handoff.MAX_BYTES:
             raise EngineFailure(f"the handoff has {len(payload)} bytes; the most is {handoff.MAX_BYTES}")
         return payload, delta.held is not None

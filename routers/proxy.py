@@ -10,27 +10,34 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 from urllib.parse import quote
 
-from fastapi import APIRouter, Request, Response, WebSocket
+from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from engine import trace
 from engine.errors import EngineDied, EngineNotReady
 from engine.replicas.client import ConnectionFailed, Header, ReplicaConnection
-from engine.replicas.routing.fleet import RoutedPrompt
+from engine.replicas.routing.fleet import Fleet, RoutedPrompt
 from engine.replicas.routing.load import Assignment
 from engine.replicas.routing.replica import RoutedRank, RoutedReplica
+from engine.replicas.routing.sessions import Affinity
 from multimodal.errors import RequestError
+from multimodal.request import Ask
+from protocol.responses import CompactRequest, ContextFields, InputTokensRequest
 from routers.batches.routes import PATH as BATCHES_PATH
 from routers.body import converted, disconnect, parsed, read_body, while_connected
-from routers.endpoint import OPENAI, Endpoint, Framing
+from routers.endpoint import OPENAI, Framing
 from routers.endpoints import ENDPOINTS
 from routers.errors import WrongReplica
 from routers.messages import COUNT_PATH
 from routers.responses import routes as responses
+from routers.responses.convert import conversation_of
+from routers.responses.service import is_reference, response_of
 from routers.state import DP_RANK_HEADER, INTERNAL_HEADER, RouterService, RouterServiceDep, State, state_of
 from routers.tokenize import PATHS
 
@@ -40,15 +47,27 @@ _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _PATH_SAFE = "/:@!$&'()*+,;=~-._"
 _MAX_SESSION = 1 << 10
-_REFUSALS = frozenset({429, 503})
-_ELSEWHERE = tuple(
-    b'"code":"%b"' % code for code in (b"response_not_found", b"previous_response_not_found", b"item_not_found")
-)
+REFUSALS = frozenset({429, 503})
+"""Statuses at which another replica is asked."""
+ELSEWHERE = ("response_not_found", "previous_response_not_found", "item_not_found")
 """Codes of errors about responses that are stored, if they are, at another replica."""
+_ELSEWHERE = tuple(b'"code":"%b"' % code.encode() for code in ELSEWHERE)
+_STORED = re.compile(rf"{responses.PATH}/(resp_[^/]+)")
+"""A path that names a stored response."""
+_ID = re.compile(rb'"id":"(resp_[0-9a-f]+)"')
+_ID_WITHIN = 1 << 10
+"""Bytes of an answer, or of the first event, in which the id of the response is."""
+_BODIES: dict[str, tuple[type[BaseModel], Callable[[Any], Ask] | None]] = {
+    **{endpoint.path: (endpoint.body, endpoint.convert) for endpoint in ENDPOINTS},
+    responses.PATHS[0]: (InputTokensRequest, None),
+    responses.PATHS[1]: (CompactRequest, None),
+}
+"""Bodies that the router reads and, if they ask for tokens, how it makes the neutral request of them."""
 _REPLICA_HEADER = b"x-trellis-replica"
 _HOP_BY_HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"}
-    | {b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"}
+    | {b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect", b"sec-websocket-key"}
+    | {b"sec-websocket-version", b"sec-websocket-extensions", b"sec-websocket-protocol"}
 )
 _MADE_ANEW = frozenset(
     {b"content-length", b"date", b"server", b"host", b"x-request-id"}
@@ -63,14 +82,6 @@ log = logging.getLogger(__name__)
 async def keep_no_batches() -> None:
     """Refuse batches: each of several replicas would keep its own."""
     raise WrongReplica("A router keeps no batches: send them to a replica.")
-
-
-async def refuse_websocket(websocket: WebSocket) -> None:
-    """Refuse a WebSocket: its responses would all have to go to one replica, whatever the others have."""
-    state = cast(State, websocket.scope["state"])
-    error = WrongReplica("A router takes no WebSockets: connect to a replica, or use HTTP.")
-    body = state["render_error"](error, websocket.scope)
-    await websocket.send_denial_response(Response(body, state["status_of"](error), media_type="application/json"))
 
 
 async def forward(request: Request, service: RouterServiceDep) -> Response:
@@ -88,7 +99,6 @@ for _path in (
     router.add_api_route(_path, forward, methods=["POST"], include_in_schema=False)
 for _path in (BATCHES_PATH, f"{BATCHES_PATH}/{{path:path}}"):
     router.add_api_route(_path, keep_no_batches, methods=["GET", "POST", "DELETE"], include_in_schema=False)
-router.add_api_websocket_route(responses.PATH, refuse_websocket)
 router.add_api_route("/v1/{path:path}", forward, methods=["GET", "POST", "DELETE"], include_in_schema=False)
 
 
@@ -100,48 +110,39 @@ class _Exchange:
         self._router = router
         self._fleet = router.fleet
         self._body = body
-        self._endpoint: Endpoint[Any] | None = next(
-            (endpoint for endpoint in ENDPOINTS if request.scope["path"].endswith(endpoint.path)), None
-        )
-        self._session = request.headers.get(router.session_header, "")[:_MAX_SESSION] if router.session_header else ""
+        self._path = path_of(request.scope)
 
     async def answer(self) -> Response:
         """Return the answer, whole or as a stream that has begun. Raises EngineUnavailable."""
-        prompt = await self._prompt()
+        prompt, affinity = await self._read()
         refusal: Response | None = None
         failed = False
-        for attempt, (rank, work) in enumerate(self._fleet.assign(prompt, self._session), 1):
+        for attempt, (rank, work) in enumerate(self._fleet.assign(prompt, affinity), 1):
             try:
                 response = await self._ask(rank, work, attempt)
             except ConnectionFailed as error:
                 log.info("%s did not answer: %s", rank.replica.name, error)
                 failed = True
                 continue
-            if response.status_code not in _REFUSALS and not _is_elsewhere(response):
+            if response.status_code not in REFUSALS and not _is_elsewhere(response):
                 return response
             refusal = response
+        if refusal is not None and _is_elsewhere(refusal) and self._fleet.is_away(affinity):
+            raise EngineNotReady("The replica that stores the response is not ready.")
         if refusal is not None:
             return refusal
         if failed:
             raise EngineDied("The replicas that were asked did not answer.")
         raise EngineNotReady(self._fleet.missing or "No replica is ready any more.")
 
-    async def _prompt(self) -> RoutedPrompt:
-        """Return the prompt of a request that generates; an empty one for other requests."""
-        if (endpoint := self._endpoint) is None:
-            return RoutedPrompt(count=1)
-        state = state_of(self._request)
-        started = time.perf_counter()
-        try:
-            options = state["http"]
-            body = await parsed(endpoint.body, self._body, options.max_text_bytes, options.max_values)
-            prompt = await self._router.prompts.of(await converted(state, lambda: endpoint.convert(body)))
-        except RequestValidationError:  # a replica will refuse it
-            return RoutedPrompt(count=1)
-        except RequestError:  # the same
-            prompt = RoutedPrompt()
-        self._fleet.observer.tokenised(time.perf_counter() - started)
-        return prompt
+    async def _read(self) -> tuple[RoutedPrompt, Affinity]:
+        """Return the prompt of a request that generates, an empty one for others, and what ties it to a replica."""
+        scope = self._request.scope
+        if self._path in _BODIES:
+            return await read(self._router, state_of(self._request), scope, self._body, *_BODIES[self._path])
+        named = _STORED.match(self._path)
+        session = session_of(self._router, scope)
+        return RoutedPrompt(count=1), Affinity((named[1],) if named is not None else (), session=session)
 
     async def _ask(self, rank: RoutedRank, work: Assignment, attempt: int) -> Response:
         """Raises ConnectionFailed."""
@@ -158,14 +159,16 @@ class _Exchange:
                     work.answered()
                     ends = partial(self._end, replica, work, connection)
                     outcome = ""
-                    framing = self._endpoint.framing if self._endpoint is not None else OPENAI
+                    self._note(replica, connection.status, first)
+                    framing = next((one.framing for one in ENDPOINTS if one.path == self._path), OPENAI)
                     return _Relay(connection, first, headers, ends, framing, state_of(self._request)["render_error"])
                 content = await connection.body(_MAX_ANSWER)
-            outcome = "refused" if connection.status in _REFUSALS else "error" if connection.status >= 500 else "ok"
+            outcome = "refused" if connection.status in REFUSALS else "error" if connection.status >= 500 else "ok"
             if connection.status == 503:
                 replica.check()  # it may be shutting down
             else:
                 replica.breaker.succeed()
+            self._note(replica, connection.status, content)
             return _WholeAnswer(connection.status, headers, content)
         except ConnectionFailed as error:
             outcome = "unreachable"
@@ -174,6 +177,10 @@ class _Exchange:
         finally:
             if outcome:
                 self._end(replica, work, connection, outcome)
+
+    def _note(self, replica: RoutedReplica, status: int, content: bytes) -> None:
+        if self._path == responses.PATH and status == 200:
+            noted(self._fleet, replica, content)
 
     def _end(
         self, replica: RoutedReplica, work: Assignment, connection: ReplicaConnection | None, outcome: str
@@ -188,19 +195,83 @@ class _Exchange:
 
     def _head(self, rank: RoutedRank) -> bytes:
         scope = self._request.scope
-        path: str = scope["path"]
-        root: str = scope.get("root_path", "")
-        target = quote(path.removeprefix(root) if path.startswith(f"{root}/") else path, safe=_PATH_SAFE).encode()
-        if query := scope["query_string"]:
-            target += b"?" + query
-        traced = {name.encode(): value.encode() for name, value in trace.headers().items()}
-        headers = [
-            header for header in _end_to_end(self._request.headers.raw) if _is_sane(header) and header[0] not in traced
-        ]
-        headers += [(b"x-request-id", scope["state"]["request_id"].encode()), *traced.items()]
-        if rank.wanted is not None and self._router.internal_secret:
-            headers += [(DP_RANK_HEADER, b"%d" % rank.wanted), (INTERNAL_HEADER, self._router.internal_secret.encode())]
-        return rank.replica.client.head(self._request.method, target, headers, len(self._body))
+        headers = headers_for(self._router, rank, scope)
+        return rank.replica.client.head(self._request.method, target_of(scope), headers, len(self._body))
+
+
+async def read(
+    router: RouterService,
+    state: State,
+    scope: Scope,
+    raw: bytes,
+    model: type[BaseModel],
+    convert: Callable[[Any], Ask] | None,
+) -> tuple[RoutedPrompt, Affinity]:
+    """Return the prompt of a body, an empty one if it asks for no tokens, and what ties it to a replica. What cannot be
+    read has neither: a replica will refuse it.
+    """
+    started = time.perf_counter()
+    session = session_of(router, scope)
+    prompt, affinity = RoutedPrompt(count=1), Affinity(session=session)
+    try:
+        body = await parsed(model, raw, state["http"].max_text_bytes, state["http"].max_values)
+    except RequestValidationError:
+        return prompt, affinity
+    if isinstance(body, ContextFields | CompactRequest):
+        affinity = _affinity(body, scope, session)
+    if convert is not None:
+        try:
+            prompt = await router.prompts.of(await converted(state, lambda: convert(body)))
+        except RequestError:
+            prompt = RoutedPrompt()
+        router.fleet.observer.tokenised(time.perf_counter() - started)
+    return prompt, affinity
+
+
+def _affinity(body: ContextFields | CompactRequest, scope: Scope, session: str) -> Affinity:
+    """Return what ties a request of Responses to a replica: the responses that it continues or quotes."""
+    items = body.input if isinstance(body.input, list) else []
+    quoted = dict.fromkeys(response_of(item.id or "") for item in items if is_reference(item))
+    continued = (body.previous_response_id,) if body.previous_response_id is not None else ()
+    conversation = conversation_of(body) if isinstance(body, ContextFields) else None
+    owner = scope["state"].get("owner", "")
+    return Affinity((*continued, *quoted), f"{owner} {conversation}" if conversation is not None else "", session)
+
+
+def noted(fleet: Fleet, replica: RoutedReplica, content: bytes) -> None:
+    """Note where the response that begins with `content` was made: it may be stored there."""
+    if (found := _ID.search(content, 0, _ID_WITHIN)) is not None:
+        fleet.stored(found[1].decode(), replica)
+
+
+def session_of(router: RouterService, scope: Scope) -> str:
+    """Return the session that a client names; empty for none."""
+    name = router.session_header
+    return Headers(scope=scope).get(name, "")[:_MAX_SESSION] if name else ""
+
+
+def path_of(scope: Scope) -> str:
+    """Return a path without the prefix of a proxy."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
+
+
+def target_of(scope: Scope) -> bytes:
+    """Return what a request asks a replica for: path and query."""
+    target = quote(path_of(scope), safe=_PATH_SAFE).encode()
+    query: bytes = scope["query_string"]
+    return target + b"?" + query if query else target
+
+
+def headers_for(router: RouterService, rank: RoutedRank, scope: Scope) -> list[Header]:
+    """Return the headers with which a request, or the handshake of a WebSocket, goes to a rank of a replica."""
+    traced = {name.encode(): value.encode() for name, value in trace.headers().items()}
+    headers = [header for header in _end_to_end(scope["headers"]) if _is_sane(header) and header[0] not in traced]
+    headers += [(b"x-request-id", scope["state"]["request_id"].encode()), *traced.items()]
+    if rank.wanted is not None and router.internal_secret:
+        headers += [(DP_RANK_HEADER, b"%d" % rank.wanted), (INTERNAL_HEADER, router.internal_secret.encode())]
+    return headers
 
 
 def _is_elsewhere(response: Response) -> bool:

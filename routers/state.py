@@ -1,14 +1,16 @@
 """The state that the lifespan hands to the routes (`request.state`), and the dependencies that read it."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, NotRequired, TypedDict, cast
+from typing import Annotated, NotRequired, Protocol, TypedDict, cast
 
 from fastapi import Depends, Request
 from starlette.types import Scope
 
+from engine import trace
 from engine.admission import AdmissionEngine
 from engine.encoder import Encoder
 from engine.errors import EngineNotReady
@@ -58,12 +60,14 @@ class ChatService:
             await self.encoder.close()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class PrefillService:
     """Computes prompts for decode replicas, and encodes images for other replicas if the model takes any."""
 
     engine: AdmissionEngine
     encoding: EncodeService | None = None
+    waiting_tokens: int = 0
+    """Tokens of the prompts that have no first token yet."""
 
     @property
     def healthy(self) -> bool:
@@ -118,9 +122,20 @@ class ReplicaState:
     """Conditions of readiness besides the service, by name: a call returns why one is not met, empty if it is."""
     peers: dict[str, Callable[[], tuple[int, int]]] = field(default_factory=dict)
     """Replicas that this one asks, by what for: a call returns how many it knows, and how many of them answer."""
-    draining: bool = False
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while the replica drains."""
+    registered: bool = False
+    """Whether others find the replica in a registry, which it leaves first when it drains."""
     running: int = 0
     """Requests that a shutdown waits for."""
+
+    @property
+    def draining(self) -> bool:
+        return self.stopping.is_set()
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        (self.stopping.set if draining else self.stopping.clear)()
 
     @property
     def engine(self) -> AdmissionEngine | None:
@@ -180,6 +195,21 @@ class HttpOptions:
     """JSON values of a body."""
 
 
+GONE = 499
+"""Status, in metrics and traces, of a request whose client left before the answer (nginx's number)."""
+
+
+class MessageClock(Protocol):
+    """Measures and traces a request that came as a message on a WebSocket, until `end`."""
+
+    span: trace.Span | None
+    """None without tracing."""
+    status: int
+    """The status that the answer would have over HTTP; GONE at first."""
+
+    def end(self) -> None: ...
+
+
 class State(TypedDict):
     """The lifespan's state. Middleware adds `request_id`, `owner` and, past the gate, `service` to each request's copy;
     `body_bytes` is there once the body has been read.
@@ -192,6 +222,8 @@ class State(TypedDict):
     """Return the error envelope of a request's exception (`server/http/errors.py`)."""
     status_of: Callable[[Exception], int]
     """Return the status of the answer to a request's exception."""
+    begin_message: Callable[[Scope, str, int], MessageClock]
+    """Begin a request on a WebSocket: the connection's scope, the request's id and its bytes."""
     render_metrics: Callable[[], bytes]
     runtime: Callable[[], Runtime]
     """Return how the replica runs, as far as is known now."""

@@ -57,9 +57,11 @@ def chosen_tools(
         raise RequestError(f"{field!r} names '{shown(missing)}', which is none of {param!r}.", field)
     chosen = offered if allowed is None else {name: offered[name] for name in offered if name in allowed}
     strict = (
-        place for tool, place in zip(offered.values(), schemas, strict=True) if tool.strict and tool.name in chosen
+        re.sub(r"[^.]+\Z", "format" if tool.text is not None else "strict", place)
+        for tool, place in zip(offered.values(), schemas, strict=True)
+        if tool.strict and tool.name in chosen
     )
-    guided = re.sub(r"[^.]+\Z", "strict", next(strict, ""))
+    guided = next(strict, "")
     return Tools(
         offered=chosen,
         mode="auto" if mode == "auto" else "required",

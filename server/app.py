@@ -1,10 +1,13 @@
 """The application, as a list of what it has."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from prometheus_fastapi_instrumentator.metrics import Info
 
 from protocol.errors import ErrorEnvelope
 from routers import operations
@@ -18,8 +21,10 @@ from server.http.middleware import (
     HeadMiddleware,
     OriginMiddleware,
     RequestMiddleware,
+    http_metrics,
     instrument,
 )
+from server.http.websocket_requests import WebSocketRequest
 from server.lifespan import make_lifespan
 from server.metrics.page import ServerMetrics
 from server.process.banner import on_terminal
@@ -34,10 +39,12 @@ def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAP
     """Return the application of one API process; several share their metrics in `metrics_folder`."""
     server_metrics = ServerMetrics(served_name(settings), metrics_folder, settings.vllm_metrics)
     tracing = _tracing(settings, server_metrics)
+    measure = http_metrics(server_metrics.registry)
+    begin_message = partial(WebSocketRequest, measure, tracing.request if tracing is not None else None)
     app = FastAPI(
         title="Trellis",
         version=__version__,
-        lifespan=make_lifespan(settings, server_metrics, tracing.close if tracing is not None else None),
+        lifespan=make_lifespan(settings, server_metrics, begin_message, tracing.close if tracing is not None else None),
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
@@ -51,7 +58,7 @@ def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAP
     if settings.docs or chat:
         openapi.install(app, settings)
     errors.install(app)
-    _add_middleware(app, settings, server_metrics)
+    _add_middleware(app, settings, measure)
     if tracing is not None:
         app.add_middleware(tracing.middleware)
     return app
@@ -69,11 +76,11 @@ def _tracing(settings: Settings, server_metrics: ServerMetrics) -> "Tracing | No
     return Tracing(settings, server_metrics.registry)
 
 
-def _add_middleware(app: FastAPI, settings: Settings, server_metrics: ServerMetrics) -> None:
+def _add_middleware(app: FastAPI, settings: Settings, measure: Callable[[Info], None]) -> None:
     """Add the middleware, innermost first."""
     app.add_middleware(HeadMiddleware)
     app.add_middleware(GateMiddleware)
-    instrument(app, server_metrics.registry)
+    instrument(app, measure)
     secret = settings.internal_secret.get_secret_value() if settings.internal_secret else None
     app.add_middleware(
         ApiKeyMiddleware,

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
@@ -241,6 +242,14 @@ def _check_servable(settings: Settings) -> None:
             raise SettingsError(
                 f"--otel-endpoint (OTEL_ENDPOINT): needs more packages (pip install 'trellis[otel]'): {error}"
             ) from error
+    if settings.dynamo:
+        _provide_dynamo(settings)
+        try:
+            from routers.dynamo import worker  # noqa: F401, PLC0415 - most replicas do without
+        except ImportError as error:
+            raise SettingsError(
+                f"--dynamo (DYNAMO): needs Dynamo's runtime (pip install 'trellis[dynamo]', on Linux): {error}"
+            ) from error
     if settings.engine == "trtllm" and not settings.engine_address and role_of(settings).has_model:
         from server.compose import engine_args  # noqa: PLC0415 - most engines do without
         from server.process import gpus  # noqa: PLC0415 - most engines do without
@@ -250,6 +259,21 @@ def _check_servable(settings: Settings) -> None:
         lacking = None if answer is None else gpus.shortage(len(present), engine_args.parallelism(settings))
         if lacking is not None:
             raise SettingsError("; ".join(lacking))
+        if find_spec("tensorrt_llm") is None:
+            raise SettingsError(
+                "ENGINE=trtllm: the package tensorrt_llm is not installed. Cure: run in NVIDIA's container, build the "
+                "Dockerfile's target trtllm (docs/tensorrt-llm.md), or ENGINE=embedded"
+            )
+
+
+def _provide_dynamo(settings: Settings) -> None:
+    """Set what Dynamo's runtime reads from the environment when it is imported, unless it is set. It logs as we do, but
+    not at its level `info`, which has several lines for each request.
+    """
+    level = {"debug": "debug", "info": "warn", "warning": "warn"}.get(settings.log_level, "error")
+    provide("DYN_LOG", f"{level},request_span={level}")
+    provide("DYN_LOGGING_JSONL", "1" if settings.log_format == "json" else "0")
+    provide("ETCD_ENDPOINTS", ",".join(settings.dynamo_etcd))
 
 
 def _check_possible(settings: Settings) -> None:
@@ -285,6 +309,8 @@ def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
         log.warning("%s", sentence)
     if role_of(settings).has_text and (sentence := banner.warning(settings)):
         log.warning("%s", sentence)
+    if not settings.api_processes:
+        settings = settings.model_copy(update={"api_processes": _api_processes(settings)})
     share = settings.api_processes > 1
     try:
         listener = serving.listen(settings.host, settings.port, share)
@@ -299,6 +325,15 @@ def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
         return serving.serve(settings, listener, started)
 
 
+def _api_processes(settings: Settings) -> int:
+    """Return the number of API processes that fits this machine and the model."""
+    from server.compose.model import config_here  # noqa: PLC0415
+    from server.compose.sizing import api_processes, this_machine  # noqa: PLC0415
+
+    most = api_processes(settings, None, this_machine()).value
+    return api_processes(settings, config_here(settings), this_machine()).value if most > 1 else most
+
+
 def explain(error: SettingsError | ValidationError) -> Iterator[str]:
     """Yield one line for each wrong setting, with its name but without its value, which may be a secret."""
     if isinstance(error, EngineArgsError):
@@ -311,5 +346,6 @@ def explain(error: SettingsError | ValidationError) -> Iterator[str]:
         name = str(entry["loc"][0])
         if entry["type"] == "extra_forbidden":
             yield unknown_in_file(name)
-        else:
-            yield f"--{name.replace('_', '-')} ({name.upper()}): {entry['msg']}"
+            continue
+        fault = entry["msg"].partition(", unable to")[0].removeprefix("Value error, ")
+        yield f"--{name.replace('_', '-')} ({name.upper()}): {fault.replace('Input should be', 'must be')}"

@@ -5,6 +5,7 @@ is loaded, downloaded or changed, and no GPU memory is used: it can run beside a
 taken.
 """
 
+import asyncio
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from engine.checkpoints.store import downloaded, weight_bytes
 from engine.errors import EngineFailure
 from engine.trtllm.arguments import Effective
 from server import __version__
+from server.compose.dynamo import any_answers
 from server.compose.engine_args import Parallelism, effective, parallelism
 from server.compose.model import model_here
 from server.compose.sizing import Machine, on_gpu, survey
@@ -53,8 +55,10 @@ _ROOMY_DISK, _LEAST_DISK = 20 * GIB, 2 * GIB
 def run(settings: Settings, *, probe: bool = False) -> int:
     """Print the findings; 1 if there is a problem, else 0. With `probe`, then check TensorRT-LLM on its GPU."""
     found = list(findings(settings))
+    counts = [sum(finding.level == level for finding in found) for level in ("problem", "warning")]
     sys.stdout.writelines(f"{finding}\n" for finding in found)
-    return int(any(finding.level == "problem" for finding in found)) or (_probe(settings) if probe else 0)
+    sys.stdout.write(f"\nproblems: {counts[0]}, warnings: {counts[1]}\n")
+    return int(counts[0] > 0) or (_probe(settings) if probe else 0)
 
 
 def _probe(settings: Settings) -> int:
@@ -110,6 +114,8 @@ def findings(settings: Settings) -> Iterator[Finding]:
         if (needs_gpu or on_gpu(settings, machine)) and gpus and folder.is_dir():
             yield from check_memory(weight_bytes(folder), min(gpu.memory for gpu in gpus), ranks)
     yield check_port(settings.host, settings.port)
+    if settings.dynamo:
+        yield check_dynamo(settings)
     if settings.engine == "trtllm":
         yield check_shared_memory(free_bytes(Path("/dev/shm")), ranks)
         yield from check_limits(
@@ -307,6 +313,7 @@ def check_packages(settings: Settings, machine: Machine) -> Iterator[Finding]:
     if settings.engine == "embedded" and role_of(settings).has_model:
         extras += ["embedded", "gpu"] if on_gpu(settings, machine) else ["embedded"]
     extras += ["otel"] if settings.otel_endpoint else []
+    extras += ["dynamo"] if settings.dynamo else []
     wrong = []
     for requirement in wanted:
         marker = requirement.marker
@@ -368,6 +375,15 @@ def check_port(host: str, port: int) -> Finding:
         cure = "stop what listens there, or set HOST or PORT"
         return Finding("problem", f"port {port} on {host}: {error.strerror or error}", cure)
     return Finding("ok", f"port {port} on {host} is free" if port else f"any free port on {host}")
+
+
+def check_dynamo(settings: Settings) -> Finding:
+    """Check that the registry of the Dynamo graph answers, as far as it has an address."""
+    graph = f"joins the Dynamo graph {settings.dynamo_namespace} by {settings.dynamo_discovery}"
+    if settings.dynamo_discovery != "etcd" or asyncio.run(any_answers(settings.dynamo_etcd)):
+        return Finding("ok", graph)
+    text = f"{graph}, and nothing answers at {', '.join(settings.dynamo_etcd)}"
+    return Finding("problem", text, "start etcd, or set ETCD_ENDPOINTS or DYNAMO_DISCOVERY")
 
 
 def free_bytes(folder: Path) -> int | None:

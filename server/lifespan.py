@@ -3,15 +3,18 @@
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 from fastapi import FastAPI
+from starlette.types import Scope
 
 from engine.errors import EngineFailure
 from engine.kit.tasks import background, in_thread
-from routers.state import HttpOptions, ReplicaState, State
+from routers.state import HttpOptions, MessageClock, ReplicaState, State
 from server import __version__
 from server.compose.composition import Composition
+from server.compose.dynamo import join, open_graph
 from server.compose.encoders import add_encode_service
 from server.compose.engine import add_engine
 from server.compose.model import model_folder, served_name
@@ -31,7 +34,10 @@ log = logging.getLogger(__name__)
 
 
 def make_lifespan(
-    settings: Settings, metrics: ServerMetrics, at_end: Callable[[], None] | None = None
+    settings: Settings,
+    metrics: ServerMetrics,
+    begin_message: Callable[[Scope, str, int], MessageClock],
+    at_end: Callable[[], None] | None = None,
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[State]]:
     """Return the lifespan of an application. The model loads in a task of its own, so that the port answers at once.
     `at_end` is called last, in a thread.
@@ -54,6 +60,7 @@ def make_lifespan(
                 http=http_options(settings),
                 render_error=render_event,
                 status_of=status_of,
+                begin_message=begin_message,
                 render_metrics=metrics.render,
                 runtime=partial(runtime_of, settings, replica),
                 settings=shown_settings(settings),
@@ -71,7 +78,11 @@ async def live(to: Composition) -> None:
         async with to.stack:
             # Whoever started an engine at an address has the model ready when it answers.
             folder = None if to.settings.engine_address else await in_thread(partial(model_folder, to.settings))
+            if to.settings.dynamo:
+                to = replace(to, graph=await open_graph(to))
             failed = await COMPOSERS[to.role.core](to, folder)
+            if to.graph is not None:
+                await join(to, to.graph, folder)
             raise EngineFailure(await failed())
     except Exception as error:  # of any kind: the server cannot go on, and reports why
         to.replica.failure = one_line(error)

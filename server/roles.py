@@ -73,7 +73,7 @@ def role_of(settings: Settings) -> Role:
 
 def missing_setting(settings: Settings) -> tuple[str, str] | None:
     """Return the first setting that the role lacks, and why it is needed; None if it lacks nothing."""
-    for need in (*role_of(settings).needs, _ENCODE_SECRET):
+    for need in (*role_of(settings).needs, _ENCODE_SECRET, *_DYNAMO_NEEDS):
         if not need.met(settings):
             return f"--{need.setting.replace('_', '-')} ({need.setting.upper()})", need.why
     return None
@@ -83,10 +83,36 @@ def _given(role: RoleName, setting: str, why: str) -> Need:
     return Need(setting, lambda settings: bool(getattr(settings, setting)), f"the role {role} needs it: {why}")
 
 
+def _given_over_http(role: RoleName, setting: str, why: str) -> Need:
+    """A setting by which replicas find each other over HTTP: a Dynamo graph does without."""
+    return Need(
+        setting,
+        lambda settings: settings.dynamo or bool(getattr(settings, setting)),
+        f"the role {role} needs it: {why}",
+    )
+
+
 def _one_api_process(role: RoleName, why: str) -> Need:
     return Need("api_processes", lambda settings: settings.api_processes <= 1, f"the role {role} has one: {why}")
 
 
+_DYNAMO_NEEDS = (
+    Need(
+        "api_processes",
+        lambda settings: settings.api_processes <= 1 or not settings.dynamo,
+        "a worker of a Dynamo graph has one: the graph's frontends do the work of the others",
+    ),
+    Need(
+        "disaggregation_mode",
+        lambda settings: not settings.dynamo or settings.disaggregation_mode in ("aggregated", "prefill", "decode"),
+        "a worker of a Dynamo graph is aggregated, prefill or decode",
+    ),
+    Need(
+        "prefill_urls",
+        lambda settings: not (settings.dynamo and settings.prefill_urls),
+        "leave it out with --dynamo: Dynamo's router chooses the prefill worker",
+    ),
+)
 _WHY_SECRET = "replicas authenticate each other with it"
 _ENCODE_SECRET = Need(
     "internal_secret",
@@ -125,9 +151,9 @@ def _encode() -> tuple[APIRouter, ...]:
 
 
 def _forwarding() -> tuple[APIRouter, ...]:
-    from routers import proxy  # noqa: PLC0415
+    from routers import proxy, websocket_proxy  # noqa: PLC0415
 
-    return (proxy.router,)
+    return proxy.router, websocket_proxy.router
 
 
 ROLES: Mapping[str, Role] = {
@@ -141,7 +167,7 @@ ROLES: Mapping[str, Role] = {
             has_text=False,
             prefill_only=True,
             serves_encodings=True,
-            needs=(_given("prefill", "internal_secret", _WHY_SECRET),),
+            needs=(_given_over_http("prefill", "internal_secret", _WHY_SECRET),),
             trtllm_arguments={"disable_overlap_scheduler": True},
         ),
         Role(
@@ -149,8 +175,8 @@ ROLES: Mapping[str, Role] = {
             routers=_public,
             remote_prefill=True,
             needs=(
-                _given("decode", "internal_secret", _WHY_SECRET),
-                _given("decode", "prefill_urls", "it lists the prefill replicas"),
+                _given_over_http("decode", "internal_secret", _WHY_SECRET),
+                _given_over_http("decode", "prefill_urls", "it lists the prefill replicas"),
             ),
         ),
         Role(

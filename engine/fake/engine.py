@@ -66,6 +66,7 @@ class FakeEngine:
             max_num_tokens=config.max_num_seqs * config.context_length,
             capacity=self._capacity if self._capacity < config.context_length else 0,
             guides=GUIDE_KINDS if config.script else (),
+            text_grammars=bool(config.script),
         )
 
     @property

@@ -10,12 +10,15 @@ import ssl
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import cast
+from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 import httptools
 
 from engine.errors import EngineUnavailable
+
+if TYPE_CHECKING:
+    from websockets.asyncio.client import ClientConnection
 
 Header = tuple[bytes, bytes]
 CONNECT_SECONDS = 1.5
@@ -28,6 +31,12 @@ _SMALL_BODY = 1 << 16
 """Bodies below this size are sent together with their head."""
 _MAX_HEAD = 1 << 17
 _MAX_SHORT_ANSWER = 1 << 16
+_MAX_MESSAGE = 256 << 20
+_HANDSHAKE_SECONDS = 5.0
+_CLOSE_SECONDS = 1.0
+"""How long the replica may take to answer that a WebSocket is closed."""
+_PING_SECONDS = 5.0
+"""How often a WebSocket is checked, and how long the replica may take to answer that."""
 
 
 class ConnectionFailed(EngineUnavailable):
@@ -40,6 +49,15 @@ class StaleConnection(ConnectionFailed):
 
 class AnswerTooLong(ConnectionFailed):
     """An answer has more bytes than it may."""
+
+
+class WebSocketRefused(EngineUnavailable):
+    """The replica has answered the handshake of a WebSocket with a status of its own."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"The replica refuses the WebSocket with status {status}.")
+        self.status = status
+        self.body = body
 
 
 class ReplicaConnection(asyncio.Protocol):
@@ -225,6 +243,31 @@ class ReplicaClient:
             if connection is not None:
                 self._put_back(connection)
             raise
+
+    async def websocket(self, target: bytes, headers: Sequence[Header]) -> "ClientConnection":
+        """Open a WebSocket, which the caller closes. Raises ConnectionFailed, WebSocketRefused."""
+        from websockets.asyncio.client import connect  # noqa: PLC0415 - only routers need it
+        from websockets.exceptions import InvalidHandshake, InvalidStatus  # noqa: PLC0415
+
+        scheme = "ws" if self._tls is None else "wss"
+        try:
+            return await connect(
+                f"{scheme}://{self._authority.decode()}{target.decode()}",
+                additional_headers=[(name.decode(), value.decode("latin-1")) for name, value in headers],
+                user_agent_header=None,
+                compression=None,
+                proxy=None,
+                ssl=self._tls,
+                open_timeout=_HANDSHAKE_SECONDS,
+                close_timeout=_CLOSE_SECONDS,
+                ping_interval=_PING_SECONDS,
+                ping_timeout=_PING_SECONDS,
+                max_size=_MAX_MESSAGE,
+            )
+        except InvalidStatus as refused:
+            raise WebSocketRefused(refused.response.status_code, bytes(refused.response.body or b"")) from None
+        except (OSError, TimeoutError, InvalidHandshake) as error:
+            raise ConnectionFailed(f"cannot open a WebSocket: {str(error) or 'timeout'}") from error
 
     async def get(self, target: bytes, headers: Sequence[Header]) -> tuple[int, bytes]:
         """Return status and body of a short answer. Raises ConnectionFailed, AnswerTooLong."""

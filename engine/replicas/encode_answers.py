@@ -174,6 +174,8 @@ class EncodeService:
         self.info = encode_info(model_name, backend, encoder.info)
         self.served = 0
         """Number of requests answered."""
+        self.waiting = 0
+        """Number of requests whose images are not encoded yet."""
         self.encoder = encoder
         self.store = store
         self._observer = observer
@@ -190,7 +192,11 @@ class EncodeService:
         if self.encoder.info.needs_prompt and not request.prompt:
             raise InvalidRequest("a prompt is needed: this replica encodes the images of a whole prompt", "prompt")
         started = time.perf_counter()
-        encoded = await self.encoder.encode(media, request.prompt)
+        self.waiting += 1
+        try:
+            encoded = await self.encoder.encode(media, request.prompt)
+        finally:
+            self.waiting -= 1
         self.served += 1
         self._observer.encoded(len(media), time.perf_counter() - started)
         return await self.store.put(encoded, request.inline)

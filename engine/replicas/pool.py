@@ -6,6 +6,7 @@ compute, encode replicas by what they are busy with, those behind a router by bo
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
@@ -60,11 +61,15 @@ class ReplicaPool(Generic[R]):
         known, available = self.counts
         if available:
             return ""
-        reasons = "; ".join(sorted({replica.reason for replica in self.replicas}))
+        counts = Counter(replica.reason for replica in self.replicas)
+        reasons = "; ".join(
+            f"each of {count} {reason.removeprefix('one ')}" if count > 1 else reason
+            for reason, count in sorted(counts.items())
+        )
         return f"No replica is ready, of {known}: {reasons}." if known else "No replica is known."
 
     async def start(self) -> None:
-        """Find the replicas, and wait a moment for the first probe of each. Log why none is ready, if none is."""
+        """Find the replicas, and wait a moment for the first probe of each. Log that none is ready, if none is."""
         self.update(await self._addresses.find(set()))
         if self._addresses.change:
             self._run(self._resolve(), "replica-discovery")
@@ -73,8 +78,9 @@ class ReplicaPool(Generic[R]):
                 for replica in list(self._replicas.values()):
                     await replica.probed.wait()
         if not self.counts[1]:
-            found = "; ".join(f"{replica.name}: {replica.details}" for replica in self.replicas)
-            log.warning("no replica is ready yet: %s", found or "none is known")
+            silent = [replica.name for replica in self.replicas if not replica.probed.is_set()]  # others are logged
+            unheard = f"; no answer from {', '.join(silent)}" if silent else ""
+            log.warning("no replica is ready yet, of %d%s", len(self.replicas), unheard)
 
     async def close(self) -> None:
         """Forget the replicas. Answers that are on their way break off. Idempotent."""
@@ -92,13 +98,16 @@ class ReplicaPool(Generic[R]):
                 self._replicas[url] = replica = self._new(url)
                 self._run(replica.watch(), replica.name)
 
-    def in_turn(self, usable: Callable[[R], bool], choose: Callable[[list[R]], R]) -> Iterator[R]:
-        """Yield replicas for one request, each when the one before has failed.
+    def in_turn(
+        self, usable: Callable[[R], bool], choose: Callable[[list[R]], R], attempts: int | None = None
+    ) -> Iterator[R]:
+        """Yield replicas for one request, each when the one before has failed; as many `attempts` as the pool's if it
+        has none of its own.
 
         `choose` picks each from the usable ones that have not been tried.
         """
         tried: list[R] = []
-        while len(tried) < self._attempts:
+        while len(tried) < (self._attempts if attempts is None else attempts):
             candidates = [replica for replica in self._replicas.values() if replica not in tried and usable(replica)]
             if not candidates:
                 return

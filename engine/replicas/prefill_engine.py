@@ -9,7 +9,7 @@ Images go to prefill as embeddings; the local engine uses these only if it has t
 
 import asyncio
 import logging
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec.structs import replace
 
@@ -20,8 +20,6 @@ from engine.handoff import prefill_info
 from engine.kit.checks import check_prompt
 from engine.kit.tasks import all_of, cancel
 from engine.media import Unexpanded
-from engine.replicas.ask import RemoteAnswer
-from engine.replicas.prefill_pool import PrefillPool
 from engine.replicas.remote import RemoteObserver, is_final
 from engine.types import Delta, GenerateRequest, Handoff
 from protocol.internal import PrefillInfo
@@ -32,6 +30,35 @@ _END_SECONDS = 1.0
 log = logging.getLogger(__name__)
 
 
+class Lease(Protocol):
+    """A computed prompt, whose KV blocks stay in place until `close`, or until `ended` returns."""
+
+    @property
+    def handoff(self) -> Handoff: ...
+
+    async def ended(self) -> None:
+        """Return when the replica has ended the lease, or is lost."""
+
+    def close(self) -> None:
+        """End the lease. Idempotent."""
+
+
+class Prefills(Protocol):
+    """Where prompts are computed: prefill replicas, or what came with the request."""
+
+    def healthy(self, mine: PrefillInfo) -> bool:
+        """Whether a request made now would be prefilled somewhere."""
+        ...
+
+    async def start(self) -> None: ...
+
+    async def prefill(self, request: GenerateRequest, mine: PrefillInfo) -> Lease:
+        """Return the computed prompt of a request; the caller closes the lease. Raises EngineError."""
+        ...
+
+    async def close(self) -> None: ...
+
+
 class DisaggregatedEngine(EngineAround):
     """Prefills in `pool`, decodes with `local`. Prefill replicas have to serve `model_name` too.
 
@@ -40,7 +67,7 @@ class DisaggregatedEngine(EngineAround):
     """
 
     def __init__(
-        self, local: Engine, pool: PrefillPool, model_name: str, min_tokens: int | None, observer: RemoteObserver
+        self, local: Engine, pool: Prefills, model_name: str, min_tokens: int | None, observer: RemoteObserver
     ) -> None:
         super().__init__(local)
         self.pool = pool
@@ -127,7 +154,7 @@ class _RemotePrefill:
             and not isinstance(self._request.media, Unexpanded)
         )
 
-    async def _prefilled(self) -> RemoteAnswer[Handoff] | None:
+    async def _prefilled(self) -> Lease | None:
         """Return the replica's answer; None if none could prefill and the prompt may be computed here."""
         try:
             return await self._engine.pool.prefill(self._request, self._engine.common)
@@ -137,7 +164,7 @@ class _RemotePrefill:
             log.info("computing the prompt of %s here: %s", self._request.request_id, error)
             return None
 
-    async def _go_on(self, lease: RemoteAnswer[Handoff]) -> None:
+    async def _go_on(self, lease: Lease) -> None:
         """Pass on the first token, then have the local engine go on from the handoff."""
         first = lease.handoff.first
         lost = ""
@@ -192,8 +219,8 @@ class _RemotePrefill:
 
     def _compute(self, reason: str) -> None:
         self._engine.observer.computed_locally(reason)
-        self._verdict.set_result("")  # there is no handoff
-        self._generate(self._request)
+        self._verdict.set_result("")  # no handoff is used
+        self._generate(replace(self._request, handoff=None))
 
     def _generate(self, request: GenerateRequest) -> DeltaStream:
         local = self._engine.inner.generate(request)

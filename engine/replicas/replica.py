@@ -33,8 +33,6 @@ class Replica:
         """Number of the last choice of this replica: the pool counts its choices."""
         self.reason = "one has not answered yet"
         """Why it is not available, for clients: without addresses, which are secret."""
-        self.details = "it has not answered yet"
-        """The same for the log."""
         self.probed = asyncio.Event()
         """Set once the first probe has ended."""
         self.left = False
@@ -97,7 +95,6 @@ class Replica:
         if self.available or reason != self.reason:
             log.warning("%s: %s", self.name, in_full(error))
         self.reason = reason
-        self.details = in_full(error)
         self.ready.clear()
         self.report()
 

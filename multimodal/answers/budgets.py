@@ -21,8 +21,8 @@ Symbols = tuple[int, ...]
 def budget_of(
     family: OutputFormat, tokens: int, *, tokenizer: Tokenizer, inside: bool, guided: bool
 ) -> ReasoningBudget | None:
-    """Return the budget for an output that begins inside reasoning, or does not, and that a grammar of calls or of the
-    answer guides, or does not. None if the family has no reasoning, or none whose markers are fixed texts.
+    """Return the budget of `tokens` for the reasoning in an output; None if the family has no reasoning, or its markers
+    are not fixed texts. `inside`: the output begins inside reasoning. `guided`: a grammar guides it.
     """
     reasoning, messages = family.reasoning, family.messages
     close, avoid = "", ""
@@ -50,8 +50,8 @@ def budget_of(
 
 
 def literals(pattern: str) -> tuple[str, ...]:
-    """Return the texts that a pattern matches, without what may follow them, if these are some fixed texts. Markers
-    keep their « and ».
+    """Return the texts that a pattern matches, without what may follow them; an empty tuple if the pattern is more than
+    a choice of fixed texts. Markers keep their « and ».
     """
     found = tuple(_OPTIONAL.sub("", _AHEAD.sub(r"\1", text)) for text in _TEXTS.findall(pattern))
     return () if any(map(_SYNTAX.search, (_PIECE.sub(r"\2", text) for text in found))) else found

@@ -12,7 +12,7 @@ from multimodal.answers.parsers.formats import OutputFormat
 from multimodal.answers.parsers.tags import structural_tags
 from multimodal.answers.parts import Parser, PlainText
 from multimodal.errors import RequestError
-from multimodal.request import Ask, AskedGuide, Conversation, Tools
+from multimodal.request import Ask, AskedGuide, Conversation, TextGrammar, Tools
 from multimodal.text.tokenizer import Tokenizer
 
 _TEXT: dict[str, Any] = {"type": "any_text"}
@@ -67,8 +67,10 @@ class AnswerFormat:
         described = ask.guides and not tools and not (parser.reasons and "structural_tag" in kinds)
         return PlainText(tokenizer) if described else parser
 
-    def check(self, ask: Ask, kinds: Collection[GuideKind]) -> None:
-        """Raise RequestError for tools that this model cannot call, or cannot be made to."""
+    def check(self, ask: Ask, kinds: Collection[GuideKind], text_grammars: bool = False) -> None:
+        """Raise RequestError for tools that this model cannot call, or cannot be made to. `text_grammars` are known to
+        the engine, or not.
+        """
         if (tools := ask.tools) is None:
             return
         if not self.calls:
@@ -83,14 +85,22 @@ class AnswerFormat:
                 tools.guided,
                 "unsupported_parameter",
             )
-        if tools.guided and structural_tags(self.family, _schemas(tools)) is None:
+        texts = _texts(tools)
+        lark = next((text.field for text in texts.values() if text.syntax == "lark"), "")
+        if lark and not text_grammars:
+            raise RequestError(
+                f"The engine cannot hold the input of a tool to a Lark grammar, which {lark!r} asks for.",
+                lark,
+                "unsupported_parameter",
+            )
+        if tools.guided and structural_tags(self.family, _schemas(tools), texts if text_grammars else {}) is None:
             raise RequestError(
                 f"No grammar describes this model's tool calls, which {tools.guided!r} asks for.",
                 tools.guided,
                 "unsupported_parameter",
             )
 
-    def guided(self, ask: Ask, kinds: Collection[GuideKind], parser: Parser) -> Ask:
+    def guided(self, ask: Ask, kinds: Collection[GuideKind], parser: Parser, text_grammars: bool = False) -> Ask:
         """Return the request with the grammar that its tools, or what it asks of its output, need.
 
         If the answer begins inside reasoning, as its parser says, what the grammar describes comes after that.
@@ -102,13 +112,14 @@ class AnswerFormat:
         if "structural_tag" not in kinds or len(ask.guides) > len(guides) or not (calls or (reasons and guides)):
             return ask
         if tools is not None and calls:
-            body = self._calls(tools, guides)
+            body = self._calls(tools, guides, _texts(tools) if text_grammars else {})
             if body is None:
                 return ask
         else:
             (body,) = guides
         spec = {"type": "structural_tag", "format": self._after_reasoning(body, reasons)}
-        name = ask.guides[0].field if ask.guides else "tools"
+        texts = _texts(tools) if tools is not None else {}
+        name = next((text.field for text in texts.values()), ask.guides[0].field if ask.guides else "tools")
         fields = {**ask.fields, "guide": name}
         return replace(ask, guides=(AskedGuide(name, "structural_tag", spec),), fields=fields)
 
@@ -140,9 +151,11 @@ class AnswerFormat:
             )
         return found
 
-    def _calls(self, tools: Tools, guides: list[dict[str, Any]]) -> dict[str, Any] | None:
+    def _calls(
+        self, tools: Tools, guides: list[dict[str, Any]], texts: Mapping[str, TextGrammar]
+    ) -> dict[str, Any] | None:
         """Return the format of calls, or of an answer that `guides` describe in place of them."""
-        tags = structural_tags(self.family, _schemas(tools))
+        tags = structural_tags(self.family, _schemas(tools), texts)
         if tags is None:
             return None
         single = not tools.parallel or self.family.messages is not None
@@ -176,6 +189,11 @@ def _schemas(tools: Tools) -> Mapping[str, dict[str, Any]]:
     """Return the schemas that a grammar holds calls to. Where the model may choose, only strict tools have theirs."""
     loose = tools.mode == "auto"
     return {name: {} if loose and not tool.strict else tool.parameters for name, tool in tools.offered.items()}
+
+
+def _texts(tools: Tools) -> Mapping[str, TextGrammar]:
+    """Return the grammars of tools that are called with one text."""
+    return {name: tool.text for name, tool in tools.offered.items() if tool.text is not None}
 
 
 def _format(guide: AskedGuide) -> dict[str, Any]:

@@ -114,8 +114,8 @@ class Reducer:
         return found
 
     def close(self, *, complete: bool) -> list[Happening]:
-        """Close the open item, if there is one. A call is complete if its arguments are, any other item if `complete`
-        says so: if the model did not just break off.
+        """Close the open item, if there is one. A call is complete if its arguments are valid JSON; any other item is
+        what `complete` says.
         """
         if not self.items or self.items[-1].closed:
             return []

@@ -78,7 +78,7 @@ class ResponsesShape(Shape):
         return [self._lifecycle("response.created"), self._lifecycle("response.queued")]
 
     def begin(self) -> list[bytes]:
-        """Return the events of a response that begins; none if it has begun."""
+        """Return the events at the beginning of a response; an empty list if it has begun."""
         if self._status != "queued":
             return []
         self._status = "in_progress"

@@ -63,7 +63,7 @@ class Shape(ABC):
 
     @abstractmethod
     def stream(self, piece: Piece) -> list[bytes]:
-        """Return the chunks for a piece, each a JSON document; none if it has nothing to show."""
+        """Return the chunks for a piece, each a JSON document; an empty list if it shows nothing."""
 
     @abstractmethod
     def end(self) -> list[bytes]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from multimodal.answers.responses import Asked
 from multimodal.errors import RequestError, shown
-from multimodal.request import Ask, AskedGuide, Conversation, Tool, Tools
+from multimodal.request import Ask, AskedGuide, Conversation, TextGrammar, Tool, Tools
 from protocol.chat import FunctionDefinition
 from protocol.responses import (
     ContextFields,
@@ -163,9 +163,10 @@ def tools_of(body: ContextFields) -> tuple[Tools | None, list[dict[str, Any]]]:
             raise RequestError(
                 f"'{param}.name' and its namespace have more than {_MAX_NAME} characters.", f"{param}.name"
             )
-        function = _custom(tool, name, param) if tool.type == "custom" else _function(tool, name)
+        text = _grammar(tool, param) if tool.type == "custom" else None
+        function = _custom(tool, name, text) if tool.type == "custom" else _function(tool, name)
         functions.append(function)
-        offered[name] = Tool(name, function.parameters or {}, bool(function.strict))
+        offered[name] = Tool(name, function.parameters or {}, bool(function.strict), text)
         schemas.append(f"{param}.parameters")
     choice = body.tool_choice
     if not offered and choice not in (None, "none", "auto"):
@@ -204,28 +205,32 @@ def _function(tool: MemberTool, name: str) -> FunctionDefinition:
     return FunctionDefinition(name=name, **given)
 
 
-def _custom(tool: MemberTool, name: str, param: str) -> FunctionDefinition:
-    """Return a custom tool as a function with one text. A regular expression is part of its schema; a grammar, which no
-    schema can have, is only described.
+def _grammar(tool: MemberTool, param: str) -> TextGrammar | None:
+    """Return the grammar of a custom tool, if it has one. Raises RequestError."""
+    form = tool.format
+    if form is None or form.type == "text":
+        return None
+    if form.type != "grammar":
+        raise RequestError(f"'{param}.format.type' must be text or grammar.", f"{param}.format.type")
+    if form.syntax not in ("regex", "lark"):
+        raise RequestError(f"'{param}.format.syntax' must be regex or lark.", f"{param}.format.syntax")
+    if not form.definition:
+        raise RequestError(f"'{param}.format.definition' is missing.", f"{param}.format.definition")
+    return TextGrammar("regex" if form.syntax == "regex" else "lark", form.definition, f"{param}.format")
+
+
+def _custom(tool: MemberTool, name: str, grammar: TextGrammar | None) -> FunctionDefinition:
+    """Return a custom tool as a function with one text. The model is shown its grammar: a regular expression in the
+    schema, which Lark has no place in.
     """
     text: dict[str, Any] = {"type": "string", "description": "The whole input of the tool, as plain text."}
     description = tool.description or ""
-    strict = False
-    form = tool.format
-    if form is not None and form.type == "grammar":
-        if form.syntax not in ("regex", "lark") or not form.definition:
-            raise RequestError(
-                f"'{param}.format' needs a 'syntax', regex or lark, and a 'definition'.", f"{param}.format"
-            )
-        if form.syntax == "regex":
-            text["pattern"] = form.definition
-            strict = True
-        else:
-            description = f"{description}\n\nThe input must match this grammar (Lark):\n{form.definition}".strip()
-    elif form is not None and form.type != "text":
-        raise RequestError(f"'{param}.format.type' must be text or grammar.", f"{param}.format.type")
+    if grammar is not None and grammar.syntax == "regex":
+        text["pattern"] = grammar.definition
+    elif grammar is not None:
+        description = f"{description}\n\nThe input must match this grammar (Lark):\n{grammar.definition}".strip()
     schema = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
-    return FunctionDefinition(name=name, description=description, parameters=schema, strict=strict)
+    return FunctionDefinition(name=name, description=description, parameters=schema, strict=grammar is not None)
 
 
 def _choice(choice: Any) -> tuple[str, Sequence[str] | None]:

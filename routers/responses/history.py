@@ -81,10 +81,7 @@ class Messages:
         if item.role != "assistant":
             self._append({"role": item.role, "content": content})
             return
-        turn = self._assistant(
-            fresh=self._turn is not None and (bool(self._turn["content"]) or "tool_calls" in self._turn)
-        )
-        turn["content"] = content
+        self._assistant(fresh=self._said)["content"] = content
 
     def _reasoning(self, item: InputItem, param: str) -> None:
         parts = item.content or item.summary or []
@@ -94,10 +91,7 @@ class Messages:
             if found is None:
                 raise _sealed_elsewhere(param)
             text = found
-        turn = self._assistant(
-            fresh=self._turn is not None and ("tool_calls" in self._turn or bool(self._turn["content"]))
-        )
-        turn |= {"reasoning_content": text, "thinking": text}
+        self._assistant(fresh=self._said).update(reasoning_content=text, thinking=text)
 
     def _call(self, item: InputItem, arguments: str, param: str) -> None:
         call_id = _needed(item.call_id, f"{param}.call_id")
@@ -105,6 +99,11 @@ class Messages:
         function = {"name": name, "arguments": _object(arguments, item, param)}
         call = {"id": call_id, "type": "function", "function": function}
         self._assistant(fresh=False).setdefault("tool_calls", []).append(call)
+
+    @property
+    def _said(self) -> bool:
+        """Whether the assistant's message has text or calls, before which its reasoning and text come."""
+        return self._turn is not None and (bool(self._turn["content"]) or "tool_calls" in self._turn)
 
     def _assistant(self, *, fresh: bool) -> dict[str, Any]:
         """Return the assistant's message that goes on, or a new one."""

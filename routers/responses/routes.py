@@ -150,7 +150,7 @@ async def compact(
     body: Annotated[CompactRequest, Depends(json_body(CompactRequest))],
 ) -> wire.CompactedResponse:
     """The user's messages, and in place of the rest a summary that the model writes: the input of the next request."""
-    service.fields.check(body)
+    await converted(state, lambda: service.fields.check(body))
     given = ContextFields(
         input=body.input, instructions=body.instructions, previous_response_id=body.previous_response_id
     )

@@ -103,11 +103,14 @@ class Responses:
         return await self._current(record)
 
     async def items(self, owner: str, response: str) -> list[dict[str, Any]]:
-        """Return the items that a stored response was made of, oldest first. Raises ResponseNotFound."""
-        record = await self.get(owner, response)
-        earlier = await self._chain(owner, record.previous) if record.previous is not None else []
-        size = size_of([*earlier, record])
-        return await off_loop(size, lambda: [*_items(earlier), *orjson.loads(record.items)])
+        """Return the items that a stored response was made of, oldest first, as far as they are still stored. Raises
+        ResponseNotFound.
+        """
+        records = await self.stored().chain(owner, response, self.max_bytes)
+        if not records:
+            raise ResponseNotFound(response)
+        *earlier, record = records
+        return await off_loop(size_of(records), lambda: [*_items(earlier), *orjson.loads(record.items)])
 
     async def save(self, record: Record, shape: ResponsesShape) -> bool:
         """Store what has become of a response, and return whether that succeeded."""
@@ -228,10 +231,10 @@ class Responses:
     async def _chain(self, owner: str, response: str) -> list[Record]:
         """Return a response after those that it continues. Raises RequestError."""
         try:
-            found = await self.store.chain(owner, response, self.max_bytes) if self.store is not None else None
+            found = await self.store.chain(owner, response, self.max_bytes) if self.store is not None else []
         except ContextOverflow as error:
             raise error.at("previous_response_id") from error
-        if found is None:
+        if not found or found[0].previous is not None:
             said = f"Previous response with id '{shown(response)}' not found."
             raise RequestError(said, "previous_response_id", "previous_response_not_found")
         if (await self._current(found[-1])).status not in FINAL:
@@ -246,11 +249,11 @@ class Responses:
         """Items of the responses that have been read, and their bytes."""
         left = self.max_bytes
         for place, item in enumerate(items):
-            if item.type != "item_reference" and (item.type is not None or item.role is not None or item.id is None):
+            if not is_reference(item):
                 found.append(item)
                 continue
             named = item.id or ""
-            response = f"resp_{named.partition('_')[2][:32]}"
+            response = response_of(named)
             if response not in read:
                 read.add(response)
                 record = kept[response][-1] if response in kept else None
@@ -335,6 +338,16 @@ def _items(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
     for record in records:
         yield from orjson.loads(record.items)
         yield from orjson.loads(record.response)["output"]
+
+
+def response_of(item: str) -> str:
+    """Return the id of the response that an item belongs to, by the item's id."""
+    return f"resp_{item.partition('_')[2][:32]}"
+
+
+def is_reference(item: InputItem) -> bool:
+    """Tell whether an item refers to one of a response."""
+    return item.type == "item_reference" or (item.type is None and item.role is None and item.id is not None)
 
 
 def _sized(record: Record) -> dict[str, tuple[InputItem, int]]:

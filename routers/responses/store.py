@@ -71,9 +71,9 @@ class ResponseStore(Protocol):
 
     async def get(self, owner: str, response: str) -> Record | None: ...
 
-    async def chain(self, owner: str, response: str, most: int) -> list[Record] | None:
-        """Return a response after those that it continues, oldest first; None if one of them is not stored. Raises
-        ContextOverflow if they have more than `most` bytes.
+    async def chain(self, owner: str, response: str, most: int) -> list[Record]:
+        """Return a response after those that it continues, oldest first. If one of them is not stored, the list begins
+        after it. Raises ContextOverflow if they have more than `most` bytes.
         """
         ...
 
@@ -121,14 +121,12 @@ class SqliteStore:
     async def get(self, owner: str, response: str) -> Record | None:
         return await self._database.run(lambda db: self._get(db, owner, response))
 
-    async def chain(self, owner: str, response: str, most: int) -> list[Record] | None:
-        def work(db: sqlite3.Connection) -> list[Record] | None:
+    async def chain(self, owner: str, response: str, most: int) -> list[Record]:
+        def work(db: sqlite3.Connection) -> list[Record]:
             found: list[Record] = []
             left = most
             following: str | None = response
-            while following is not None:
-                if (record := self._get(db, owner, following)) is None:
-                    return None
+            while following is not None and (record := self._get(db, owner, following)) is not None:
                 if (left := left - record.size) < 0:
                     raise ContextOverflow(f"The responses that this one continues have more than {most} bytes.")
                 found.append(record)

@@ -1,6 +1,7 @@
 """The WebSocket mode of /v1/responses: responses in turn, each asked for by a message, their events messages too."""
 
 import asyncio
+from collections.abc import Iterable
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, cast
@@ -8,9 +9,10 @@ from typing import Any, cast
 import orjson
 from fastapi import APIRouter, WebSocket
 from fastapi.exceptions import RequestValidationError
-from starlette.types import Message
+from starlette.types import Message, Scope
 from starlette.websockets import WebSocketDisconnect
 
+from engine import trace
 from engine.kit import logs
 from engine.kit.tasks import cancel
 from engine.kit.work import begin_request
@@ -20,7 +22,7 @@ from routers.body import parsed
 from routers.responses.routes import PATH, PreparedResponse, events, failure, prepare
 from routers.responses.service import recorded, size_of
 from routers.responses.store import Record
-from routers.state import ChatService, State
+from routers.state import ChatService, MessageClock, State
 
 MAX_SECONDS = 3600.0
 """How long a connection takes new requests."""
@@ -86,55 +88,66 @@ class Session:
         """Begin responses until the connection ends."""
         while (message := await self._websocket.receive())["type"] != "websocket.disconnect":
             lane: str | None = None
+            raw = (message.get("text") or "").encode()
+            self._count += 1
+            request_id = f"{self._request_id}-{self._count}"
+            clock = self._state["begin_message"](self._websocket.scope, request_id, len(raw))
             try:
-                body, size = await self._parsed(message)
+                body = await self._parsed(message, raw)
                 lane = body.stream_id
-                self._begin(body, size)
+                self._begin(body, len(raw), request_id, clock)
             except Exception as error:  # of any kind: the client is told
+                clock.status = self._state["status_of"](error)
+                clock.end()
                 await self._fail(error, lane or _lane_of(error))
 
-    async def _parsed(self, message: Message) -> tuple[ResponseCreate, int]:
-        if (text := message.get("text")) is None:
+    async def _parsed(self, message: Message, raw: bytes) -> ResponseCreate:
+        if message.get("text") is None:
             raise RequestError("Messages must be JSON in text frames.")
-        raw = text.encode()
         options = self._state["http"]
-        return await parsed(ResponseCreate, raw, options.max_text_bytes, options.max_values), len(raw)
+        return await parsed(ResponseCreate, raw, options.max_text_bytes, options.max_values)
 
-    def _begin(self, body: ResponseCreate, size: int) -> None:
+    def _begin(self, body: ResponseCreate, size: int, request_id: str, clock: MessageClock) -> None:
         """Begin a response after those before it in its lane."""
         if self._expired:
             raise _too_old()
         if body.background:
             raise RequestError("WebSockets have no 'background'.", "background", "unsupported_parameter")
-        most = self._state["http"].max_body_bytes
-        if len(self._turns) >= MAX_TURNS or (self._turns and sum(self._turns.values()) + size > most):
-            said = f"At most {MAX_TURNS} responses, and {most} bytes of requests, run or wait on a connection."
-            raise RequestError(said, None, _FULL)
+        check_room(self._state, self._turns.values(), size)
         named = self._lanes.keys() - {None}
         if body.stream_id not in {None, *named} and len(named) >= MAX_LANES:
             raise RequestError(f"A connection has at most {MAX_LANES} lanes.", "stream_id", _FULL)
-        task = asyncio.create_task(self._turn(body, size, self._lanes.get(body.stream_id)))
+        task = asyncio.create_task(self._turn(body, size, request_id, clock, self._lanes.get(body.stream_id)))
         self._lanes[body.stream_id] = task
         self._turns[task] = size
+        task.add_done_callback(lambda _: clock.end())
         task.add_done_callback(self._turns.pop)
 
-    async def _turn(self, body: ResponseCreate, size: int, before: asyncio.Task[None] | None) -> None:
+    async def _turn(
+        self,
+        body: ResponseCreate,
+        size: int,
+        request_id: str,
+        clock: MessageClock,
+        before: asyncio.Task[None] | None,
+    ) -> None:
         """Answer one message, once the one `before` it has been answered."""
         if before is not None:
             await asyncio.wait((before,))
         before = None
-        self._count += 1
-        request_id = f"{self._request_id}-{self._count}"
         logs.request_id.set(request_id)
+        trace.current.set(clock.span)
         begin_request()
         replica = self._state["replica"]
         try:
             service = cast(ChatService, replica.enter())
             try:
                 await self._answer(body, service, request_id, size)
+                clock.status = 200
             finally:
                 replica.leave()
         except Exception as error:  # of any kind: the client is told
+            clock.status = self._state["status_of"](error)
             self._forget(body)
             await self._fail(error, body.stream_id)
 
@@ -168,15 +181,31 @@ class Session:
         self._kept.pop(body.previous_response_id or "", None)
 
     async def _fail(self, error: Exception, lane: str | None = None) -> None:
-        rendered = orjson.loads(self._state["render_error"](error, self._websocket.scope))["error"]
-        event = {"type": "error", "status": self._state["status_of"](error), "error": rendered}
-        await self._send(orjson.dumps(event), lane)
+        await self._send(error_event(self._state, self._websocket.scope, error), lane)
 
     async def _send(self, event: bytes, lane: str | None) -> None:
-        if lane is not None:
-            event = b'%b,"stream_id":%b}' % (event[:-1], orjson.dumps(lane))
         with suppress(WebSocketDisconnect, RuntimeError):  # the connection has ended, and `run` is about to see it
-            await self._websocket.send_text(event.decode())
+            await self._websocket.send_text(in_lane(event, lane).decode())
+
+
+def check_room(state: State, sizes: Iterable[int], size: int) -> None:
+    """Raise RequestError if a request of `size` bytes may not run or wait on a connection beside those of `sizes`."""
+    waiting = list(sizes)
+    most = state["http"].max_body_bytes
+    if len(waiting) >= MAX_TURNS or (waiting and sum(waiting) + size > most):
+        said = f"At most {MAX_TURNS} responses, and {most} bytes of requests, run or wait on a connection."
+        raise RequestError(said, None, _FULL)
+
+
+def error_event(state: State, scope: Scope, error: Exception) -> bytes:
+    """Return the event that says what is wrong with a request."""
+    rendered = orjson.loads(state["render_error"](error, scope))["error"]
+    return orjson.dumps({"type": "error", "status": state["status_of"](error), "error": rendered})
+
+
+def in_lane(event: bytes, lane: str | None) -> bytes:
+    """Return an event as one of a lane."""
+    return event if lane is None else b'%b,"stream_id":%b}' % (event[:-1], orjson.dumps(lane))
 
 
 def _too_old() -> RequestError:

@@ -31,7 +31,7 @@ def parser() -> FlagParser:
     )
     found.add_argument("--extra", type=json.loads, default={"ignore_eos": True}, metavar="JSON", help="more fields")
     found.add_argument("--seed", default="", metavar="TEXT", help="equal seeds send equal prompts (default: the time)")
-    found.add_argument("--json", action="store_true", help="print the result as JSON")
+    found.add_argument("--json", action="store_true", help="print the result as JSON; ttft and gap are in ms")
     return found
 
 

@@ -4,12 +4,16 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from routers.state import ReplicaState
 from server.health.readiness import Health
 from server.metrics.page import ServerMetrics
 from server.roles import Role
 from server.settings import Settings
+
+if TYPE_CHECKING:
+    from routers.dynamo.worker import DynamoGraph
 
 Failed = Callable[[], Awaitable[str]]
 """Waits until a part has failed for good, and returns the reason."""
@@ -27,6 +31,8 @@ class Composition:
     metrics: ServerMetrics
     health: Health
     stack: AsyncExitStack
+    graph: "DynamoGraph | None" = None
+    """The Dynamo graph that the replica joins, if it joins one."""
 
     @property
     def internal_secret(self) -> str:

@@ -177,7 +177,10 @@ def _service(to: Composition, encoder: Encoder) -> EncodeService:
     if not encoder.info.needs_prompt:  # else the backend moves embeddings by itself
         arena = open_arena(settings.kv_transfer, 0 if to.role.has_engine else settings.kv_transfer_port)
     store = EmbeddingStore(arena, settings.encode_inline_kb << 10, metrics)
-    return EncodeService(name, settings.engine, encoder, store, metrics)
+    service = EncodeService(name, settings.engine, encoder, store, metrics)
+    text = "Requests of other replicas whose images are not encoded yet"
+    to.metrics.polled.gauge("trtllm_encode_requests_waiting", text, lambda: service.waiting, "livesum")
+    return service
 
 
 def _tower(settings: Settings, folder: Path | None) -> Encoder:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.admission import AdmissionEngine
+from engine.admission import MOST_WAITING_BYTES, AdmissionEngine
 from engine.base import Engine
 from engine.create import create_engine
 from engine.errors import EngineFailure
@@ -47,7 +47,13 @@ async def add_engine(to: Composition, folder: Path | None) -> Failed:
     settings = to.settings
     local, failed = await _open_engine(to, folder)
     to.health.check("engine", lambda: "" if local.healthy else "The engine is restarting, or does not answer.")
-    engine = AdmissionEngine(_with_remote_prefill(to, local), settings.max_queue_size, settings.queue_timeout_seconds)
+    processes = settings.api_processes or 1
+    engine = AdmissionEngine(
+        _with_remote_prefill(to, local),
+        -(-settings.max_queue_size // processes),
+        settings.queue_timeout_seconds,
+        MOST_WAITING_BYTES // processes,
+    )
     to.stack.push_async_callback(engine.close)
     starting: list[Coroutine[Any, Any, Any]] = [engine.start()]
     if settings.engine_address:  # once the engine there answers, whoever started it has the model ready
@@ -63,7 +69,14 @@ async def add_engine(to: Composition, folder: Path | None) -> Failed:
     await to.health.add_canary(probe, lambda: to.metrics.iteration, lambda: local.healthy, to.stack)
     publish_events(to, engine)
     if text is None:
-        to.replica.service = PrefillService(engine=engine, encoding=encoders.service)
+        prefill = PrefillService(engine=engine, encoding=encoders.service)
+        to.metrics.polled.gauge(
+            "trtllm_prefill_tokens_waiting",
+            "Tokens of other replicas' prompts that have no first token yet",
+            lambda: prefill.waiting_tokens,
+            "livesum",
+        )
+        to.replica.service = prefill
     else:
         service = _chat_service(to, engine, folder, encoders, *text)
         if service.batches is not None:
@@ -117,6 +130,8 @@ def _with_remote_prefill(to: Composition, local: Engine) -> Engine:
 
     settings, name = to.settings, to.replica.model_name
     observer = PeerMetrics(to.metrics.registry, name, "prefill")
+    if to.graph is not None:
+        return DisaggregatedEngine(local, to.graph.prefills(), name, 0, observer)
     pool = PrefillPool(settings.prefill_urls, to.internal_secret, settings.prefill_attempts, observer)
     min_tokens = settings.prefill_min_tokens if settings.prefill_fallback == "local" else None
     engine = DisaggregatedEngine(local, pool, name, min_tokens, observer)

@@ -85,7 +85,8 @@ def effective(settings: Settings, folder: Path | None = None) -> Effective:
         processors=not encoder and (processors or settings.enable_test_logits_processor),
         role_arguments=role.trtllm_arguments,
         moves_kv_blocks=role.moves_kv_blocks,
-        publish_kv_events=settings.publish_kv_events and not encoder,
+        publish_kv_events=(settings.publish_kv_events or (settings.dynamo and settings.dynamo_kv_events))
+        and not encoder,
     )
     found = merge(layers)
     backend = _backend(found, settings)

@@ -7,7 +7,7 @@ from engine.errors import EngineFailure
 from server.compose.config import embedded_config
 from server.compose.engine_args import effective, from_files
 from server.compose.model import model_here
-from server.compose.sizing import Size, sizes, this_machine
+from server.compose.sizing import Size, api_processes, explained, this_machine
 from server.roles import role_of
 from server.settings import EngineArgsError, Settings
 from server.settings.flags import groups, shown
@@ -46,9 +46,11 @@ def listing(settings: Settings, arguments: Sequence[str]) -> Iterator[str]:
 
 def _chosen(settings: Settings) -> dict[str, Size]:
     """Return the sizes that fit this machine. Without the model's folder some are not known yet."""
-    if settings.engine != "embedded" or not role_of(settings).has_engine or settings.engine_address:
-        return {}
-    return sizes(settings, model_here(settings), this_machine())
+    folder = model_here(settings)
+    chosen = {} if settings.api_processes else {"api_processes": api_processes(settings, folder, this_machine())}
+    if settings.engine == "embedded" and role_of(settings).has_engine and not settings.engine_address:
+        chosen |= explained(settings, folder, this_machine())
+    return chosen
 
 
 def _computing(settings: Settings) -> Iterator[str]:

@@ -62,6 +62,16 @@ def model_here(settings: Settings) -> Path | None:
         return None
 
 
+def config_here(settings: Settings) -> Path | None:
+    """Return a folder with the model's config.json, downloaded from the Hugging Face hub if needed, or None."""
+    from engine.checkpoints.hub import config_folder, is_hub_id  # noqa: PLC0415
+    from engine.checkpoints.packaged import PACKAGED  # noqa: PLC0415
+
+    folder = model_here(settings)
+    remote = settings.model not in PACKAGED and not Path(settings.model).expanduser().exists()
+    return config_folder(settings.model) if folder is None and remote and is_hub_id(settings.model) else folder
+
+
 def _needs_weights(settings: Settings) -> bool:
     return role_of(settings).has_model and settings.load_format != "dummy"
 

@@ -14,8 +14,11 @@ from server import __version__
 from server.roles import role_of
 from server.settings import Settings
 
-_PACKAGES = ("torch", "transformers", "tensorrt_llm", "xgrammar", "flashinfer-python", "nixl-cu13")
-_HIDDEN = ("_args", "_address", "_urls", "_url", "_secret", "_keys")
+_PACKAGES = (
+    *("torch", "transformers", "tensorrt_llm", "xgrammar", "flashinfer-python", "nixl-cu13"),
+    "ai-dynamo-runtime",
+)
+_HIDDEN = ("_args", "_address", "_urls", "_url", "_etcd", "_secret", "_keys")
 """Ends of the names of settings whose values are not shown: they may hold secrets or addresses of other machines."""
 
 

@@ -1,7 +1,7 @@
 """Sizes that nobody set, chosen to fit the machine: batch, step, KV cache, context, API processes.
 
-Without torch, so that `config` and `doctor` answer at once. What the embedded engine is not told, TensorRT-LLM chooses
-itself.
+This module does not import torch, so that `config` and `doctor` answer at once. TensorRT-LLM chooses by itself what the
+embedded engine is told here.
 """
 
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.checkpoints.facts import ModelFacts, read_model_facts
+from engine.checkpoints.packaged import VISION
 from engine.embedded.threads import compute_threads
 from engine.errors import EngineFailure
 from engine.kit.machine import free_memory, host_memory
@@ -28,6 +29,10 @@ _CPU_STEP = 1024
 _UNKNOWN_KV = 384
 """MiB for the KV cache of a model whose layers are not known to be alike."""
 _LEAST_KV = 64
+_CORES_PER_API_PROCESS, _MOST_API_PROCESSES = 4, 4
+"""One API process sends about 24,000 tokens a second at most, and tokens are late long before that. An H200 makes 7,500
+with an 8B model at 64 streams, 15,000 in FP8 at 256, and more with smaller models (docs/log.md).
+"""
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,42 @@ def sizes(settings: Settings, folder: Path | None, machine: Machine) -> dict[str
     return {name: choice for name, choice in chosen.items() if not getattr(settings, name)}
 
 
+def explained(settings: Settings, folder: Path | None, machine: Machine) -> dict[str, Size]:
+    """Return `sizes`, and those that the engine finds by itself, for people."""
+    chosen, facts = sizes(settings, folder, machine), _facts(folder)
+    if facts is not None and not settings.max_seq_len:
+        chosen.setdefault("max_seq_len", Size(facts.context_length, "the model's own"))
+    if on_gpu(settings, machine):
+        rest = Size(0, "FREE_GPU_MEMORY_FRACTION of the memory that the weights leave")
+        chosen.setdefault("kv_cache_memory_mb", rest)
+    elif not settings.threads:
+        chosen["threads"] = Size(machine.cores, "one for each available core")
+    return chosen
+
+
+def api_processes(settings: Settings, folder: Path | None, machine: Machine) -> Size:
+    """Return the number of API processes that fits. `folder` has at least the model's config.json."""
+    role = role_of(settings)
+    if not role.has_engine:
+        return Size(1, f"the role {role.name} has one")
+    if not settings.engine_process:
+        return Size(1, "the engine runs in it")
+    if settings.engine == "fake" or not on_gpu(settings, machine):
+        return Size(1, "it keeps up with an engine on a CPU")
+    if settings.engine == "embedded" and _takes_images(settings, folder):
+        return Size(1, "each would load the model's vision tower")
+    count = min(_MOST_API_PROCESSES, max(1, machine.cores // _CORES_PER_API_PROCESS))
+    most = f", {_MOST_API_PROCESSES} at most" if count == _MOST_API_PROCESSES else ""
+    return Size(count, f"1 for each {_CORES_PER_API_PROCESS} of {machine.cores} cores beside a GPU{most}")
+
+
+def _takes_images(settings: Settings, folder: Path | None) -> bool:
+    try:
+        return settings.model == VISION or (folder is not None and read_model_facts(folder).takes_images)
+    except EngineFailure:
+        return False
+
+
 def _on_gpu(settings: Settings, machine: Machine) -> dict[str, Size]:
     gpus = machine.gpus or ()
     memory = min((gpu.memory for gpu in gpus), default=0)
@@ -108,7 +149,7 @@ def _on_cpu(settings: Settings, folder: Path | None, machine: Machine) -> dict[s
     batch = min(_MOST_BATCH, max(_LEAST_BATCH, _SEQUENCES_PER_CORE * machine.cores))
     chosen = {
         "max_batch_size": Size(batch, f"{_SEQUENCES_PER_CORE} for each of {machine.cores} cores"),
-        "max_num_tokens": Size(_CPU_STEP, "a CPU's step takes 64 tokens of prompts and the batch"),
+        "max_num_tokens": Size(_CPU_STEP, "room for the batch; of prompts a CPU's step takes 64 tokens"),
     }
     facts = _facts(folder)
     if facts is None:

@@ -12,7 +12,7 @@ import re
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
 from fastapi import FastAPI
@@ -169,19 +169,24 @@ class OriginMiddleware:
         )
 
 
-def instrument(app: FastAPI, registry: CollectorRegistry) -> None:
+def http_metrics(registry: CollectorRegistry) -> Callable[[Info], None]:
+    """Return what measures a request."""
+    measure = default(registry=registry, latency_highr_buckets=_SECONDS, latency_lowr_buckets=_SECONDS_BY_ROUTE)
+    assert measure is not None, "the registry is the application's own"
+    return measure
+
+
+def instrument(app: FastAPI, measure: Callable[[Info], None]) -> None:
     """Measure every request by prometheus-fastapi-instrumentator, with labels that clients cannot choose: its route's
     template (`none` without a route), method (`other` for rare ones) and class of status.
     """
-    measure = default(registry=registry, latency_highr_buckets=_SECONDS, latency_lowr_buckets=_SECONDS_BY_ROUTE)
-    assert measure is not None, "the registry is the application's own"
 
     def measure_bounded(info: Info) -> None:
         if info.method not in _METHODS:
             info.method = "other"
         measure(info)
 
-    Instrumentator(registry=registry).add(measure_bounded).instrument(app)
+    Instrumentator().add(measure_bounded).instrument(app)
 
 
 class GateMiddleware:

@@ -30,15 +30,25 @@ def on_terminal(settings: Settings) -> bool:
     return settings.log_format == "text" and sys.stderr.isatty()
 
 
-def summary(replica: ReplicaState) -> str:
+def summary(settings: Settings, replica: ReplicaState) -> str:
     """Return what the replica computes with, and how much it holds."""
+    return f"{_capacity(replica)}{_processes(settings)}"
+
+
+def _capacity(replica: ReplicaState) -> str:
     if isinstance(replica.service, RouterService):
         return f"by {len(replica.service.fleet.replicas)} replicas"
     if replica.engine is None:
         return "images alone"
     info = replica.engine.info
-    how = f"context {info.context_length} tokens, KV cache {info.num_blocks * info.block_size} tokens, "
+    how = (
+        f"context {info.capacity or info.context_length} tokens, KV cache {info.num_blocks * info.block_size} tokens, "
+    )
     return f"{how}{info.max_num_seqs} sequences at once{_computing(info)}"
+
+
+def _processes(settings: Settings) -> str:
+    return f", {settings.api_processes} API processes" if settings.api_processes > 1 else ""
 
 
 def banner(settings: Settings, replica: ReplicaState, url: str, seconds: float) -> str:
@@ -54,7 +64,7 @@ def _facts(settings: Settings, replica: ReplicaState, url: str) -> Iterator[tupl
     size = f" ({size_text(weights)} of weights)" if weights else ""
     yield "model", f"{replica.model_name}{size}"
     if info is None:
-        yield "serves", summary(replica)
+        yield "serves", _capacity(replica)
     else:
         threads = f", {info.threads} threads" if info.threads else ""
         yield "device", f"{_computing(info).removeprefix(', ') or 'none'}{threads}"
@@ -63,7 +73,8 @@ def _facts(settings: Settings, replica: ReplicaState, url: str) -> Iterator[tupl
         tiers = {"host": info.host_kv_bytes, "disk": info.disk_kv_bytes}
         if below := ", ".join(f"{size_text(size)} on the {tier}" for tier, size in tiers.items() if size):
             yield "KV tiers", below
-        yield "limits", f"context {info.context_length:,} tokens, {info.max_num_seqs} sequences at once"
+        context = info.capacity or info.context_length
+        yield "limits", f"context {context:,} tokens, {info.max_num_seqs} sequences at once{_processes(settings)}"
     yield "API", f"{url}{replica.entrance}"
     if settings.shows_page and role_of(settings).has_text:
         yield "page", f"{url}/"
@@ -72,9 +83,9 @@ def _facts(settings: Settings, replica: ReplicaState, url: str) -> Iterator[tupl
     yield "metrics", f"{url}/metrics"
     keys = len(settings.api_keys)
     needed = f"{keys} API key{'s' if keys > 1 else ''}: requests need one" if keys else ""
-    reach = "this machine" if settings.is_local else "whoever reaches this machine"
-    yield "access", needed or f"no API key needed, by {reach}"
-    yield "stop", f"Ctrl-C; running requests get {settings.shutdown_grace_seconds:g} s"
+    reach = "this machine only" if settings.is_local else "anyone who reaches this machine"
+    yield "access", needed or f"{reach}, without an API key"
+    yield "stop", f"Ctrl-C; running requests have {settings.shutdown_grace_seconds:g} s to finish"
 
 
 def _computing(info: EngineInfo) -> str:

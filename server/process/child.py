@@ -1,9 +1,9 @@
-"""One of several API processes, `python -m server.process.child FD FOLDER VOICE FLAGS…`, started by
+"""One of several API processes, `python -m server.process.child FD LINK FOLDER VOICE TIME FLAGS…`, started by
 `server/process/launch.py`.
 
-FD is a bound socket to serve on. FOLDER holds the files of metrics; PROMETHEUS_MULTIPROC_DIR names it too. The child
-whose VOICE is SPEAKS tells people what happens to the whole server. The launcher writes orders (`serving.DRAIN`) to
-standard input, which closes when the launcher ends.
+FD is a bound socket to serve on, LINK a socket to the launcher (`serving.LauncherLink`). FOLDER holds the files of
+metrics; PROMETHEUS_MULTIPROC_DIR names it too. The child whose VOICE is SPEAKS tells people what happens to the whole
+server. TIME is FIRST until all children have been ready, and LATER for one that is started after that.
 """
 
 import logging
@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 SPEAKS, SILENT = "speaks", "silent"
+FIRST, LATER = "first", "later"
 NO_ROOM = 75
 """Exit code of a process that may find room for its metrics another time (EX_TEMPFAIL)."""
 _METRICS_BYTES = {"counter": 1 << 17, "histogram": 1 << 19, "summary": 1 << 16} | {
@@ -44,7 +45,7 @@ def main() -> int:
     from server.process import logs, serving  # noqa: PLC0415
     from server.settings import read_settings  # noqa: PLC0415
 
-    descriptor, folder, voice, *arguments = sys.argv[1:]
+    descriptor, link, folder, voice, when, *arguments = sys.argv[1:]
     settings = read_settings(arguments)
     logs.configure(settings.log_level, settings.log_format)
     try:
@@ -53,9 +54,8 @@ def main() -> int:
         log.error("no room for metrics in %s: %s", folder, error)
         return NO_ROOM
     with socket.socket(fileno=int(descriptor)) as listener:
-        return serving.serve(
-            settings, listener, started, Path(folder), speaks=voice == SPEAKS, parent=sys.stdin.fileno()
-        )
+        launcher = serving.LauncherLink(int(link), speaks=voice == SPEAKS, joins=when == LATER)
+        return serving.serve(settings, listener, started, Path(folder), launcher)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Start, restart and end several API processes that share one port and one engine.
 
 Each child has its own socket, bound to the shared port (SO_REUSEPORT), so that the kernel distributes connections
-evenly. Metrics are kept in a private folder, from which any child reports the sums.
+evenly. Children report when they are ready; once all are, the launcher tells them, and the server is. One that is
+restarted later listens when it is ready, so that the others serve meanwhile. Metrics are kept in a private folder, from
+which any child reports the sums.
 """
 
 import asyncio
@@ -9,9 +11,10 @@ import logging
 import signal
 import socket
 import time
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack, closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,9 +32,9 @@ from engine.process.service import Interface
 from engine.process.supervisor import End, Supervisor
 from server.compose.config import engine_config
 from server.compose.model import model_folder
-from server.process.child import SILENT, SPEAKS
+from server.process.child import FIRST, LATER, SILENT, SPEAKS
 from server.process.logs import one_line
-from server.process.serving import CUT_OFF, DRAIN, FAILURE, listen, url_of
+from server.process.serving import ALL_READY, CUT_OFF, DRAIN, FAILED, FAILURE, listen
 from server.settings import Settings
 from server.settings.environment import child_environment
 
@@ -59,12 +62,14 @@ class Launcher:
         self._lock = folder.lock
         self._metrics = folder.path / "metrics"
         self._metrics.mkdir()
-        self._flags = [*arguments, "--engine-address", self._address]
-        self._children: set[Process] = set()
-        self._supervisors = [Supervisor(partial(self._live, place == 0)) for place in range(settings.api_processes)]
+        processes = settings.api_processes
+        self._flags = [*arguments, "--engine-address", self._address, "--api-processes", str(processes)]
+        self._children: set[_Child] = set()
+        self._loading = set(range(processes))
+        """Places of children that are not ready, until all have been."""
+        self._supervisors = [Supervisor(partial(self._live, place)) for place in range(processes)]
         self._stops = 0
         self._failure: str | None = None
-        log.info("%d API processes share %s", settings.api_processes, url_of(listener))
 
     async def run(self) -> int:
         """Run until all children have ended, because of a signal or a failure; return the exit code."""
@@ -76,8 +81,6 @@ class Launcher:
         async with background(self._engine(), "engine"), asyncio.TaskGroup() as group:
             for supervisor in self._supervisors:
                 group.create_task(supervisor.run())
-        if self._failure is not None:
-            log.error("the server ends: %s", printable(self._failure, 2000))
         return 0 if self._failure is None else FAILURE
 
     async def _engine(self) -> None:
@@ -95,34 +98,65 @@ class Launcher:
         except Exception as error:  # whatever it is, nothing can be served: report it
             self._fail(one_line(error))
 
-    async def _live(self, speaks: bool) -> End:
-        """Run one child to its end. A child that cannot serve ends the launcher. One of them `speaks` for all."""
+    async def _live(self, place: int) -> End:
+        """Run one child to its end. A child that cannot serve ends the launcher."""
         began = time.monotonic()
-        child = await self._spawn(speaks)
-        code = await child.wait()
+        child = await self._spawn(place)
+        listening = asyncio.create_task(self._listen_to(child, place))
+        code = await child.process.wait()
+        await listening
         self._children.discard(child)
-        mark_process_dead(child.pid, str(self._metrics))  # type: ignore[no-untyped-call]
+        child.orders.close()
+        if self._loading:
+            self._loading.add(place)
+        mark_process_dead(child.process.pid, str(self._metrics))  # type: ignore[no-untyped-call]
         if code == FAILURE and not self._stops:
             self._fail("an API process cannot serve")
         return End(f"an API process ended with exit code {code}", time.monotonic() - began)
 
-    async def _spawn(self, speaks: bool) -> Process:
-        with listen(self._host, self._port, share=True) as listener:
-            descriptor = listener.fileno()
+    async def _spawn(self, place: int) -> "_Child":
+        """Start a child. The one in the first place speaks for all."""
+        ours, theirs = socket.socketpair()
+        with listen(self._host, self._port, share=True) as listener, theirs:
             metrics = str(self._metrics)
-            voice = SPEAKS if speaks else SILENT
-            command = module_command("server.process.child", str(descriptor), metrics, voice, *self._flags)
+            descriptors = listener.fileno(), theirs.fileno()
+            facts = (metrics, SILENT if place else SPEAKS, FIRST if self._loading else LATER)
+            command = module_command("server.process.child", *map(str, descriptors), *facts, *self._flags)
             environment = child_environment(PROMETHEUS_MULTIPROC_DIR=metrics)
-            child = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, pass_fds=(descriptor, self._lock), env=environment, start_new_session=True
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=DEVNULL,
+                pass_fds=(*descriptors, self._lock),
+                env=environment,
+                start_new_session=True,
             )
+        child = _Child(process, *await asyncio.open_connection(sock=ours))
         self._children.add(child)
         if self._stops:  # stopped while it was being spawned
-            _tell(child, DRAIN)
+            child.orders.write(DRAIN)
         return child
 
+    async def _listen_to(self, child: "_Child", place: int) -> None:
+        """Follow what a child reports, to its end."""
+        with suppress(ConnectionResetError):  # it was killed before it had read its orders
+            async for line in child.reports:
+                if line.startswith(FAILED):
+                    self._fail(line.removeprefix(FAILED).decode(errors="replace").strip())
+                elif self._loading:
+                    self._note_ready(place)
+                else:
+                    log.info("an API process is ready again")
+
+    def _note_ready(self, place: int) -> None:
+        self._loading.discard(place)
+        if not self._loading:
+            for child in self._children:
+                child.orders.write(ALL_READY)
+
     def _fail(self, reason: str) -> None:
-        self._failure = self._failure or reason
+        if self._failure is None:
+            self._failure = reason
+            log.error("the server ends: %s", printable(reason, 2000))
         self._drain()
 
     def _drain(self) -> None:
@@ -135,13 +169,24 @@ class Launcher:
         The first lets the children drain, the second has them abort running requests, the third kills them.
         """
         self._stops += 1
+        if self._loading and self._failure is None and self._stops == 1:
+            log.info("stopping")
         for supervisor in self._supervisors:
             supervisor.stop()
         for child in self._children:
             if self._stops <= 2:
-                _tell(child, DRAIN if self._stops == 1 else CUT_OFF)
+                child.orders.write(DRAIN if self._stops == 1 else CUT_OFF)
             else:
-                child.kill()
+                child.process.kill()
+
+
+@dataclass(frozen=True, eq=False)
+class _Child:
+    """An API process, and the two directions of the socket to it."""
+
+    process: Process
+    reports: asyncio.StreamReader
+    orders: asyncio.StreamWriter
 
 
 def _interface(config: EngineConfig) -> Interface[Any, Any]:
@@ -151,8 +196,3 @@ def _interface(config: EngineConfig) -> Interface[Any, Any]:
     from engine.trtllm.hosted_encoder import ENCODER  # noqa: PLC0415 - other replicas do without
 
     return ENCODER
-
-
-def _tell(child: Process, order: bytes) -> None:
-    assert child.stdin is not None
-    child.stdin.write(order)

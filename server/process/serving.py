@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -43,10 +44,41 @@ _M_ARENA_MAX = -8
 """glibc's name for the number of arenas (malloc.h)."""
 _ARENAS = 2
 
-DRAIN, CUT_OFF = b"d", b"c"
-"""Orders of the launcher to its children."""
+DRAIN, CUT_OFF, ALL_READY = b"d", b"c", b"r"
+"""What the launcher tells its children."""
+READY, FAILED = b"ready", b"failed "
+"""Lines that a child sends to the launcher; the reason follows FAILED."""
+
+_OTHERS = "api_processes"
+"""Name of the condition of readiness that other API processes fulfil."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class LauncherLink:
+    """What one of several API processes knows of the others, by the socket `descriptor` to their launcher.
+
+    The launcher writes DRAIN, and perhaps CUT_OFF after it; closing the socket means DRAIN. It writes ALL_READY once
+    all processes have been ready. A process that `joins` is started after that, in place of one that ended.
+    """
+
+    descriptor: int
+    speaks: bool
+    """Whether this process tells people what happens to the whole server."""
+    joins: bool
+    all_ready: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.all_ready = self.joins
+
+    def waits(self) -> str:
+        """Return why the server is not ready although this process is; empty if it is."""
+        return "" if self.all_ready else "Another API process is not ready."
+
+    def tell(self, line: bytes) -> None:
+        with suppress(OSError):  # the launcher has ended, which `obey` notices
+            os.write(self.descriptor, line.replace(b"\n", b" ") + b"\n")
 
 
 def serve(
@@ -54,20 +86,17 @@ def serve(
     listener: socket.socket,
     started: float,
     metrics_folder: Path | None = None,
-    speaks: bool = True,
-    parent: int | None = None,
+    launcher: LauncherLink | None = None,
 ) -> int:
     """Serve on a bound socket until a signal or a failure; return the exit code. `started` is time.monotonic() at the
-    start of the process. The process that `speaks` tells people what happens to the whole server.
-
-    The launcher writes DRAIN, and perhaps CUT_OFF after it, to the descriptor `parent`; closing it means DRAIN.
+    start of the process.
     """
     limit_arenas()
     if settings.otel_endpoint:
         sys.setswitchinterval(_SWITCH_SECONDS)
-    server = DrainingServer(uvicorn_config(settings, metrics_folder), settings, started, speaks)
-    if parent is not None:
-        threading.Thread(target=server.obey, args=(parent,), daemon=True).start()
+    server = DrainingServer(uvicorn_config(settings, metrics_folder), settings, started, launcher)
+    if launcher is not None:
+        threading.Thread(target=server.obey, args=(launcher,), daemon=True).start()
     server.run(sockets=[listener])
     return server.exit_code
 
@@ -131,19 +160,48 @@ class DrainingServer(uvicorn.Server):
     is closed and they end with an error. A third signal kills the process; the engine process notices and ends too.
     SIGHUP, of a terminal that closes, begins to drain and does not count as another signal: shell and kernel both send
     it. It stays ignored if it is (nohup).
+
+    Of several API processes each listens at once, and is ready when all are. One that joins them later listens when it
+    is ready, so that no connection waits for it.
     """
 
-    def __init__(self, config: uvicorn.Config, settings: Settings, started: float, speaks: bool = True) -> None:
+    def __init__(
+        self, config: uvicorn.Config, settings: Settings, started: float, launcher: LauncherLink | None = None
+    ) -> None:
         super().__init__(config)
         self.exit_code = 0
         self._settings = settings
-        self._speaks = speaks
-        """Whether this process tells people what happens to the whole server."""
+        self._launcher = launcher
+        self._speaks = launcher is None or launcher.speaks
+        self._joins = launcher is not None and launcher.joins
+        self._listeners: list[socket.socket] = []
         self._told_to_stop = False
         self._started = started
         self._signals = 0
         self._deadline = 0.0  # not draining
-        self._announced = False
+        self._serves = False
+        self._announced = self._joins or not self._speaks
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        self._listeners = sockets or []
+        if self._launcher is not None:
+            self._replica.checks[_OTHERS] = self._launcher.waits
+        if not self._joins:
+            await self._listen()
+
+    async def _listen(self) -> None:
+        protocol = partial(
+            self.config.http_protocol_class,
+            config=self.config,  # type: ignore[call-arg]
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        loop = asyncio.get_running_loop()
+        self.servers += [
+            await loop.create_server(protocol, sock=listener, backlog=self.config.backlog)
+            for listener in self._listeners
+        ]
 
     @property
     def _replica(self) -> ReplicaState:
@@ -167,13 +225,15 @@ class DrainingServer(uvicorn.Server):
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
 
-    def obey(self, parent: int) -> None:
+    def obey(self, launcher: LauncherLink) -> None:
         """Follow the launcher's orders until it ends. They may repeat signals that this process has received itself,
         since a service manager signals every process of a service, in any order.
         """
-        while order := os.read(parent, 64):
-            self._drain()
-            if CUT_OFF in order:
+        while orders := os.read(launcher.descriptor, 64):
+            launcher.all_ready |= ALL_READY in orders
+            if DRAIN in orders:
+                self._drain()
+            if CUT_OFF in orders:
                 self._cut_off(signal.SIGTERM)
         self._drain()
 
@@ -187,22 +247,37 @@ class DrainingServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         replica = self._replica
         if replica.failure is not None:
-            log.error("the server ends: %s", printable(replica.failure, 2000))
+            reason = printable(replica.failure, 2000)
+            if self._launcher is not None:
+                self._launcher.tell(FAILED + reason.encode())
+            else:
+                log.error("the server ends: %s", reason)
             self.exit_code = FAILURE
             return True
         if self._deadline:
             replica.draining = True
             self._tell_to_stop(replica)
-            if replica.running == 0 or time.monotonic() >= self._deadline:
+            idle = replica.running == 0 and not replica.registered
+            if idle or time.monotonic() >= self._deadline:
                 return True
-        elif replica.ready and not self._announced:
+        elif not self._serves and all(name == _OTHERS for name, _ in replica.missing):
+            await self._begin_to_serve()
+        if replica.ready and not self._announced:
             self._announced = True
-            _calm_collector()
             self._announce(replica)
         return await super().on_tick(counter)
 
+    async def _begin_to_serve(self) -> None:
+        """Listen, if this process does not yet, and tell the launcher that it is ready."""
+        self._serves = True
+        _calm_collector()
+        if self._joins:
+            await self._listen()
+        if self._launcher is not None:
+            self._launcher.tell(READY)
+
     def _tell_to_stop(self, replica: ReplicaState) -> None:
-        if self._speaks and not self._told_to_stop:
+        if self._speaks and not self._told_to_stop and (self._announced or self._launcher is None):
             running = replica.running
             grace = f": {running} running requests get {self._settings.shutdown_grace_seconds:g} s" if running else ""
             log.info("stopping%s", f"{grace}; another signal ends them" if grace else "")
@@ -223,16 +298,15 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _announce(self, replica: ReplicaState) -> None:
-        url, seconds = url_of(self.servers[0].sockets[0]), time.monotonic() - self._started
+        url, seconds = url_of(self._listeners[0]), time.monotonic() - self._started
         if on_terminal(self._settings):
-            if self._speaks:
-                sys.stderr.write(banner(self._settings, replica, url, seconds))
+            sys.stderr.write(banner(self._settings, replica, url, seconds))
             return
         log.info(
             "ready: %s serves %s, %s; after %.1f s",
             f"{url}{replica.entrance}",
             replica.model_name,
-            summary(replica),
+            summary(self._settings, replica),
             seconds,
         )
 

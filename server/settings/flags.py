@@ -32,7 +32,7 @@ class FlagParser(argparse.ArgumentParser):
         super().__init__(**{**options, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
-        raise SettingsError(message)
+        raise SettingsError(message.replace("unrecognized arguments", "unexpected"))
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         arguments = [dashed(argument) for argument in arguments]
@@ -89,8 +89,9 @@ def parse_flags(settings: type[Section], arguments: Sequence[str]) -> dict[str, 
 
 
 def help_page(settings: type[Section], topic: str = "") -> str:
-    """Return the help on the settings in which `topic` occurs: in the title of a group, or in a name. Without a topic,
-    the most used ones and the titles of all groups; with `all`, everything. Raises SettingsError for an unknown topic.
+    """Return the help on a topic: a setting, or all settings with `topic` in their name or in the title of their group.
+    Without a topic, the most used ones and the titles of all groups; with `all`, everything. Raises SettingsError for
+    an unknown topic.
     """
     topic = topic.strip("-").replace("-", "_").lower()
     all_groups = groups(settings)
@@ -100,7 +101,11 @@ def help_page(settings: type[Section], topic: str = "") -> str:
     elif titles:
         chosen = {title: all_groups[title] for title in titles}
     else:
-        chosen = {title: [name for name in names if topic in name] for title, names in all_groups.items()}
+        exact = topic in settings.model_fields
+        chosen = {
+            title: [name for name in names if (topic == name if exact else topic in name)]
+            for title, names in all_groups.items()
+        }
     lines = [line for title, names in chosen.items() if names for line in _page(settings, title, names)]
     if not lines:
         raise SettingsError(f"no setting has {topic} in its name; --help lists the groups")

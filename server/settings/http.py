@@ -20,8 +20,8 @@ class HttpSettings(Section):
     """Address to listen on."""
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
-    api_processes: int = Field(1, ge=1, le=64)
-    """Number of API processes that share the port and the engine."""
+    api_processes: int = Field(0, ge=0, le=64)
+    """Number of API processes that share the port and the engine; 0 fits the machine."""
     root_path: str = ""
     """Path prefix that a proxy strips."""
     api_keys: Secrets = ()
@@ -118,7 +118,7 @@ class LimitSettings(Section):
     request_timeout_seconds: float = Field(Limits.request_timeout_seconds, gt=0)
     """Seconds that a whole request may take."""
     max_queue_size: int = Field(1024, ge=0)
-    """Number of sequences that may wait for the engine; more are refused with 429."""
+    """Number of sequences that may wait for the engine; more are refused with 429. API processes share it equally."""
     queue_timeout_seconds: float = Field(60.0, gt=0)
     """Seconds that a request may wait for the engine before it is refused with 503."""
     min_priority: int = Field(Limits.min_priority, ge=-1000, le=1000)

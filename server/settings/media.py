@@ -25,7 +25,9 @@ class MediaSettings(Section):
     media_timeout_seconds: float = Field(MediaLimits.timeout_seconds, gt=0)
     """Seconds that fetching an image may take; one that comes at less than 4 KiB a second is given up after 5."""
     media_concurrency: int = Field(MediaLimits.concurrency, ge=1, le=1024)
-    """Maximum number of images that are fetched at the same time; of one request, and from one host, a quarter."""
+    """Maximum number of images that an API process fetches at the same time; of one request, and from one host, a
+    quarter.
+    """
     media_allowed_hosts: Names = MediaLimits.allowed_hosts
     """Comma-separated hosts to fetch images from; empty allows all public hosts."""
     media_allow_private: bool = MediaLimits.allow_private
@@ -33,7 +35,7 @@ class MediaSettings(Section):
     allowed_local_media_path: PathOrNone = MediaLimits.local_folder
     """Folder that file:// images may be in; empty allows none."""
     embedding_cache_mb: float = Field(256.0, ge=0)
-    """Memory for the embeddings of images in MiB; a cached image is not encoded again."""
+    """Memory of each API process for the embeddings of images in MiB; a cached image is not encoded again."""
     image_processor_options: str = ""
     """JSON object with options for the model's image processor."""
 

@@ -37,7 +37,7 @@ from server.settings.observability import (
     ProfileSettings,
     TraceSettings,
 )
-from server.settings.replicas import DisaggregationSettings, RoutingSettings
+from server.settings.replicas import DisaggregationSettings, DynamoSettings, RoutingSettings
 
 
 class EngineArgsError(SettingsError):
@@ -54,6 +54,7 @@ class Settings(
     ProfileSettings,
     TraceSettings,
     EventSettings,
+    DynamoSettings,
     RoutingSettings,
     EncodeSettings,
     DisaggregationSettings,

@@ -2,9 +2,9 @@
 
 from typing import Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AliasChoices, Field, ValidationInfo, field_validator
 
-from server.settings.types import EMBEDDED, ConnectAddresses, Section, Urls
+from server.settings.types import EMBEDDED, ConnectAddresses, Names, Section, Urls
 
 
 class DisaggregationSettings(Section):
@@ -63,7 +63,7 @@ class RoutingSettings(Section):
     session_header: str = Field("x-session-id", pattern=r"^[a-z0-9-]*$")
     """Request header that names a session, whose requests go to one replica; empty disables sessions."""
     session_seconds: float = Field(3600.0, gt=0)
-    """Seconds after its last request for which a session is remembered."""
+    """Seconds for which a session is remembered after its last request, and which replica made a response."""
 
     @field_validator("route_events", mode="after")
     @classmethod
@@ -81,3 +81,58 @@ class RoutingSettings(Section):
         if value and len(value) != len(info.data.get("route_events", ())):
             raise ValueError("must have one address for each of ROUTE_EVENTS")
         return value
+
+
+_NAME = r"^[a-zA-Z0-9_-]+$"
+
+
+def _dyn(setting: str, variable: str) -> AliasChoices:
+    """Have a setting read Dynamo's own environment variable too."""
+    return AliasChoices(setting, variable)
+
+
+class DynamoSettings(Section):
+    """A replica as a worker of a Dynamo graph."""
+
+    group = "Dynamo"
+
+    dynamo: bool = False
+    """Join a Dynamo graph as a worker, beside HTTP: register the model, serve generate over Dynamo's request plane, and
+    publish KV-cache events and load. Needs the extra dynamo.
+    """
+    dynamo_namespace: str = Field("dynamo", pattern=_NAME, validation_alias=_dyn("dynamo_namespace", "dyn_namespace"))
+    """Namespace of the graph; DYN_NAMESPACE is read too, and so are Dynamo's names of the other settings."""
+    dynamo_component: str = Field("", pattern=r"^[a-zA-Z0-9_-]*$")
+    """Component of the worker; empty is prefill for the role prefill, and backend for others."""
+    dynamo_endpoint: str = Field("generate", pattern=_NAME)
+    """Name of the worker's endpoint."""
+    dynamo_discovery: Literal["etcd", "kubernetes", "file", "mem"] = Field(
+        "etcd", validation_alias=_dyn("dynamo_discovery", "dyn_discovery_backend")
+    )
+    """Where workers are found: etcd, kubernetes, file (a folder on this machine, named by DYN_FILE_KV) or mem."""
+    dynamo_etcd: Names = Field(("http://localhost:2379",), validation_alias=_dyn("dynamo_etcd", "etcd_endpoints"))
+    """Comma-separated addresses of etcd, with DYNAMO_DISCOVERY etcd."""
+    dynamo_request_plane: Literal["tcp", "nats"] = Field(
+        "tcp", validation_alias=_dyn("dynamo_request_plane", "dyn_request_plane")
+    )
+    """How requests come from Dynamo's frontend; nats needs NATS_SERVER."""
+    dynamo_event_plane: Literal["zmq", "nats"] = Field(
+        "zmq", validation_alias=_dyn("dynamo_event_plane", "dyn_event_plane")
+    )
+    """How KV-cache events and load go to Dynamo's routers; nats needs NATS_SERVER."""
+    dynamo_kv_events: bool = True
+    """Publish KV-cache events to Dynamo's routers."""
+    dynamo_tool_parser: str = Field("auto", validation_alias=_dyn("dynamo_tool_parser", "dyn_tool_call_parser"))
+    """Parser of tool calls that Dynamo's frontend shall use, by Dynamo's names; auto takes the one of our own HTTP if
+    Dynamo has it, empty uses none.
+    """
+    dynamo_reasoning_parser: str = Field(
+        "auto", validation_alias=_dyn("dynamo_reasoning_parser", "dyn_reasoning_parser")
+    )
+    """Parser of reasoning that Dynamo's frontend shall use, by Dynamo's names; auto takes the one of our own HTTP if
+    Dynamo has it, empty uses none.
+    """
+    dynamo_drain_seconds: float = Field(
+        5.0, ge=0, validation_alias=_dyn("dynamo_drain_seconds", "dyn_graceful_shutdown_grace_period_secs")
+    )
+    """Seconds from leaving discovery to refusing requests, for frontends that have not noticed yet."""

@@ -29,8 +29,8 @@ from server.sweep.deployments import free_port
 METRICS = {
     "aggregated": {"trtllm_num_requests_waiting": 4.0, "trtllm_kv_cache_utilization": 0.8},
     "decode": {"trtllm_num_requests_waiting": 4.0, "trtllm_kv_cache_utilization": 0.8},
-    "prefill": {"trtllm_num_requests_waiting": 4.0},
-    "encode": {"trtllm_num_requests_waiting": 4.0},
+    "prefill": {"trtllm_prefill_tokens_waiting": 16384.0},
+    "encode": {"trtllm_encode_requests_waiting": 4.0},
 }
 """Metrics of each role, and the value of each for a replica that has enough to do."""
 _BUSY = ("trtllm_num_requests_running", "trtllm_num_requests_waiting")

@@ -15,9 +15,11 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from deploy.disaggregated import free_port
-from tests.support.servers import serving
+from tests.support.servers import ServerThread, serving
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = (ROOT / "deploy/nginx/trellis.conf").read_text()
@@ -283,6 +285,52 @@ async def test_what_nginx_refuses_gets_the_envelope(tmp_path: Path, sent: bytes,
                 assert set(error) == {"message", "type", "param", "code"}
                 assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
                 assert error["code"] == code
+
+
+@needs_nginx
+async def test_errors_below_messages_have_anthropics_envelope(tmp_path: Path) -> None:
+    head = "Host: x\r\nX-Request-ID: {}\r\nContent-Length: {}\r\n\r\n"
+    cases = (
+        ("POST /v1/messages HTTP/1.1", (64 << 20) + 1, 413, "request_too_large", {"error_code": "request_too_large"}),
+        ("POST /v1/messages/batches?a=b HTTP/1.1", 0, 503, "overloaded_error", {"error_code": "unavailable"}),
+        ("TRACE /v1/messages HTTP/1.1", 0, 405, "invalid_request_error", {"error_code": "method_not_allowed"}),
+    )
+    async with nginx_before(f"127.0.0.1:{free_port()}", tmp_path) as port:
+        for line, length, status, kind, details in cases:
+            for given, shown in (("mine", "mine"), ('"', None)):
+                async with client(port) as http:
+                    http.writer.write(f"{line}\r\n{head.format(given, length)}".encode())
+                    found, headers = await http.head()
+                    body = json.loads(await http.reader.readexactly(int(headers["content-length"])))
+                assert (found, headers["content-type"]) == (status, "application/json")
+                assert set(body) == {"type", "error", "request_id"} and body["type"] == "error"
+                assert (body["error"]["type"], body["error"]["details"]) == (kind, details)
+                assert body["request_id"] == shown or (
+                    shown is None and re.fullmatch("[0-9a-f]{32}", body["request_id"])
+                )
+        async with client(port) as http:  # another path
+            answer = await http.json("POST /v1/messagesx", "Content-Length: 0", expected=503)
+            assert answer["error"]["type"] == "server_error"
+
+
+@needs_nginx
+async def test_websockets_pass(tmp_path: Path) -> None:
+    """Both ways, with closing codes; the client's key goes with the handshake."""
+    with ServerThread(api_keys="one", max_body_mb=1) as server:
+        async with nginx_before(f"127.0.0.1:{server.port}", tmp_path) as port:
+            url = f"ws://127.0.0.1:{port}/v1/responses"
+            with pytest.raises(InvalidStatus) as refused:
+                await connect(url)
+            assert refused.value.response.status_code == 401
+            async with connect(url, additional_headers={"authorization": "Bearer one"}) as websocket:
+                for _ in range(2):
+                    await websocket.send('{"type": "response.create", "input": "hi", "max_output_tokens": 4}')
+                    while json.loads(await websocket.recv())["type"] != "response.incomplete":
+                        pass
+                with pytest.raises(ConnectionClosed) as closed:
+                    await websocket.send(b"x" * (1 << 20) + b"x")
+                    await websocket.recv()
+                assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
 
 
 @needs_nginx

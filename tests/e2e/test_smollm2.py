@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from tests.support.servers import ServerProcess, serving
 from tests.support.waiting import slowness
 
 MODEL = "smollm2-135m-instruct"
+
+
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -97,6 +100,38 @@ def test_a_small_model_calls_a_tool_by_its_schema(client: openai.OpenAI, choice:
         streamed = stream.get_final_completion().choices[0]
     (same,) = streamed.message.tool_calls or ()
     assert same.function.arguments == call.function.arguments
+
+
+@pytest.mark.parametrize(
+    ("syntax", "definition", "expected"),
+    [
+        (
+            "lark",
+            'start: "echo \\"" WORD "\\"" LF "date"\nWORD: /[a-z]{2,5}/\n%import common.LF',
+            'echo "[a-z]{2,5}"\ndate',
+        ),
+        ("regex", 'echo "[a-z]{2,5}"\\n', 'echo "[a-z]{2,5}"\n'),
+    ],
+)
+def test_the_input_of_a_custom_tool_follows_its_grammar(
+    client: openai.OpenAI, syntax: Any, definition: str, expected: str
+) -> None:
+    form: Any = {"type": "grammar", "syntax": syntax, "definition": definition}
+    asked: Any = {
+        "model": MODEL,
+        "input": "Say hello.",
+        "tools": [{"type": "custom", "name": "shell", "format": form}],
+        "tool_choice": {"type": "custom", "name": "shell"},
+        "max_output_tokens": 100,
+        "temperature": 0,
+    }
+    with client.responses.stream(**asked) as stream:
+        deltas = "".join(event.delta for event in stream if event.type == "response.custom_tool_call_input.delta")
+    assert re.fullmatch(expected, deltas)
+    form["definition"] = "start: nothing" if syntax == "lark" else "(?=a)"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(**asked)
+    assert refused.value.param == "tools.0.format"
 
 
 def test_logprobs_of_greedy_tokens_are_the_best(client: openai.OpenAI) -> None:

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from engine import admission as admission_module
 from engine.admission import AdmissionEngine
 from engine.config import FakeConfig
 from engine.errors import EngineNotReady, InvalidRequest, QueueFull, QueueTimeout
@@ -40,10 +39,14 @@ def request_for(
 
 
 async def admission_of(
-    max_queue_size: int = 100, queue_timeout: float = 10.0, token_delay: float = 0.001, seats: int = SEATS
+    max_queue_size: int = 100,
+    queue_timeout: float = 10.0,
+    token_delay: float = 0.001,
+    seats: int = SEATS,
+    max_waiting_bytes: int = 1 << 30,
 ) -> AdmissionEngine:
     fake = FakeEngine(FakeConfig(max_num_seqs=seats, token_delay=token_delay))
-    admission = AdmissionEngine(fake, max_queue_size, queue_timeout)
+    admission = AdmissionEngine(fake, max_queue_size, queue_timeout, max_waiting_bytes)
     await admission.start()
     return admission
 
@@ -88,9 +91,8 @@ async def test_a_full_queue_refuses_at_once() -> None:
     await admission.close()
 
 
-async def test_images_that_wait_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_module, "MOST_WAITING_BYTES", 10_000)
-    admission = await admission_of()
+async def test_images_that_wait_are_bounded_by_their_bytes() -> None:
+    admission = await admission_of(max_waiting_bytes=10_000)
     image = MediaSpan(key="0" * 64, start=0, length=1, rows=1, dtype="float32", data=bytes(4_000))
     seen, raw = (
         {"media": MediaSpans((image,))},

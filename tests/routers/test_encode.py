@@ -65,6 +65,20 @@ async def test_an_encode_replica_encodes_and_has_no_public_routes() -> None:
         assert state["replica"].running == 0
 
 
+async def test_autoscalers_see_the_requests_that_wait() -> None:
+    async def waiting() -> str:
+        page = (await client.get("/metrics")).text
+        return next(line for line in page.splitlines() if line.startswith("trtllm_encode_requests_waiting")).split()[-1]
+
+    async with application(fake_token_delay_ms=200, **ALONE) as (client, _):
+        asking = [asyncio.create_task(answer_to(client, [image(number)])) for number in range(2)]
+        seen = set()
+        while not all(task.done() for task in asking):
+            seen.add(await waiting())
+            await asyncio.sleep(0.005)  # nothing in this process yields by itself
+        assert "2.0" in seen and await waiting() == "0.0"
+
+
 async def test_without_the_secret_nobody_encodes() -> None:
     async with application(**ALONE) as (client, _):
         for headers in ({}, {"authorization": "Bearer wrong"}):

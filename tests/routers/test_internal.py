@@ -180,8 +180,11 @@ async def test_an_engine_without_a_sign_of_life_ends_the_wait(monkeypatch: pytes
         asking = asyncio.create_task(post(client, body_of()))
         await asyncio.sleep(0.2)
         assert not asking.done()
+        waiting = f'trtllm_prefill_tokens_waiting{{model_name="fake"}} {len(request().prompt_token_ids)}.0'
+        assert waiting in (await client.get("/metrics")).text, "what autoscalers go by"
         monkeypatch.setattr(type(state["replica"].engine), "healthy", False)
         answer = await asyncio.wait_for(asking, 20)
+        assert 'trtllm_prefill_tokens_waiting{model_name="fake"} 0.0' in (await client.get("/metrics")).text
         *alive, last = FrameReader(1 << 20).feed(answer.content)
         assert last.failed and b"not_ready" in last.payload and not any(frame.payload for frame in alive)
         await stream.aclose()

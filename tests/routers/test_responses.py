@@ -33,6 +33,7 @@ WEATHER: dict[str, Any] = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 SHELL: dict[str, Any] = {"type": "custom", "name": "shell", "description": "Run a command"}
+LARK = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 COMMAND = '<tool_call>\n{"name": "shell", "arguments": {"input": "ls \\"a\\"\\n\\u00e9\\ud83d\\ude42"}}\n</tool_call>'
 EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
@@ -215,6 +216,8 @@ async def test_responses_are_continued_read_and_deleted(tmp_path: Path) -> None:
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
         broken = await client.post(PATH, json={"input": "hi", "previous_response_id": second["id"]})
         assert (broken.status_code, broken.json()["error"]["code"]) == (400, "previous_response_not_found")
+        left = (await client.get(f"{PATH}/{second['id']}/input_items")).json()
+        assert types(left["data"]) == ["function_call_output"]
 
 
 def _call(item: dict[str, Any]) -> dict[str, Any]:
@@ -417,7 +420,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0.id"),
     ({"tools": [WEATHER, WEATHER]}, "tools.1.name"),
     ({"tools": [{"type": "function"}]}, "tools.0.name"),
-    ({"tools": [SHELL | {"format": {"type": "grammar", "syntax": "ebnf"}}]}, "tools.0.format"),
+    ({"tools": [SHELL | {"format": {"type": "grammar", "syntax": "ebnf"}}]}, "tools.0.format.syntax"),
+    ({"tools": [SHELL | {"format": {"type": "grammar", "syntax": "lark"}}]}, "tools.0.format.definition"),
+    ({"tools": [WEATHER, SHELL | {"format": LARK}]}, "tools.1.format"),
     ({"tools": [WEATHER | {"strict": True}]}, "tools.0.strict"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.tools"),
@@ -478,7 +483,7 @@ async def test_guides_and_choices_reach_the_engine(tmp_path: Path, monkeypatch: 
     take = FakeEngine.generate
     monkeypatch.setattr(FakeEngine, "generate", generate)
     digits = SHELL | {"format": {"type": "grammar", "syntax": "regex", "definition": "[0-9]+"}}
-    lark = SHELL | {"format": {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}}
+    lark = SHELL | {"format": LARK}
     async with served(tmp_path, "Yes.") as client:
         await ask(client, text={"format": {"type": "json_object"}})
         await ask(client, tools=[WEATHER], tool_choice="required")
@@ -490,10 +495,12 @@ async def test_guides_and_choices_reach_the_engine(tmp_path: Path, monkeypatch: 
         await ask(client, tools=[WEATHER], tool_choice="none")
     kinds = [guide.kind if guide is not None else None for guide in asked]
     tag = "structural_tag"
-    assert kinds == ["json_object", tag, tag, tag, None, tag, None]
+    assert kinds == ["json_object", tag, tag, tag, tag, tag, None]
     specs = [guide.spec if guide is not None else "" for guide in asked]
     assert "get_weather" in specs[1] and "get_weather" not in specs[2] and "shell" not in specs[5]
-    assert "[0-9]+" in specs[3]
+    for spec, form in ((specs[3], digits["format"]), (specs[4], LARK)):
+        text = {"type": "text_grammar", "syntax": form["syntax"], "definition": form["definition"], "json": True}
+        assert json.dumps(text) in spec and '"pattern"' not in spec
 
 
 async def test_truncation_drops_the_oldest_items(tmp_path: Path) -> None:
@@ -596,21 +603,49 @@ async def test_the_store_is_bounded_in_size_and_age(tmp_path: Path) -> None:
 
 
 async def test_a_router_finds_the_replica_that_has_a_response(tmp_path: Path) -> None:
+    """Each replica has a store of its own. A second router has seen no answer, and may ask one replica for others."""
     async with AsyncExitStack() as stack:
-        urls = []
-        for number in range(2):
+        urls, last = [], AsyncExitStack()
+        for number in range(3):
             settings = {"cache_dir": tmp_path / str(number), "responses_store_mb": 64}
-            urls.append((await stack.enter_async_context(replica("aggregated", **settings)))[0])
-        url, life = await stack.enter_async_context(router(urls))
-        await available(life, 2)
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10))
-        made = [await ask(client, max_output_tokens=4) for _ in range(4)]
-        for one in made:
-            assert (await client.get(f"{PATH}/{one['id']}")).json() == one
+            of = last if number == 2 else stack
+            urls.append((await of.enter_async_context(replica("aggregated", **settings)))[0])
+        clients = []
+        for _ in range(2):
+            url, life = await stack.enter_async_context(router(urls, route_policy="round_robin", route_attempts=1))
+            await available(life, 3)
+            clients.append(await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10)))
+        client, other = clients
+        answers = [await client.post(PATH, json={"input": "hi", "max_output_tokens": 4}) for _ in range(6)]
+        at = {answer.json()["id"]: answer.headers["x-trellis-replica"] for answer in answers}
+        assert set(at.values()) == {"0", "1", "2"}
+        for answer in answers[:4]:
+            one = answer.json()
+            for asking in clients:
+                assert (await asking.get(f"{PATH}/{one['id']}")).json() == one
             events = await stream(client, max_output_tokens=4, previous_response_id=one["id"])
-            assert check_adds_up(events)["previous_response_id"] == one["id"]
-            assert (await client.delete(f"{PATH}/{one['id']}")).json()["deleted"]
+            made = check_adds_up(events)
+            item = {"type": "item_reference", "id": made["output"][0]["id"]}
+            for path, body in (
+                (PATH, {"previous_response_id": made["id"]}),
+                (PATH, {"input": [item, {"role": "user", "content": "go on"}]}),
+                (f"{PATH}/input_tokens", {"previous_response_id": made["id"]}),
+            ):
+                went_on = await client.post(path, json={"input": "hi", "max_output_tokens": 4, **body})
+                assert went_on.headers["x-trellis-replica"] == at[one["id"]], went_on.text
+                assert went_on.status_code == 200
+            assert (await other.delete(f"{PATH}/{one['id']}")).json()["deleted"]
+        assert "trtllm_router_retries_total 0" in (await client.get("/metrics")).text.replace('{model_name="fake"}', "")
+        sizes = [
+            (await ask(asking, conversation="c", max_output_tokens=4))["usage"]["input_tokens"]
+            for asking in (*clients, *clients)
+        ]
+        assert sizes == sorted(set(sizes)), "both routers take a conversation to the same replica"
         assert (await client.get(f"{PATH}/resp_1")).status_code == 404
+        await last.aclose()
+        (away,) = (one for one in list(at)[4:] if at[one] == "2")
+        answer = await client.get(f"{PATH}/{away}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
 
 
 async def test_a_decode_replica_serves_both_newer_apis_with_prompts_computed_elsewhere(tmp_path: Path) -> None:

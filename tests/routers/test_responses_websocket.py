@@ -364,14 +364,6 @@ def test_slow_clients_are_cut_off() -> None:
                     raw.sendall(ping * 1000)
 
 
-def test_a_router_refuses(server: ServerThread) -> None:
-    with ServerThread(disaggregation_mode="router", route_urls=(server.url,)) as router:
-        with pytest.raises(InvalidStatus) as refused:
-            opened(router)
-        assert refused.value.response.status_code == 404
-        assert json.loads(refused.value.response.body or b"")["error"]["code"] == "wrong_replica"
-
-
 def test_idle_connections_are_pinged() -> None:
     with (
         ServerThread(sse_ping_seconds=0.02) as server,

@@ -30,7 +30,7 @@ async def test_the_banner_says_what_runs_where_and_how_to_stop_it() -> None:
             assert "KV tiers  3.2 GB on the host, 5.4 GB on the disk" in text
         bare = banner(Settings(engine="fake", docs=False, host="0.0.0.0"), state["replica"], "http://127.0.0.1:1", 1.0)
         assert "/docs" not in bare and "page" not in bare
-        assert "no API key needed, by whoever reaches this machine" in bare
+        assert "anyone who reaches this machine, without an API key" in bare
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_a_gguf_file_is_read_as_far_as_its_weights(tmp_path: Path) -> None:
     assert foreign.level == "problem" and "pre-tokenizer 'abc'" in foreign.text and "docs/models.md" in foreign.cure
     (tmp_path / "torn.gguf").write_bytes((tmp_path / "mine.gguf").read_bytes()[:-1])
     (torn,) = doctor.check_model(str(tmp_path / "torn.gguf"))
-    assert torn.level == "problem" and "torn.gguf is torn: the tensor" in torn.text
+    assert torn.level == "problem" and "torn.gguf is truncated: the tensor" in torn.text
     (absent,) = doctor.check_model("absent.gguf")
     assert absent.level == "problem" and "no such folder or file" in absent.text
 
@@ -210,8 +210,8 @@ def test_a_run_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str
     settings = Settings(engine="embedded", device="cpu", port=0, cache_dir=tmp_path)
     assert doctor.run(settings) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 9
-    assert all(line.split()[0] in {"ok", "warning"} for line in lines)
+    assert len(lines) == 11 and lines[-1].startswith("problems: 0, warnings: ")
+    assert all(line.split()[0] in {"ok", "warning"} for line in lines[:-2])
     assert doctor.run(settings.model_copy(update={"model": str(tmp_path)})) == 1
     assert "lacks config.json, tokenizer.json, *.safetensors" in capsys.readouterr().out
 
@@ -276,3 +276,13 @@ def test_wrong_engine_arguments_are_a_problem(tmp_path: Path, capsys: pytest.Cap
     )
     assert doctor.run(settings) == 1
     assert "problem  OVERRIDE_ENGINE_ARGS: moe_config.backend" in capsys.readouterr().out
+
+
+def test_the_registry_of_a_dynamo_graph_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as etcd:
+        port = etcd.getsockname()[1]
+        given = Settings(engine="fake", dynamo=True, dynamo_etcd=f"http://127.0.0.1:{port}")
+        assert doctor.check_dynamo(given) == Finding("ok", "joins the Dynamo graph dynamo by etcd")
+    lost = doctor.check_dynamo(given)
+    assert lost.level == "problem" and f"127.0.0.1:{port}" in lost.text and "ETCD_ENDPOINTS" in lost.cure
+    assert doctor.check_dynamo(Settings(engine="fake", dynamo=True, dynamo_discovery="file")).level == "ok"

@@ -46,6 +46,25 @@ def test_a_role_starts_with_what_it_needs_and_not_without(name: str) -> None:
         assert found is not None and missing.upper() in found[0] and f"the role {name} needs it" in found[1]
 
 
+@pytest.mark.parametrize("name", ["aggregated", "prefill", "decode"])
+def test_in_a_dynamo_graph_replicas_need_no_addresses(name: str) -> None:
+    assert missing_setting(Settings(disaggregation_mode=name, dynamo=True)) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "setting"),
+    [
+        ({"disaggregation_mode": "router", "route_urls": "http://replica:8000"}, "DISAGGREGATION_MODE"),
+        ({"disaggregation_mode": "encode", "internal_secret": "s"}, "DISAGGREGATION_MODE"),
+        ({"disaggregation_mode": "decode", "prefill_urls": "http://prefill:8000"}, "PREFILL_URLS"),
+        ({"api_processes": 2}, "API_PROCESSES"),
+    ],
+)
+def test_a_dynamo_graph_has_its_own_rules(given: dict[str, object], setting: str) -> None:
+    found = missing_setting(Settings(**{**given, "dynamo": True}))
+    assert found is not None and setting in found[0] and "Dynamo" in found[1]
+
+
 def test_the_documentation_lists_the_roles_and_their_routes() -> None:
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)`[^|]*\|([^|]*)\|([^|]*)\|[^|]*\|$", text, re.MULTILINE)

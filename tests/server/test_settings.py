@@ -108,6 +108,9 @@ def test_help_on_a_group_a_flag_and_nothing(capsys: pytest.CaptureFixture[str]) 
     assert "--route-urls URLS" in out and "--port" not in out
     assert main(["help", "serve", "--max_batch_size"]) == 0
     assert "--max-batch-size INT" in capsys.readouterr().out
+    assert main(["models", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--cache-dir FOLDER" in out and "--kv-disk-cache-dir" not in out, "a setting's whole name is that setting"
     assert main(["serve", "--help", "nonsense"]) == 2
     assert "no setting has nonsense in its name" in capsys.readouterr().err
 
@@ -226,7 +229,7 @@ def test_flags_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.Mo
         (["--max-batch-size=-1"], "--max-batch-size (MAX_BATCH_SIZE)"),
         (["--api-keys", " , "], "--api-keys (API_KEYS)"),
         (["--engine-process", "false", "--api-processes", "2"], "--api-processes (API_PROCESSES)"),
-        (["--port", "x"], "--port (PORT)"),
+        (["--port", "x"], "--port (PORT): must be a valid integer"),
         (["--engine-hang-seconds", "1"], "--engine-hang-seconds (ENGINE_HANG_SECONDS)"),
         (["--engine", "tensorflow"], "--engine"),
         (["--docs", "perhaps"], "--docs (DOCS)"),
@@ -239,12 +242,12 @@ def test_flags_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.Mo
         ),
         (
             ["--prefill-urls", "http://prefill"],
-            "--prefill-urls (PREFILL_URLS): Value error, each must be http://host:port",
+            "--prefill-urls (PREFILL_URLS): each must be http://host:port",
         ),
-        (["--prefill-urls", "http://a:1,dns+https://b:2"], "--prefill-urls (PREFILL_URLS): Value error, each must be"),
+        (["--prefill-urls", "http://a:1,dns+https://b:2"], "--prefill-urls (PREFILL_URLS): each must be"),
         (
             ["--prefill-urls", "http://a:1/v1"],
-            "--prefill-urls (PREFILL_URLS): Value error, nothing may follow the port",
+            "--prefill-urls (PREFILL_URLS): nothing may follow the port",
         ),
         (
             ["--disaggregation-mode", "encode", "--engine", "trtllm"],
@@ -255,27 +258,27 @@ def test_flags_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.Mo
             "--api-processes (API_PROCESSES): the role encode has one",
         ),
         (["--encode-urls", "http://encode:8000"], "--internal-secret (INTERNAL_SECRET): ENCODE_URLS needs it"),
-        (["--encode-urls", "http://encode"], "--encode-urls (ENCODE_URLS): Value error, each must be http://host:port"),
-        (["--image-processor-options", "[1]"], "(IMAGE_PROCESSOR_OPTIONS): Value error, must be a JSON object"),
-        (["--image-processor-options", "{"], "(IMAGE_PROCESSOR_OPTIONS): Value error, must be a JSON object"),
-        (["--media-allowed-hosts", ","], "--media-allowed-hosts (MEDIA_ALLOWED_HOSTS): Value error, names nothing"),
-        (["--kv-events-endpoint", "5557"], "(KV_EVENTS_ENDPOINT): Value error, must be tcp://*:port"),
+        (["--encode-urls", "http://encode"], "--encode-urls (ENCODE_URLS): each must be http://host:port"),
+        (["--image-processor-options", "[1]"], "(IMAGE_PROCESSOR_OPTIONS): must be a JSON object"),
+        (["--image-processor-options", "{"], "(IMAGE_PROCESSOR_OPTIONS): must be a JSON object"),
+        (["--media-allowed-hosts", ","], "--media-allowed-hosts (MEDIA_ALLOWED_HOSTS): names nothing"),
+        (["--kv-events-endpoint", "5557"], "(KV_EVENTS_ENDPOINT): must be tcp://*:port"),
         (["--kv-events-endpoint", ""], "--kv-events-endpoint (KV_EVENTS_ENDPOINT)"),
         (
             ["--kv-events-replay-endpoint", "tcp://*:70000"],
-            "(KV_EVENTS_REPLAY_ENDPOINT): Value error, must be tcp://*:port",
+            "(KV_EVENTS_REPLAY_ENDPOINT): must be tcp://*:port",
         ),
-        (["--nats-url", "localhost:4222"], "(NATS_URL): Value error, must be nats://host:port"),
+        (["--nats-url", "localhost:4222"], "(NATS_URL): must be nats://host:port"),
         (["--nats-subject", "events.>"], "--nats-subject (NATS_SUBJECT)"),
-        (["--otel-endpoint", "collector:4317"], "(OTEL_ENDPOINT): Value error, must be http://host:port"),
+        (["--otel-endpoint", "collector:4317"], "(OTEL_ENDPOINT): must be http://host:port"),
         (["--watchdog-seconds", "0"], "--watchdog-seconds (WATCHDOG_SECONDS)"),
-        (["--threads", "10000"], "--threads (THREADS): Value error, 10000 threads would wait for each other on"),
+        (["--threads", "10000"], "--threads (THREADS): 10000 threads would wait for each other on"),
         (["--quantization", "int4"], "--quantization (QUANTIZATION)"),
         (["--quantization", "fp8", "--engine", "trtllm"], "fp8 is for the embedded engine, not for trtllm"),
         (["--quantization", "int8", "--engine", "fake"], "int8 is for the embedded engine, not for fake"),
         (
             ["--kv-cache-dtype", "fp8", "--engine", "fake"],
-            "(KV_CACHE_DTYPE): Value error, fp8 is for the embedded engine, not for fake",
+            "(KV_CACHE_DTYPE): fp8 is for the embedded engine, not for fake",
         ),
         (
             ["--enable-test-logits-processor", "1", "--engine", "fake"],

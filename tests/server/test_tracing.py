@@ -4,18 +4,20 @@ without its text.
 
 import asyncio
 import itertools
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from websockets.sync.client import connect
 
 from tests.support.disaggregated import replica, servers
 from tests.support.media import data_url, png
 from tests.support.otel import Collector, Span, collector
 from tests.support.routing import Bare, router
-from tests.support.servers import CHAT, application
+from tests.support.servers import CHAT, ServerThread, application
 from tests.support.trtllm import trt  # noqa: F401 - the stand-in for TensorRT-LLM
 
 CLIENT = "0af7651916cd43dd8448eb211c80319c"
@@ -89,6 +91,29 @@ def test_one_trace_of_all_replicas_that_a_request_passes(spans: Collector) -> No
     assert [stage.start for stage in stages] == sorted(stage.start for stage in stages)
     assert not any(span.failed for span in spans.spans)
     assert not any(b"Secret" in span.raw for span in spans.spans)
+
+
+def test_requests_on_a_websocket_are_traced_and_measured_as_those_of_http(spans: Collector) -> None:
+    with ServerThread(otel_endpoint=spans.url) as server:
+        headers = {"traceparent": PARENT, "x-request-id": "mine"}
+        with connect(f"ws://127.0.0.1:{server.port}/v1/responses", additional_headers=headers) as client:
+            for wrong in ({}, {"temperature": -1}, {"max_output_tokens": "many"}):
+                client.send(json.dumps({"type": "response.create", "input": "hi", "max_output_tokens": 4} | wrong))
+                while json.loads(client.recv(timeout=20))["type"] not in ("response.incomplete", "error"):
+                    pass
+        page = httpx.get(f"{server.url}/metrics").text
+    spans.wait(lambda: len(spans.named("WEBSOCKET /v1/responses")) == 3)
+    answered, refused, malformed = sorted(spans.named("WEBSOCKET /v1/responses"), key=lambda span: span.start)
+    assert (answered.parent, answered.kind) == (PARENT.split("-")[2], "server")
+    assert answered.attributes["gen_ai.usage.output_tokens"] == 4
+    assert [span.attributes["http.response.status_code"] for span in (answered, refused, malformed)] == [200, 400, 400]
+    assert [span.attributes["trellis.request_id"] for span in (answered, malformed)] == ["mine-1", "mine-3"]
+    for stage in ("prefill", "decode"):
+        assert_within(spans.one(stage), answered)
+    for status, count in (("2xx", 1.0), ("4xx", 2.0)):
+        labels = f'handler="/v1/responses",method="WEBSOCKET",status="{status}"'
+        assert f"http_requests_total{{{labels}}} {count}" in page
+    assert 'http_request_duration_seconds_count{handler="/v1/responses",method="WEBSOCKET"} 3.0' in page
 
 
 async def test_a_request_is_described_in_the_words_of_generative_ai(spans: Collector) -> None:

@@ -20,18 +20,20 @@ Metadata = Mapping[str, Any]
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Types of metadata, by the format's numbers."""
+"""Format codes of `struct` by the type numbers of metadata."""
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
 
 
 class BlockType(NamedTuple):
-    """A way to store weights: blocks of as many weights in as many bytes."""
+    """A storage format of weights, in blocks of a fixed size."""
 
     number: int
-    """In the file, as ggml.h has it."""
+    """Type number in files (ggml.h)."""
     weights: int
+    """Number of weights in a block."""
     size: int
+    """Number of bytes in a block."""
 
 
 BLOCK_TYPES = {
@@ -53,35 +55,36 @@ _TYPE_NAMES = {kind.number: name for name, kind in BLOCK_TYPES.items()}
 
 
 class GgufTensor(NamedTuple):
-    """Where a tensor is, and how it is stored."""
+    """Location, type and shape of a tensor."""
 
     name: str
     type: str
     """A key of BLOCK_TYPES."""
     shape: tuple[int, ...]
-    """As transformers has it, [outputs, inputs]: the file lists the last dimension first."""
+    """Shape in transformers' order, [outputs, inputs]; files list the last dimension first."""
     path: Path
     offset: int
-    """Of its first byte in the file."""
+    """Position of the tensor's first byte in the file."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, the last dimension: whole blocks."""
+        """Number of bytes in a row (the last dimension), which consists of whole blocks."""
         kind = BLOCK_TYPES[self.type]
         return self.shape[-1] // kind.weights * kind.size
 
     @property
     def rows(self) -> int:
-        """Number of rows; a vector is one."""
+        """Number of rows; a vector has one."""
         return int(np.prod(self.shape[:-1], dtype=np.int64))
 
 
 class GgufFile:
-    """The metadata and tensors of a model in one GGUF file or a split one, mapped into memory."""
+    """The metadata and tensors of a GGUF model, in one file or split into several, mapped into memory."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, and of a split model all of its files. Raises EngineFailure for a file that is torn, damaged,
-        or of a type that is not supported; the message names the file and the tensor."""
+        """Open the file, or all files of a split model. Raises EngineFailure for a file that is truncated, damaged or
+        of an unsupported type; the message names the file and the tensor.
+        """
         self.paths = parts_of(path)
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
@@ -132,7 +135,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[GgufTensor], np.ndarray]:
         metadata, tensors = reader.metadata(), reader.tensors()
     except (struct.error, UnicodeDecodeError, _TornError) as error:
         raise EngineFailure(
-            f"{path} is torn or damaged: its header does not end within its {len(mapped)} bytes, or is none ({error}); "
+            f"{path} is truncated or damaged: it has {len(mapped)} bytes and no valid, complete header ({error}); "
             "download it again"
         ) from error
     begin = -(-reader.at // (alignment := _alignment(path, metadata))) * alignment
@@ -141,8 +144,8 @@ def _read(path: Path) -> tuple[dict[str, Any], list[GgufTensor], np.ndarray]:
         end = tensor.offset + tensor.rows * tensor.row_bytes
         if end > len(mapped):
             raise EngineFailure(
-                f"{path} is torn: the tensor {tensor.name} ends at byte {end}, and the file at {len(mapped)}; download "
-                "it again"
+                f"{path} is truncated: the tensor {tensor.name} ends at byte {end}, and the file at {len(mapped)}; "
+                "download it again"
             )
     return metadata, placed, np.frombuffer(mapped, np.uint8)
 

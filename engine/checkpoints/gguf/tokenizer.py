@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: byte-level BPE ("gpt2") and SentencePiece ("llama"), as tokenizer.json has them."""
+"""Convert tokenizers of GGUF files, byte-level BPE ("gpt2") and SentencePiece ("llama"), to tokenizer.json."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from engine.checkpoints.gguf.file import Metadata
 from engine.errors import EngineFailure
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-"""Kinds of tokens, by the format's numbers (llama.h, llama_token_type)."""
+"""Numbers of the token types (llama.h, llama_token_type)."""
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _WORDS = (
     r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
@@ -24,18 +24,18 @@ _ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>",
     "[EOT]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>",
 )  # fmt: skip
-"""Texts of tokens that end an answer whether or not the metadata says so (llama.cpp, special_eog_ids)."""
+"""Texts of tokens that end an answer even if the metadata does not say so (llama.cpp, special_eog_ids)."""
 
 
 class PreTokenizer(NamedTuple):
-    """How a text is split before pairs are merged."""
+    """Rules that split a text before pairs are merged."""
 
     patterns: tuple[str, ...]
-    """Regular expressions; each splits what the ones before it have left."""
+    """Regular expressions, applied in order, each to the pieces that the previous one left."""
     whole_words: bool = False
-    """Whether a piece that is a token stays whole, whatever the merges say."""
+    """Whether a piece that is a token itself is not split by merges."""
     begins: bool = False
-    """Whether prompts begin with the token for the beginning, if the file does not say."""
+    """Whether prompts begin with the beginning-of-sequence token if the file does not say."""
 
 
 _LLAMA3 = PreTokenizer((_WORDS % "{1,3}",), whole_words=True, begins=True)
@@ -58,14 +58,14 @@ PRE_TOKENIZERS = {
     "tekken": PreTokenizer((_TEKKEN,), whole_words=True, begins=True),
     "deepseek-coder": PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
 }
-"""By llama.cpp's names, with its regular expressions (src/llama-vocab.cpp)."""
+"""Pre-tokenizers by llama.cpp's names, with its regular expressions (src/llama-vocab.cpp)."""
 
 
 class GgufVocabulary:
     """The tokenizer of a GGUF file."""
 
     def __init__(self, metadata: Metadata, place: str) -> None:
-        """Raises EngineFailure, which names `place`, for a vocabulary that is not supported or not whole."""
+        """Read the vocabulary. Raises EngineFailure, which names `place`, if it is unsupported or incomplete."""
         self._metadata = metadata
         self._place = place
         kind = self._get("model")
@@ -91,13 +91,13 @@ class GgufVocabulary:
         return PRE_TOKENIZERS[name]
 
     def special(self, name: str) -> int | None:
-        """Return the id of a special token by llama.cpp's name for it; None if there is none."""
+        """Return the id of the special token with this name in llama.cpp, or None if the vocabulary lacks it."""
         found = self._metadata.get(f"tokenizer.ggml.{name}_token_id")
         return found if type(found) is int and 0 <= found < len(self.tokens) else None
 
     @property
     def ends(self) -> list[int]:
-        """Tokens that end an answer, that of the metadata's end of sequence first."""
+        """Ids of the tokens that end an answer, beginning with the end-of-sequence token of the metadata."""
         named = [self.special(name) for name in ("eos", "eot", "eom")]
         texts = [self._ids[text] for text in _ENDS if text in self._ids]
         marked = [
@@ -106,7 +106,7 @@ class GgufVocabulary:
         return list(dict.fromkeys(token_id for token_id in [*named, *marked] if token_id is not None))
 
     def tokenizer(self) -> Tokenizer:
-        """Return what tokenizer.json has."""
+        """Return the tokenizer that tokenizer.json describes."""
         tokenizer = self._make(self)
         for kinds, special in (((_CONTROL, _UNKNOWN), True), ((_USER_DEFINED,), False)):
             added = [token for token, kind in zip(self.tokens, self._kinds, strict=False) if kind in kinds]

@@ -24,7 +24,15 @@ _REPEATABLE_SECONDS = 0.5
 _RULE_CACHE_BYTES = 64 << 20
 _MAX_COMPILERS = 4
 _START = "start_of_output"
-_NOISE = re.compile(r"^\[[\d:]+\] \S+:\d+: (Warning: )?", re.MULTILINE)
+_LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]', re.DOTALL)
+"""A text or a class of characters in xgrammar's EBNF."""
+_CALL = re.compile(r"\w+\(")
+_CHARACTER = re.compile(r"\\(x[0-9a-fA-F]{1,2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8})|\\(.)|(.)", re.DOTALL)
+_LETTERS = {"n": 10, "t": 9, "r": 13, "f": 12, "v": 11, "b": 8, "a": 7, "e": 27, "0": 0}
+_ESCAPED = (*range(0x20), ord('"'), ord("\\"))
+"""Characters that JSON escapes."""
+_SURROGATES, _LAST = (0xD800, 0xDFFF), 0x10FFFF
+_NOISE = re.compile(r"\[[\d:]+\] \S+:\d+: (Warning: )?")
 _ASSERTION = re.compile(r"Check failed: \(.*?\)( is false)?:? ?")
 
 
@@ -154,12 +162,83 @@ def _texts(tags: Any) -> Iterator[str]:
                 yield from _texts(value)
 
 
+def ebnf_of(syntax: str, definition: str, *, in_json: bool) -> str:
+    """Return a grammar, of syntax lark or regex, as EBNF. With `in_json` that is the grammar of the same texts inside a
+    JSON string. Raises UnsupportedGuideError, ValueError and RuntimeError.
+    """
+    made = xgrammar.Grammar.from_lark if syntax == "lark" else xgrammar.Grammar.from_regex
+    grammar = str(made(definition))
+    if (unknown := _CALL.search(_LITERAL.sub("", grammar))) is not None:
+        raise UnsupportedGuideError(f"it needs {unknown[0]}…), which a tool's input cannot have")
+    return _LITERAL.sub(lambda literal: _in_json(literal[0]), grammar) if in_json else grammar
+
+
+def _in_json(literal: str) -> str:
+    """Return a text or a class of characters of xgrammar's EBNF as JSON writes it."""
+    if literal[0] == '"':
+        return _quoted(json.dumps("".join(chr(code) for code, _ in _codes(literal[1:-1])), ensure_ascii=False)[1:-1])
+    negated = literal.startswith("[^")
+    ranges = _ranges(literal[2:-1] if negated else literal[1:-1])
+    left_out = ranges if negated else _complement(ranges)
+    plain = _complement([*left_out, *((code, code) for code in _ESCAPED)])
+    escaped = [code for code in _ESCAPED if any(low <= code <= high for low, high in ranges) != negated]
+    choices = [_quoted(json.dumps(chr(code))[1:-1]) for code in escaped]
+    if plain:
+        choices.insert(0, "[" + "".join(f"{_code(low)}-{_code(high)}" for low, high in plain) + "]")
+    return f"({' | '.join(choices)})"
+
+
+def _codes(text: str) -> list[tuple[int, bool]]:
+    """Return the code points of a literal without its escapes, each with whether it was written without an escape."""
+    found = []
+    for number, letter, plain in _CHARACTER.findall(text):
+        code = int(number[1:], 16) if number else _LETTERS.get(letter, ord(letter)) if letter else ord(plain)
+        found.append((code, bool(plain)))
+    return found
+
+
+def _ranges(text: str) -> list[tuple[int, int]]:
+    """Return the ranges of a class of characters: first and last."""
+    codes = _codes(text)
+    found, place = [], 0
+    while place < len(codes):
+        low = high = codes[place][0]
+        if codes[place + 1 : place + 2] == [(ord("-"), True)] and place + 2 < len(codes):
+            high = codes[place + 2][0]
+            place += 2
+        found.append((low, high))
+        place += 1
+    return found
+
+
+def _complement(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the characters of Unicode that are in none of these ranges."""
+    found, start = [], 0
+    for low, high in sorted([*ranges, _SURROGATES, (_LAST + 1, _LAST + 1)]):
+        if low > start:
+            found.append((start, low - 1))
+        start = max(start, high + 1)
+    return found
+
+
+def _code(code: int) -> str:
+    return f"\\U{code:08x}"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
 def _bounded(tags: Any) -> Any:
-    """Return a structural tag in which JSON has no endless white space, which a model may go on with for ever."""
+    """Return a structural tag in which JSON has no endless white space, which a model may go on with for ever, and
+    grammars of texts are EBNF.
+    """
     if isinstance(tags, list):
         return [_bounded(tag) for tag in tags]
     if not isinstance(tags, dict):
         return tags
+    if tags.get("type") == "text_grammar":
+        return {"type": "grammar", "grammar": ebnf_of(tags["syntax"], tags["definition"], in_json=tags["json"])}
     if tags.get("type") == "json_schema":
         return {"max_whitespace_cnt": MAX_WHITESPACE, **tags}
     return {key: _bounded(value) for key, value in tags.items()}

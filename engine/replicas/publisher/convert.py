@@ -91,6 +91,9 @@ class Converter:
 
     def _stored_at(self, level: int, parent: int | None, blocks: list[StoredBlock], cache_salt: str) -> BlockStored:
         infos = [_mm_info(block.mm_keys) for block in blocks]
+        keys = [[*dict.fromkeys(str(key["hash"]) for key in block.mm_keys)] for block in blocks]
+        if cache_salt and parent is None:
+            keys[0].append(cache_salt)
         return BlockStored(
             block_hashes=[signed(block.block_hash) for block in blocks],
             parent_block_hash=None if parent is None else signed(parent),
@@ -98,6 +101,7 @@ class Converter:
             block_size=self._block_size,
             cache_salt=cache_salt or None,
             block_mm_infos=infos if any(infos) else None,
+            extra_keys=[key or None for key in keys] if any(keys) else None,
             medium=medium(level),
         )
 

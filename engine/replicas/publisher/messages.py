@@ -35,6 +35,9 @@ class BlockStored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStore
     """Only requests with the same salt share these blocks."""
     block_mm_infos: list[MmInfo | None] | None = None
     """One for each block, if any of them has images."""
+    extra_keys: list[list[str] | None] | None = None
+    """The same for vLLM's consumers, who hash these with the tokens: for each block its images and, in the first of a
+    sequence, the salt. None if no block has any."""
     medium: str | None = None
     """Where the blocks are, as Dynamo spells it: CPU_PINNED or DISK; None for the device. A block that comes to another
     medium is known already, and its event may lack tokens and parent."""

@@ -114,7 +114,8 @@ def _stored(fields: dict[str, Any], tier: Hashable) -> StoredEvent:
     whole = len(hashes) if tier is not None and not tokens else min(len(hashes), len(tokens) // size)
     if tokens and not (min(tokens) >= -(1 << 31) and max(tokens) < 1 << 32):
         raise ValueError("a token id is out of range")
-    infos = fields.get("block_mm_infos") or fields.get("extra_keys") or ()
+    salt = str(fields.get("cache_salt") or "")
+    infos = fields.get("block_mm_infos") or (() if salt else fields.get("extra_keys"))  # ours repeat the salt there
     infos = infos if isinstance(infos, list) else ()
     media = tuple(msgspec.msgpack.encode(info) if info else None for info in infos)
     return StoredEvent(
@@ -122,7 +123,7 @@ def _stored(fields: dict[str, Any], tier: Hashable) -> StoredEvent:
         parent,
         tokens[: whole * size],
         size,
-        (str(fields.get("cache_salt") or ""), str(fields.get("lora_name") or "")),
+        (salt, str(fields.get("lora_name") or "")),
         media if any(media) else (),
         tier,
     )

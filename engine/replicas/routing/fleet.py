@@ -1,6 +1,7 @@
 """The replicas behind a router: watched, listened to, and chosen among."""
 
 import asyncio
+import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,8 +18,10 @@ from engine.replicas.routing.index import PrefixIndex
 from engine.replicas.routing.load import UNKNOWN_TOKENS, Assignment
 from engine.replicas.routing.policy import Policy
 from engine.replicas.routing.replica import RoutedRank, RoutedReplica
-from engine.replicas.routing.sessions import Sessions
+from engine.replicas.routing.sessions import Affinity, Sessions
 from engine.replicas.routing.subscriber import EventCounts, Subscriber
+
+_NO_AFFINITY = Affinity()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,33 +107,53 @@ class Fleet(ReplicaPool[RoutedReplica]):
         """Whether a request made now would be sent somewhere."""
         return any(replica.available for replica in self.replicas)
 
-    def assign(self, prompt: RoutedPrompt, session: str) -> Iterator[tuple[RoutedRank, Assignment]]:
+    def assign(
+        self, prompt: RoutedPrompt, affinity: Affinity = _NO_AFFINITY
+    ) -> Iterator[tuple[RoutedRank, Assignment]]:
         """Yield a rank of a replica for a request, each when the one before has failed, and the work assigned to it.
+        Requests about stored responses may try all replicas, since any of them may store one.
 
         The caller ends the work.
         """
         overlap = 0
         chosen: RoutedRank
+        attempts = max(self._attempts, len(self._replicas)) if affinity.responses else self._attempts
 
         def choose(candidates: list[RoutedReplica]) -> RoutedReplica:
             nonlocal overlap, chosen
             started = time.perf_counter()
             overlaps = self.index.overlaps(prompt.tokens, prompt.namespace) if self._policy.name == "kv" else {}
-            url = self._sessions.replica(session) if session else None
+            url = self._home(affinity)
             known = [candidate for candidate in candidates if candidate.url == url]
             if known:
                 self.observer.affine()
+            elif affinity.conversation:  # every router chooses the same
+                known = [max(candidates, key=lambda one: _digest(affinity.conversation, one.url))]
             ranks = [rank for replica in known or candidates for rank in replica.ranks]
             chosen = self._policy.choose(ranks, prompt.count, overlaps)
             replica = chosen.replica
-            if session:
-                self._sessions.assign(session, replica.url)
+            for name in _lasting(affinity):
+                self._sessions.assign(name, replica.url)
             overlap = min(overlaps.get(chosen.number, 0), prompt.count - 1)
             self.observer.chosen(replica.number, len(prompt.tokens), overlap, time.perf_counter() - started)
             return replica
 
-        for _ in self.in_turn(lambda one: one.available, choose):
+        for _ in self.in_turn(lambda one: one.available, choose, attempts):
             yield chosen, Assignment(chosen.load, prompt.count, overlap)
+
+    def stored(self, response: str, replica: RoutedReplica) -> None:
+        """Note which replica has made a response."""
+        self._sessions.assign(_response(response), replica.url)
+
+    def is_away(self, affinity: Affinity) -> bool:
+        """Tell whether the replica that has made a response is known, and takes no requests now."""
+        url = self._home(Affinity(affinity.responses))
+        return url is not None and not any(one.url == url and one.available for one in self.replicas)
+
+    def _home(self, affinity: Affinity) -> str | None:
+        """Return the URL of the replica that a request is tied to, if it is known."""
+        names = (*map(_response, affinity.responses), *_lasting(affinity))
+        return next((url for name in names if (url := self._sessions.replica(name)) is not None), None)
 
     def blocks(self, replica: RoutedReplica) -> int:
         """Return how many blocks of a replica are known, of all its ranks."""
@@ -178,3 +201,17 @@ class Fleet(ReplicaPool[RoutedReplica]):
             group.create_task(listen(replica.ranks[0]))
             for _ in range(1, await replica.count_ranks()):
                 group.create_task(listen(self._add_rank(replica)))
+
+
+def _response(name: str) -> str:
+    return f"response {name}"
+
+
+def _lasting(affinity: Affinity) -> list[str]:
+    """Return the names of what stays with the replica that a request goes to."""
+    named = (("conversation", affinity.conversation), ("session", affinity.session))
+    return [f"{kind} {name}" for kind, name in named if name]
+
+
+def _digest(name: str, url: str) -> bytes:
+    return hashlib.sha256(f"{name} {url}".encode()).digest()

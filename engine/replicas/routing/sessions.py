@@ -1,12 +1,29 @@
-"""Session affinity: requests of a session go to one replica while it is ready and the session goes on."""
+"""Affinity: requests of a session or conversation go to one replica while it is ready, and requests about a stored
+response to the replica that stores it.
+"""
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Affinity:
+    """What ties a request to one replica; the first of these that is known there decides."""
+
+    responses: tuple[str, ...] = ()
+    """Ids of the stored responses that it continues or asks for."""
+    conversation: str = ""
+    """The conversation that it continues, and whose it is; empty for none."""
+    session: str = ""
+    """The session that its client names; empty for none."""
 
 
 class Sessions:
-    """The replica of each session; at most `capacity` of them, forgotten `seconds` after their last request."""
+    """The replica of each session, conversation and response; at most `capacity` of them, forgotten `seconds` after
+    their last request.
+    """
 
     def __init__(self, capacity: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._capacity = capacity

@@ -6,6 +6,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from multimodal.answers.parsers.formats import OutputFormat, Schema
+from multimodal.request import TextGrammar
+
+TEXT_ARGUMENTS = {
+    "json": ('{"input": "', '"}'),
+    "qwen_xml": ("<parameter=input>\n", "\n</parameter>"),
+    "glm_xml": ("<arg_key>input</arg_key>\n<arg_value>", "</arg_value>"),
+    "minimax_xml": ('<parameter name="input">', "</parameter>"),
+    "deepseek_xml": ('<｜DSML｜parameter name="input" string="true">', "</｜DSML｜parameter>\n"),
+    "deepseek_v4_1_xml": ('<｜DSML｜ parameter name="input" string="true">', "</｜DSML｜ parameter>\n"),
+    "kimi_k3_xml": ('<|open|>argument key="input" type="string"<|sep|>', "<|close|>argument<|sep|>"),
+}
+"""What stands around the text `input`, if it is the only argument, by style."""
+
+_NO_TEXTS: Mapping[str, TextGrammar] = {}
 
 
 @dataclass(frozen=True)
@@ -19,12 +33,20 @@ class Tag:
     """How the arguments are written: "json", or one of xgrammar's other styles."""
     number: str | None = None
     """Text behind a number that follows `begin`, where the model counts its calls."""
+    text: TextGrammar | None = None
+    """A grammar for the only argument, the text `input`."""
 
     def xgrammar(self) -> dict[str, Any]:
-        """Return this as xgrammar's tag."""
+        """Return this as xgrammar's tag, in which the format `text_grammar` is ours."""
         content: dict[str, Any] = {"type": "json_schema", "json_schema": self.schema}
         if self.style != "json":  # older versions of xgrammar do not know the key
             content["style"] = self.style
+        if self.text is not None:
+            before, after = TEXT_ARGUMENTS[self.style]
+            text: dict[str, Any] = {"type": "text_grammar", "syntax": self.text.syntax}
+            text["definition"] = self.text.definition
+            text["json"] = self.style == "json"
+            content = {"type": "tag", "begin": before, "content": text, "end": after}
         if self.number is not None:
             counted = [{"type": "regex", "pattern": "[0-9]{1,9}"}, {"type": "const_string", "value": self.number}]
             content = {"type": "sequence", "elements": [*counted, content]}
@@ -69,15 +91,21 @@ class StructuralTags:
         return {"type": "structural_tag", "format": calls}
 
 
-def structural_tags(family: OutputFormat, tools: Mapping[str, Schema]) -> StructuralTags | None:
-    """Return what calls of these tools look like; None if no grammar describes how the family writes arguments."""
+def structural_tags(
+    family: OutputFormat, tools: Mapping[str, Schema], texts: Mapping[str, TextGrammar] = _NO_TEXTS
+) -> StructuralTags | None:
+    """Return what calls of these tools look like; None if no grammar describes how the family writes arguments. `texts`
+    are grammars of tools with one argument, the text `input`.
+    """
     form = family.tools or family.messages
     if form is None or not form.xgrammar or not form.write:
         return None
     begin, end = ("", "") if family.tools is None else family.tools.write_section
     separator = "" if family.tools is None else family.tools.separator
     written = form.write if family.messages is None else _up_to_end(form.write)
-    tags = tuple(_tag(written, name, schema, form.xgrammar) for name, schema in tools.items())
+    if texts and form.xgrammar not in TEXT_ARGUMENTS:
+        return None
+    tags = tuple(_tag(written, name, schema, form.xgrammar, texts.get(name)) for name, schema in tools.items())
     return StructuralTags((_trigger(family, begin or written.partition("NAME")[0]),), tags, begin, end, separator)
 
 
@@ -95,8 +123,8 @@ def _up_to_end(written: str) -> str:
     return written.partition("ARGUMENTS")[0] + "ARGUMENTS"
 
 
-def _tag(written: str, name: str, schema: Schema, style: str) -> Tag:
+def _tag(written: str, name: str, schema: Schema, style: str, text: TextGrammar | None) -> Tag:
     before, _, after = written.partition("ARGUMENTS")
     before = before.replace("NAME", name)
     begin, counted, number = before.partition("INDEX")
-    return Tag(begin, schema or {"type": "object"}, after, style, number if counted else None)
+    return Tag(begin, schema or {"type": "object"}, after, style, number if counted else None, text)

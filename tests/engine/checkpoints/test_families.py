@@ -124,7 +124,7 @@ def test_all_who_read_a_folder_read_the_same(folder: Path) -> None:
     assert values(facts) == values(completed)
     assert (facts.eos_token_ids, facts.no_images, facts.takes_images) == ((2,), "", True)
     if not facts.family.compiled:
-        with pytest.raises(UnsupportedModelError, match=f"the kind {facts.model_type}"):
+        with pytest.raises(UnsupportedModelError, match=f"the model type {facts.model_type}"):
             read_config(folder)
         return
     compiled = read_config(folder)

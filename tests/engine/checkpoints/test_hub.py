@@ -10,6 +10,7 @@ from threading import Thread
 import pytest
 
 from engine.checkpoints.conversions import ModelError
+from engine.checkpoints.hub import config_folder
 from engine.checkpoints.store import present_model, resolve_model
 
 FILES = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": bytes(range(256)) * 1000}
@@ -92,7 +93,9 @@ def test_a_download_goes_on_where_it_was_interrupted(
     blobs.mkdir(parents=True)
     part = blobs / f"{hashlib.sha256(weights).hexdigest()}.trellis"
     part.write_bytes(b"other bytes" * 1000)
-    with pytest.raises(ModelError, match=r"owner/name/model\.safetensors of the Hugging Face hub has come damaged"):
+    with pytest.raises(
+        ModelError, match=r"owner/name/model\.safetensors of the Hugging Face hub was damaged on the way"
+    ):
         resolve_model("owner/name", tmp_path)
     assert not part.exists() and present_model("owner/name", tmp_path) is None
     part.write_bytes(weights[:100_000])
@@ -103,3 +106,11 @@ def test_a_download_goes_on_where_it_was_interrupted(
     assert hub.ranges == ["bytes=11000-", "bytes=100000-"] and not part.exists()
     assert resolve_model("owner/name", tmp_path) == present_model("owner/name", tmp_path) == folder
     assert len(hub.ranges) == 2
+
+
+def test_the_configuration_alone_is_no_whole_model(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = config_folder("owner/name")
+    assert folder is not None and [path.name for path in folder.iterdir()] == ["config.json"]
+    assert present_model("owner/name", tmp_path) is None and hub.ranges == []
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert config_folder("owner/other") is None, "the download says why"

@@ -105,8 +105,7 @@ async def test_a_replica_that_failed_is_neither_asked_nor_probed_for_a_while() -
         await until(lambda: pool.asked())
 
 
-def test_a_line_of_the_log_on_one_replica_says_everything_once() -> None:
-    replica = Probed(ONE)
+def test_a_line_of_the_log_on_one_replica_says_everything_once(caplog: pytest.LogCaptureFixture) -> None:
     for error, cause, said in (
         (EngineNotReady("one answers 503"), None, "it answers 503"),
         (ConnectionFailed("cannot connect: [Errno 111] x"), OSError(111, "x"), "cannot connect: [Errno 111] x"),
@@ -114,8 +113,8 @@ def test_a_line_of_the_log_on_one_replica_says_everything_once() -> None:
         (EngineNotReady("one is odd"), ValueError("3"), "it is odd (ValueError('3'))"),
     ):
         error.__cause__ = cause
-        replica.set_unready(error)
-        assert replica.details == said
+        Probed(ONE).set_unready(error)
+        assert caplog.messages[-1] == f"test replica {ONE}: {said}"
 
 
 async def test_a_pool_without_a_ready_replica_says_whom_it_asked_and_why_in_vain(
@@ -124,16 +123,16 @@ async def test_a_pool_without_a_ready_replica_says_whom_it_asked_and_why_in_vain
     """The log names addresses and details; clients are told neither."""
     monkeypatch.setattr(Pool, "problem", ConnectionFailed("cannot connect: nobody listens at 10.0.0.1"))
     async with pool_of(ONE, TWO) as (pool, _):
-        said = f"cannot connect: nobody listens at 10.0.0.1; test replica {TWO}: cannot connect"
-        assert f"no replica is ready yet: test replica {ONE}: {said}" in caplog.text
-        assert pool.missing == "No replica is ready, of 2: one cannot be reached."
+        said = [f"test replica {url}: cannot connect: nobody listens at 10.0.0.1" for url in (ONE, TWO)]
+        assert [record.message for record in caplog.records] == [*said, "no replica is ready yet, of 2"]
+        assert pool.missing == "No replica is ready, of 2: each of 2 cannot be reached."
         pool.at(TWO).problem = EngineNotReady("one is full")
         await until(lambda: "full" in pool.missing)
         assert pool.missing == "No replica is ready, of 2: one cannot be reached; one is full."
         pool.at(ONE).problem = None
         await until(lambda: not pool.missing)
     async with pool_of() as (pool, _):
-        assert "no replica is ready yet: none is known" in caplog.text
+        assert "no replica is ready yet, of 0" in caplog.text
         assert pool.missing == "No replica is known."
 
 

@@ -11,7 +11,8 @@ from xgrammar.testing import _is_grammar_accept_string as accepts
 from engine.types import GUIDE_KINDS, ReasoningBudget
 from multimodal.answers.formats import AnswerFormat
 from multimodal.answers.parsers.choose import family
-from multimodal.request import Ask
+from multimodal.errors import RequestError
+from multimodal.request import Ask, TextGrammar, Tool, Tools
 from multimodal.text.tokenizer import byte_tokenizer
 from tests.support.requests import ask_of
 
@@ -53,6 +54,20 @@ def test_a_required_call_is_a_call_and_nothing_else() -> None:
     for wrong in ("Sunny.", f"Well: {call()}", call("other", "{}"), call(arguments='{"town": 1}')):
         assert not allows(wrong, **fields), wrong
     assert not allows(f"{call()}\n{call()}", **fields, parallel_tool_calls=False)
+
+
+def test_the_grammar_of_a_text_needs_an_engine_that_knows_it() -> None:
+    text = TextGrammar("lark", "start: /a/", "tools.0.format")
+    tools = Tools(offered={"f": Tool("f", {}, True, text)}, mode="required", guided="tool_choice")
+    ask = replace(ask_of({"messages": [{"role": "user", "content": "Hi"}]}), tools=tools)
+    answers = AnswerFormat(family("hermes"))
+    answers.check(ask, GUIDE_KINDS, True)
+    parser = answers.parser(ask, GUIDE_KINDS, byte_tokenizer(), "")
+    (guide,) = answers.guided(ask, GUIDE_KINDS, parser, True).guides
+    assert guide.field == "tools.0.format" and "text_grammar" in json.dumps(guide.value)
+    with pytest.raises(RequestError, match="Lark grammar") as refused:
+        answers.check(ask, GUIDE_KINDS)
+    assert refused.value.param == "tools.0.format"
 
 
 def test_a_named_function_is_called_once() -> None:

@@ -368,3 +368,11 @@ def test_speculation_is_tensorrt_llms_own_or_refused() -> None:
 def test_settings_of_speculation_that_cannot_be_kept_stop_the_start(flags: list[str], reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
         read_settings(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "publishes"), [(["--dynamo"], True), (["--dynamo", "--dynamo-kv-events", "false"], False), ([], False)]
+)
+def test_a_dynamo_graph_needs_the_engines_events(flags: list[str], publishes: bool) -> None:
+    found = effective(read_settings(["--engine", "trtllm", *flags]))
+    assert ("event_buffer_max_size" in found.arguments.get("kv_cache_config", {})) == publishes

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from server.cli import main
+from server.cli import main, run
 from server.compose import sizing
 from server.compose.config import embedded_config
-from server.compose.sizing import GIB, MIB, Machine, sizes
-from server.process.gpus import Gpu
+from server.compose.sizing import GIB, MIB, Machine, api_processes, sizes
+from server.process.gpus import Gpu, parse_gpus
 from server.settings import Settings
 
 CONFIG = {
@@ -105,3 +105,70 @@ def test_the_engine_gets_them_and_config_says_why(
     assert sized["MAX_BATCH_SIZE=64"] == "chosen by device: 16 for each of 4 cores"
     assert sized["KV_CACHE_MEMORY_MB=512"] == "chosen by device: 1/4 of 2.0 GiB of free memory"
     assert sized["MAX_NUM_TOKENS=77"] == "flag"
+    assert sized["MAX_SEQ_LEN=8192"] == "chosen by device: the model's own"
+    assert sized["THREADS=4"] == "chosen by device: one for each available core"
+    assert sized["API_PROCESSES=1"] == "chosen by device: it keeps up with an engine on a CPU"
+
+
+def test_config_says_what_an_h200_gets(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The figures of docs/production.md, from what the driver says of an H200."""
+    gpus = parse_gpus("NVIDIA H200, 575.57.08, 9.0, 143771, GPU-1\n")
+    machine = Machine(gpus, 0, "2.13.0", cores=16, memory=128 * GIB, free=100 * GIB)
+    for module in ("config", "listing"):
+        monkeypatch.setattr(f"server.compose.{module}.this_machine", lambda: machine)
+    monkeypatch.setattr("engine.embedded.models.load.forecast", lambda _: {})
+    assert main(["config", "--model", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    sized = {line.split("  # ")[0].strip(): line.split("  # ")[1] for line in lines if "chosen by device" in line}
+    assert sized == {
+        "MAX_BATCH_SIZE=256": "chosen by device: for NVIDIA H200 with 140 GiB",
+        "MAX_NUM_TOKENS=8448": "chosen by device: 8192 tokens of prompts for NVIDIA H200 with 140 GiB, and the batch",
+        "KV_CACHE_MEMORY_MB=0": "chosen by device: FREE_GPU_MEMORY_FRACTION of the memory that the weights leave",
+        "MAX_SEQ_LEN=8192": "chosen by device: the model's own",
+        "API_PROCESSES=4": "chosen by device: 1 for each 4 of 16 cores beside a GPU, 4 at most",
+    }
+
+
+@pytest.mark.parametrize(
+    ("cores", "settings", "count"),
+    [
+        (16, {}, 4), (64, {}, 4), (8, {}, 2), (4, {}, 1), (2, {}, 1), (16, {"device": "cpu"}, 1),
+        (16, {"engine": "fake"}, 1),
+        (16, {"engine": "trtllm"}, 4), (16, {"engine_process": False}, 1), (16, {"model": "smolvision"}, 1),
+        (16, {"disaggregation_mode": "decode"}, 4), (16, {"disaggregation_mode": "router"}, 1),
+        (16, {"disaggregation_mode": "encode"}, 1),
+    ],
+)  # fmt: skip
+def test_api_processes_follow_the_cores_beside_a_gpu(cores: int, settings: dict[str, Any], count: int) -> None:
+    machine = replace(H200, cores=cores)
+    assert api_processes(Settings(**settings), None, machine).value == count
+    assert api_processes(Settings(**settings), None, replace(machine, gpus=())).value == 1
+
+
+def test_a_model_that_takes_images_has_one_api_process(folder: Path) -> None:
+    assert api_processes(Settings(), folder, H200).value == 4
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "model_type": "qwen2_vl", "vision_config": {}}))
+    assert api_processes(Settings(), folder, H200) == (1, "each would load the model's vision tower")
+    assert api_processes(Settings(engine="trtllm"), folder, H200).value == 4, "the engine has it"
+    (folder / "config.json").write_text("{")
+    assert api_processes(Settings(), folder, H200).value == 4, "the engine says what is wrong"
+
+
+def test_a_start_on_a_gpu_takes_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(sizing, "this_machine", lambda: H200)
+    monkeypatch.setattr(
+        "server.process.launch.launch", lambda settings, *_: started.append(settings.api_processes) or 0
+    )
+    monkeypatch.setattr(
+        "server.process.serving.serve", lambda settings, *_: started.append(settings.api_processes) or 0
+    )
+    monkeypatch.setattr(
+        "engine.checkpoints.hub.config_folder", lambda model: folder if model == "owner/vision" else None
+    )
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "model_type": "qwen2_vl", "vision_config": {}}))
+    for settings in ({}, {"model": "owner/text"}, {"model": "owner/vision"}, {"api_processes": 3}, {"device": "cpu"}):
+        assert run(Settings(port=0, **settings), [], 0.0) == 0
+    assert started == [4, 4, 1, 3, 1]

@@ -56,7 +56,7 @@ async def test_unknown_route(client: httpx.AsyncClient) -> None:
         ("/api/chat/completions", "There is no route /api/chat/completions; did you mean /v1/chat/completions?"),
         ("/healthz", "There is no route /healthz; did you mean /health?"),
         ("/nope", "There is no route /nope."),
-        ("/", "There is no route /; see /docs and /v1/models."),
+        ("/", "There is no route /; see /docs and /v1/models. PAGE=true serves a page to chat here."),
         ("/%1b[31m" + "a" * 5000, "There is no route /?[31m" + "a" * 58 + "…."),
         ("/v1/embeddings", "This server does not support OpenAI's /v1/embeddings."),
         ("/v1/audio/speech", "This server does not support OpenAI's /v1/audio/speech."),

@@ -126,6 +126,7 @@ def test_enough_gpus_and_several_nodes_go_on(
 ) -> None:
     """As far as opening the port, which is no address of this machine."""
     monkeypatch.setattr(gpus, "_QUERY", ("echo", TWO_H200))
+    monkeypatch.setattr("server.cli.find_spec", lambda package: package)
     assert main(["--engine", "trtllm", "--host", "192.0.2.1", *flags]) == 1
     assert "cannot listen on 192.0.2.1" in capsys.readouterr().err
 
@@ -134,8 +135,12 @@ def test_a_machine_whose_gpus_cannot_be_counted_is_left_to_the_engine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(gpus, "_QUERY", (str(tmp_path / "missing"),))
+    monkeypatch.setattr("server.cli.find_spec", lambda package: package)
     assert main(["--engine", "trtllm", "--host", "192.0.2.1", "--tensor-parallel-size", "8"]) == 1
     assert "cannot listen on 192.0.2.1" in capsys.readouterr().err
+    monkeypatch.setattr("server.cli.find_spec", lambda package: None)
+    assert main(["--engine", "trtllm", "--host", "192.0.2.1"]) == 2
+    assert "tensorrt_llm is not installed. Cure: " in capsys.readouterr().err
 
 
 def test_copies_of_the_kv_cache_are_named() -> None:

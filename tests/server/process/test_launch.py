@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -23,20 +23,33 @@ from server.process.serving import listen
 from server.settings import Settings
 from tests.support.environment import bare
 from tests.support.servers import CHAT, READY, ROOT, ServerProcess, serving
-from tests.support.waiting import slowness
+from tests.support.waiting import slowness, until
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
     with serving("--api-processes", "2", "--fake-token-delay-ms", "5", environment={"TMPDIR": str(tmp_path)}) as server:
-        while server.log.count("ready: ") < 2:
-            time.sleep(0.05)
         yield server
     assert list(tmp_path.iterdir()) == [] or server.process.returncode == -signal.SIGKILL
 
 
 def api_processes(server: ServerProcess) -> list[psutil.Process]:
     return [child for child in server.children() if "server.process.child" in child.cmdline()]
+
+
+async def half_are_refused(url: str) -> None:
+    """Return once 4 of 8 requests that never end have been refused, each sent by a connection of its own."""
+    endless = {**CHAT, "max_tokens": 20_000, "ignore_eos": True}
+
+    async def status() -> int:
+        async with httpx.AsyncClient(timeout=None) as client:
+            return (await client.post(f"{url}/v1/chat/completions", json=endless)).status_code
+
+    requests = [asyncio.create_task(status()) for _ in range(8)]
+    await until(lambda: sum(request.done() for request in requests) >= 4, 20 * slowness())
+    assert {request.result() for request in requests if request.done()} == {429}
+    for request in requests:
+        request.cancel()
 
 
 def handled(server: ServerProcess) -> set[int]:
@@ -56,6 +69,13 @@ def handled(server: ServerProcess) -> set[int]:
         if len(pids) == 2:
             break
     return pids
+
+
+def waited_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60 * slowness()
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_page_is_whole_while_a_process_has_no_room_for_its_metrics(
@@ -83,7 +103,7 @@ def test_a_page_is_whole_while_a_process_has_no_room_for_its_metrics(
 def test_a_restarted_child_still_speaks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     voices = []
 
-    def dies(module: str, descriptor: str, folder: str, voice: str, *flags: str) -> tuple[str, ...]:
+    def dies(module: str, descriptor: str, link: str, folder: str, voice: str, *flags: str) -> tuple[str, ...]:
         voices.append(voice)
         if len(voices) == 4:
             launcher._stop()
@@ -115,19 +135,56 @@ def test_both_serve_on_one_engine_and_any_shows_the_metrics_of_all(server: Serve
     assert server.wait() == 0
 
 
-def test_dead_child_is_replaced(server: ServerProcess) -> None:
+def test_the_server_is_ready_when_all_are_and_limits_are_those_of_all() -> None:
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    limits = ("--max-batch-size", "1", "--max-queue-size", "2", "--fake-token-delay-ms", "20")
+    server = ServerProcess("--api-processes", "2", "--port", str(port), *limits)
+    health = f"http://127.0.0.1:{port}/health/ready"
+
+    def missing() -> list[str]:
+        """What is missing, "nothing" if the server is ready; empty while nothing answers."""
+        try:
+            error = httpx.get(health).json().get("error")
+            return ["nothing"] if error is None else [entry["name"] for entry in error["missing"]]
+        except httpx.TransportError:
+            return []
+
+    try:
+        waited_for(lambda: len(api_processes(server)) == 2)
+        slow = api_processes(server)[1]
+        slow.suspend()  # long before it listens
+        seen = set()
+        waited_for(lambda: seen.update(missing()) or "api_processes" in seen)
+        assert "nothing" not in seen and "ready: " not in server.log
+        slow.resume()
+        server.wait_ready()
+        assert {*missing(), *missing(), *missing(), *missing()} == {"nothing"}
+        asyncio.run(half_are_refused(server.url))  # at most one runs and one waits in each process
+    finally:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+    assert server.log.count("ready: ") == 1, "once for all"
+
+
+def test_dead_child_is_replaced_while_others_serve(server: ServerProcess) -> None:
     first = api_processes(server)[0]
     httpx.post(f"{server.url}/v1/chat/completions", json=CHAT)
     tokens = server.metric("trtllm_generation_tokens_total")
     first.kill()
-    deadline = time.monotonic() + 60
-    while server.log.count("ready: ") < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    first.wait()
+    answers = set()
+
+    def back() -> bool:
+        answers.add(httpx.get(f"{server.url}/health/ready").status_code)
+        return "an API process is ready again" in server.log
+
+    waited_for(back)
+    assert answers == {200}, "nobody meets the new one before it is ready"
     assert first.pid not in [child.pid for child in api_processes(server)]
     assert len(handled(server)) == 2
     assert server.metric("trtllm_generation_tokens_total") == tokens, "counters outlive the process that counted"
-    assert "an API process ended with exit code -9" in server.log
+    assert "an API process ended with exit code -9" in server.log and server.log.count("ready: ") == 1
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 0
 

@@ -108,7 +108,7 @@ def test_closed_terminal_lets_running_streams_finish(processes: str) -> None:
     os.close(theirs)
     try:
         shown = ""
-        while shown.count("ready: ") < int(processes):
+        while "ready: " not in shown:
             shown += os.read(ours, 65536).decode()
         match = READY.search(shown)
         assert match is not None
@@ -269,8 +269,8 @@ def _wait_for_status(url: str, status: int) -> None:
 def test_api_processes_that_cannot_serve_end_the_launcher(tmp_path: Path) -> None:
     server = ServerProcess("--api-processes", "2", "--chat-template", str(tmp_path / "missing.jinja"))
     assert server.wait(60) == 1
-    assert "missing.jinja" in server.log
-    assert "the server ends: an API process cannot serve" in server.log
+    assert "the server ends: " in server.log and "missing.jinja" in server.log
+    assert len(server.lines) == 1, "said once"
 
 
 @pytest.mark.parametrize("flags", [(), ("--engine-process", "false"), ("--api-processes", "2")])
@@ -281,7 +281,7 @@ def test_failed_start_is_one_line_and_not_zero(tmp_path: Path, flags: tuple[str,
     )
     assert server.wait(60) == 1
     assert len([line for line in server.lines if "the server ends: " in line]) == 1
-    assert "Traceback" not in server.log
+    assert "Traceback" not in server.log and "stopping" not in server.log
 
 
 def test_a_damaged_model_ends_the_start_with_its_name_and_no_traceback(tiny_model: Path, tmp_path: Path) -> None:

@@ -4,9 +4,15 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import uvicorn
 
+from routers.state import ReplicaState
+from server.process.serving import DrainingServer
+from server.settings import Settings
 from tests.support.environment import bare
 
 THREADS = """
@@ -41,3 +47,17 @@ def test_memory_does_not_grow_with_threads(tmp_path: Path) -> None:
         subprocess.run(command, check=True, env=bare(GLIBC_TUNABLES="glibc.malloc.arena_max=12"))
         arenas[how] = (tmp_path / how).read_text().count("<heap ")
     assert arenas == {"usual": 12, "limited": 2}
+
+
+async def test_a_drain_waits_until_the_replica_has_left_its_registry() -> None:
+    """Others send requests to what they find there."""
+
+    async def nothing(*_: Any) -> None: ...
+
+    replica = ReplicaState("model", registered=True)
+    server = DrainingServer(uvicorn.Config(nothing), Settings(), 0.0)
+    server.lifespan = SimpleNamespace(state={"replica": replica})  # type: ignore[assignment]
+    server._drain()
+    assert not await server.on_tick(1) and replica.stopping.is_set()
+    replica.registered = False
+    assert await server.on_tick(2)

@@ -1,15 +1,19 @@
 """Configurations of one kind made of another, and their sizes; what is unknown stays."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 from pydantic_settings import SettingsError
 
-from engine.trtllm.arguments import problems
+from engine.trtllm.arguments import ArgumentLayer, merge, problems
 from server.cli import main
 from server.sweep.conversion import engine_arguments, read_values, resized, to_aggregated, to_disaggregated
+from server.sweep.plan import Deployment
+from server.sweep.profile import helm_values
 
 DISAGGREGATED = """\
 # a comment at the head
@@ -123,3 +127,26 @@ def test_the_command_prints_values_under_the_comment_at_their_head(
     assert arguments(values, "aggregated")["kv_cache_config"]["dtype"] == "auto"
     assert main(["convert", str(file), "--set", "novalue"]) == 2
     assert "write NAME=VALUE" in capsys.readouterr().err
+
+
+def test_the_chart_takes_what_was_converted_and_found() -> None:
+    """The shipped example there and back, and the values of `trellis profile`, laid over the chart's defaults."""
+    folder = Path(__file__).resolve().parents[3] / "deploy/helm"
+    defaults = yaml.safe_load((folder / "trellis/values.yaml").read_text())
+    validator = jsonschema.Draft202012Validator(json.loads((folder / "trellis/values.schema.json").read_text()))
+
+    def check(values: dict[str, Any]) -> None:
+        validator.validate(merge([ArgumentLayer("chart", defaults), ArgumentLayer("values", values)]).arguments)
+
+    aggregated = to_aggregated(read_values((folder / "values/disaggregated.yaml").read_text()))
+    for values in (
+        aggregated,
+        to_disaggregated(aggregated, 2, 3),
+        resized(aggregated, None, {"tensor_parallel_size": 8}),
+    ):
+        check(values)
+    for deployment in (Deployment(name="a", replicas=2), Deployment(name="b", prefill=1, decode=2, encode=1, gpus=8)):
+        check(helm_values(deployment, {"max_batch_size": 8, "model": "m"}))
+        check(
+            helm_values(deployment, {"engine": "trtllm", "model": "m", "override_engine_args": {"max_batch_size": 8}})
+        )

@@ -26,10 +26,10 @@ from engine.errors import EngineFailure
 from engine.kit.checks import ImageTokens
 
 _BIASED = "qwen2"
-"""The kind whose query, key and value projections have biases."""
+"""The model type whose query, key and value projections have biases."""
 
 _FREQUENCIES = "rotary_emb.inv_freq"
-"""In the names of tensors that old files have and that follow from the configuration."""
+"""Part of the names of tensors that old files contain although they follow from the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,17 @@ class LlamaConfig:
     context_length: int
     epsilon: float
     frequencies: torch.Tensor
-    """Of rotary positions, float32 [head_dim / 2]."""
+    """Frequencies of the rotary position embedding, float32 [head_dim / 2]."""
     eos_token_ids: tuple[int, ...]
     tied: bool
-    """Whether the head is the embedding."""
+    """Whether the output head shares its weights with the embedding."""
     biased: bool
     facts: ModelFacts
     takes_images: ImageTokens | None
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensors of the model and their shapes, `lm_head.weight` only if it is not the embedding."""
+        """Names and shapes of the model's tensors, without `lm_head.weight` if the head shares the embedding."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         layer: dict[str, tuple[int, ...]] = {
             "input_layernorm.weight": (self.hidden,),
@@ -114,12 +114,14 @@ def read_config(folder: Path) -> LlamaConfig:
 def _check(facts: ModelFacts) -> None:
     text, rope, window = facts.text, facts.rope, facts.text_family.window
     kinds = {facts.model_type: facts.family, facts.text_type: facts.text_family}
+    named = text.get("hidden_act") or text.get("hidden_activation")
+    activation = f"the activation {named}" if named else "a model without hidden_act"
     refusals = {
-        **{f"the kind {kind}": not family.compiled for kind, family in kinds.items()},
+        **{f"the model type {kind}": not family.compiled for kind, family in kinds.items()},
         "sliding windows": (window is not None and text.get("sliding_window", window) is not None)
         or text.get("use_sliding_window")
         or set(text.get("layer_types") or ()) - {"full_attention"},
-        f"the activation {text.get('hidden_act')}": text.get("hidden_act") != "silu",
+        activation: text.get("hidden_act") != "silu",
         "partly rotated heads": rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 1.0)) != 1.0,
         "quantised weights": facts.quantized,
         "biases of all projections": text.get("attention_bias") or text.get("mlp_bias"),

@@ -20,8 +20,9 @@ class Level(NamedTuple):
     lanes: int
     """Number of floats in a vector."""
     flags: tuple[str, ...]
-    """Flags of the compiler. None names this machine's processor, so that a level computes the same on every
-    processor that has it."""
+    """Compiler flags. They never name this machine's processor, so that a level computes the same results on every
+    processor that supports it.
+    """
     needs: frozenset[str]
     """Features that the processor must have, as Linux names them."""
 
@@ -35,11 +36,11 @@ LEVELS = (
     Level("avx512", 16, ("-march=x86-64-v4",), _AVX2 | _AVX512),
     Level("avx512_vnni", 16, ("-march=x86-64-v4", "-mavx512vnni"), _AVX2 | _AVX512 | {"avx512_vnni"}),
 )
-"""Levels, each faster than those before.
+"""Levels, slowest first.
 
-Those with VNNI add up products of pairs of whole numbers in one instruction, and compute the same bits as those
-without. There is none for AVX-512 BF16: its dot products round activations to bfloat16, and splitting activations into
-three parts to make up for that takes longer than float32's products.
+VNNI levels multiply and accumulate pairs of integers in one instruction; their results are bit-identical to those of
+the other levels. There is no level for AVX-512 BF16. Its dot products round activations to bfloat16; keeping float32
+precision would take three such products, which are slower together than one float32 product.
 """
 
 
@@ -65,8 +66,7 @@ def chosen(name: str) -> Level:
 
 @cache
 def _features() -> frozenset[str]:
-    """Return the processor's features that the system lets programs use; none that matters here except on x86-64 and
-    Linux."""
+    """Return the processor features that the system lets programs use; empty except on x86-64 Linux."""
     if platform.machine() not in _X86_64 or not _CPUINFO.exists():
         return frozenset()
     return common_flags(_CPUINFO.read_text(errors="replace").splitlines())

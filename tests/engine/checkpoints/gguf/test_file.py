@@ -35,11 +35,11 @@ def test_a_torn_file_names_the_tensor_or_the_header(tmp_path: Path) -> None:
     content = write_gguf(tmp_path / "mine.gguf").read_bytes()
     torn = tmp_path / "torn.gguf"
     torn.write_bytes(content[:-1])
-    with pytest.raises(EngineFailure, match=rf"^{torn} is torn: the tensor blk\.2\.ffn_down\.weight ends at byte"):
+    with pytest.raises(EngineFailure, match=rf"^{torn} is truncated: the tensor blk\.2\.ffn_down\.weight ends at byte"):
         GgufFile(torn)
     for size in [*range(4, 40), *range(40, 12_000, 97)]:
         torn.write_bytes(content[:size])
-        with pytest.raises(EngineFailure, match=rf"^{torn} is torn"):
+        with pytest.raises(EngineFailure, match=rf"^{torn} is truncated"):
             GgufFile(torn)
 
 
@@ -50,7 +50,7 @@ def test_a_torn_file_names_the_tensor_or_the_header(tmp_path: Path) -> None:
         (b"PK\3\4 a zip", r"is no GGUF file: it begins with b'PK\\x03\\x04' instead of b'GGUF'"),
         (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "is a GGUF file of version 1; only little-endian ones"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "is a GGUF file big-endian; only"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1 << 60), "is torn or damaged"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1 << 60), "is truncated or damaged"),
     ],
 )
 def test_foreign_files(tmp_path: Path, content: bytes, said: str) -> None:

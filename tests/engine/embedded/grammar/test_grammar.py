@@ -45,6 +45,30 @@ KINDS.append(("structural_tag", CALLS, ["", "é", 'x<f>{"a": 1}</f>y<f>{}</f>'],
 KINDS.append(("structural_tag", CALLS, [], ['<f>{"a":' + " " * 17 + "1}</f>"]))
 
 
+def text_in_json(syntax: str, definition: str, *texts: str) -> tuple[GuideKind, Any, list[str], list[str]]:
+    """A tag whose text has a grammar: `texts` as JSON writes them fit, and otherwise do not."""
+    text = {"type": "text_grammar", "syntax": syntax, "definition": definition, "json": True}
+    tag = {"type": "tag", "begin": '{"input": "', "content": text, "end": '"}'}
+    good = [json.dumps({"input": each}, ensure_ascii=False) for each in texts]
+    bad = [f'{{"input": "{each}"}}' for each in texts if json.dumps(each, ensure_ascii=False)[1:-1] != each]
+    return "structural_tag", {"type": "structural_tag", "format": tag}, good, bad
+
+
+PATCH = """start: "*** Begin" LF change+ "*** End"
+change: ("+" | "-") /(.*)/ LF -> line
+%import common.LF"""
+SUM = 'start: sum\nsum: INT ("+" (INT | "(" sum ")"))*\n%import common.INT\n%import common.WS\n%ignore WS'
+KINDS += [
+    text_in_json("lark", PATCH, '*** Begin\n+x = "é\\n"\t🙂\n-\x01\n*** End'),
+    text_in_json("lark", SUM, "1 +\n(2+ 3)", "1"),
+    text_in_json("regex", '[^x]*"\\n', 'ab\\c"\n', '"\n'),
+    text_in_json("regex", r"[\s\S]+", 'a\n"\\'),
+    text_in_json("regex", r"[a\-z]{2,3}", "a-z"),
+    (*text_in_json("regex", r"[^x\n]+")[:2], [], ['{"input": "x"}', r'{"input": "\n"}', '{"input": ""}']),
+    (*text_in_json("lark", PATCH)[:2], [], ['{"input": "*** Begin"}', r'{"input": "*** Begin\n*** End"}']),
+]
+
+
 @pytest.mark.parametrize(
     ("kind", "spec", "good", "bad"), KINDS, ids=lambda value: value if isinstance(value, str) else ""
 )
@@ -75,6 +99,9 @@ REFUSED: list[tuple[GuideKind, Any, str]] = [
     ("grammar", "root ::= foo", '"foo" is not defined'),
     ("grammar", "", "."),
     ("structural_tag", {"type": "structural_tag", "format": {"type": "nonsense"}}, "."),
+    (*text_in_json("lark", "start: nothing")[:2], "unknown name 'nothing'"),
+    (*text_in_json("lark", "start: /a(?=b)/")[:2], "Lookahead is not supported"),
+    (*text_in_json("lark", "start: /ab/i")[:2], "which a tool's input cannot have"),
     ("choice", [], "non-empty array"),
     ("choice", ["a", 1], "array of strings"),
     ("choice", "x", "not valid JSON"),

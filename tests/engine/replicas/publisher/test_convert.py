@@ -18,6 +18,7 @@ from engine.replicas.publisher.messages import (
     encode,
     signed,
 )
+from engine.replicas.routing import events as router
 from tests.support.publisher import BLOCK, block, stored
 
 CREATED = KvEvent(0, Created((8, 0)), 512)
@@ -74,7 +75,20 @@ def test_what_some_blocks_have_is_told_of_them() -> None:
             None,
             {"mm_objects": [{"mm_hash": (1 << 64) - 1, "offsets": []}, {"mm_hash": 0x0A0A0A0A0A0A0A0A, "offsets": []}]},
         ],
+        "extra_keys": [None, ["ff" * 32, "0a" * 32]],
     }
+
+
+def test_the_salt_is_told_as_vllm_does_and_understood_by_our_router() -> None:
+    """In `extra_keys` of a sequence's first block alone, and only for those who do not read `cache_salt`."""
+    salted = [*converted(KvEvent(1, Stored(None, (block(1), block(2)), "tenant"), 512))]
+    (first,) = [event for event in salted if isinstance(event, BlockStored)]
+    assert first.extra_keys == [["tenant"], None]
+    payload = encode(EventBatch(0.0, [first]))
+    (read,) = router.decode(payload)
+    assert isinstance(read, router.StoredEvent) and read.namespace == ("tenant", "") and read.media == ()
+    plain = [*converted(KvEvent(1, Stored(None, (block(1),), ""), 512))]
+    assert all(event.extra_keys is None for event in plain if isinstance(event, BlockStored))
 
 
 def test_an_image_named_by_its_user_has_a_hash_too() -> None:

@@ -58,7 +58,7 @@ async def test_names_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> Non
             addresses.urls = []
             await until(lambda: not fleet.replicas)
             assert not fleet.healthy
-            assert not list(fleet.assign(PROMPT, ""))
+            assert not list(fleet.assign(PROMPT))
 
 
 async def test_what_a_replica_is_at_when_its_address_is_gone_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ async def test_what_a_replica_is_at_when_its_address_is_gone_may_end(monkeypatch
     async with Bare(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{", hang_up=False) as bare:
         addresses = Changing([bare.url])
         async with running(addresses) as (fleet, _):
-            rank, work = next(fleet.assign(PROMPT, ""))
+            rank, work = next(fleet.assign(PROMPT))
             replica = rank.replica
             connection = await replica.client.request(replica.client.head("POST", b"/v1/x", (), 0))
             addresses.urls = []
@@ -107,7 +107,7 @@ async def test_what_a_replica_has_draws_requests_until_it_has_it_no_more() -> No
             await sender.send(stored([1, 2]))
             await until(lambda: fleet.index.blocks(0) == 2)
             for _ in range(5):
-                rank, work = next(fleet.assign(PROMPT, ""))
+                rank, work = next(fleet.assign(PROMPT))
                 assert rank.replica.url == one.url
                 assert seen.overlaps[-1] == (0, 5, 4)
                 work.end()
@@ -115,7 +115,7 @@ async def test_what_a_replica_has_draws_requests_until_it_has_it_no_more() -> No
             await until(lambda: fleet.index.blocks(0) == 0)
             chosen = set()
             for _ in range(20):
-                rank, work = next(fleet.assign(PROMPT, ""))
+                rank, work = next(fleet.assign(PROMPT))
                 chosen.add(rank.replica.number)
                 work.end()
             assert chosen == {0, 1}
@@ -135,17 +135,17 @@ async def test_requests_go_to_the_data_parallel_rank_that_has_their_prompt() -> 
         await senders[1].send(stored([1, 2]))
         await until(lambda: fleet.blocks(replica) == 3)
         assert fleet.index.overlaps(PROMPT.tokens) == {0: 2, 1: 4}
-        rank, work = next(fleet.assign(PROMPT, ""))
+        rank, work = next(fleet.assign(PROMPT))
         assert (rank.replica, rank.wanted) == (replica, 1) and seen.overlaps[-1] == (0, 5, 4)
         assert replica.load.requests == 1 and replica.ranks[0].load.requests == 0
-        others = [next(fleet.assign(RoutedPrompt([7] * 4, count=40), "")) for _ in range(3)]
+        others = [next(fleet.assign(RoutedPrompt([7] * 4, count=40))) for _ in range(3)]
         assert {rank.wanted for rank, _ in others} == {0, 1}, "unknown prompts go where there is less work"
         for _, assignment in [(rank, work), *others]:
             assignment.end()
         assert replica.load.tokens == 0
         await senders[1].send({"type": "AllBlocksCleared"})
         await until(lambda: fleet.blocks(replica) == 1)
-        assert next(fleet.assign(PROMPT, ""))[0].wanted == 0
+        assert next(fleet.assign(PROMPT))[0].wanted == 0
         assert [request.split(b" ")[1] for request in bare.requests] == [b"/server_info"]
     for sender in senders:
         await sender.close()
@@ -170,7 +170,7 @@ async def test_who_fails_again_and_again_is_left_out_for_longer() -> None:
         pauses = []
         for _ in range(2):
             await until(lambda: fleet.healthy)
-            rank, work = next(fleet.assign(PROMPT, ""))
+            rank, work = next(fleet.assign(PROMPT))
             replica = rank.replica
             began = asyncio.get_running_loop().time()
             with pytest.raises(ConnectionFailed):

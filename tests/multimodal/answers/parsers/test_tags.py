@@ -11,6 +11,7 @@ from multimodal.answers.parsers.choose import TOOL_PARSERS, family
 from multimodal.answers.parsers.engine import FamilyParser
 from multimodal.answers.parsers.tags import structural_tags
 from multimodal.answers.parts import ToolCall
+from multimodal.request import TextGrammar
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -38,6 +39,32 @@ def grammar(name: str, **choice: bool) -> Any:
     tags = structural_tags(family(name), TOOLS)
     assert tags is not None
     return xgrammar.Grammar.from_structural_tag(json.dumps(tags.xgrammar(**choice)))
+
+
+@pytest.mark.parametrize("name", sorted({*TOOL_PARSERS} - NO_GRAMMAR))
+def test_a_call_with_one_text_is_read_as_that_text(name: str) -> None:
+    texts = {"shell": TextGrammar("lark", "start: /.+/", "tools.0.format")}
+    schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    tags = structural_tags(family(name), {"shell": schema}, texts)
+    assert tags is not None
+    (tag,) = tags.tags
+    content: Any = tag.xgrammar()["content"]
+    inner = content["elements"][-1] if content["type"] == "sequence" else content
+    assert inner["content"] | {"json": True} == {
+        "type": "text_grammar",
+        "syntax": "lark",
+        "definition": "start: /.+/",
+        "json": True,
+    }
+    said = 'say "a"\n  é < b'
+    written = json.dumps(said, ensure_ascii=False)[1:-1] if inner["content"]["json"] else said
+    number = "" if tag.number is None else f"0{tag.number}"
+    call = f"{tag.begin}{number}{inner['begin']}{written}{inner['end']}{tag.end}"
+    text = f"{tags.begin}{call}{tags.end}"
+    prompt = "<|start|>assistant" if family(name).messages is not None else ""
+    parser = FamilyParser(family(name), {"shell": schema}, prompt=prompt, whole_calls=True)
+    parts = [part for part in parser.feed((), text) + parser.finish() if isinstance(part, ToolCall)]
+    assert [json.loads(part.arguments) for part in parts] == [{"input": said}]
 
 
 def calls(name: str, arguments: list[str], tool: str = "get_weather") -> str:

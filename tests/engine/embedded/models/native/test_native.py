@@ -247,7 +247,7 @@ def test_scaled_positions_are_those_of_transformers(rope: dict[str, Any], tmp_pa
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"model_type": "qwen3"}, "the kind qwen3"),
+        ({"model_type": "qwen3"}, "the model type qwen3"),
         ({"model_type": "mistral", "sliding_window": 64}, "sliding windows"),
         ({"hidden_act": "gelu"}, "the activation gelu"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "scaled rotary positions"),

@@ -155,9 +155,9 @@ def test_a_text_configuration_tells_only_what_differs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"model_type": "qwen2_vl"}, "the kind qwen2_vl"),
+        ({"model_type": "qwen2_vl"}, "the model type qwen2_vl"),
         ({"quantization_config": {"bits": 4}}, "quantised weights"),
-        ({"text_config": {"model_type": "phi"}}, "the kind phi"),
+        ({"text_config": {"model_type": "phi"}}, "the model type phi"),
     ],
 )
 def test_others_are_refused(change: dict[str, Any], reason: str, tmp_path: Path) -> None:

@@ -1,0 +1,77 @@
+"""What Dynamo's frontend sends a worker that takes token ids, and what the worker answers: `PreprocessedRequest` and
+`LLMEngineOutput` of Dynamo 1.6, as far as they concern a worker. Fields that are not here are ignored.
+"""
+
+from typing import Any
+
+import msgspec
+
+
+class DynamoStops(msgspec.Struct, frozen=True):
+    """When a sequence ends. Stop strings are the frontend's business: it has the text."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    stop_token_ids_visible: list[int] | None = None
+    stop_token_ids_hidden: list[int] | None = None
+    ignore_eos: bool | None = None
+    max_thinking_tokens: int | None = None
+
+
+class DynamoGuides(msgspec.Struct, frozen=True):
+    """What the output must match; one of them at most."""
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: Any = None
+
+
+class DynamoSampling(msgspec.Struct, frozen=True):
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    use_beam_search: bool | None = None
+    guided_decoding: DynamoGuides | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words_token_ids: list[list[int]] | None = None
+
+
+class DynamoOutputOptions(msgspec.Struct, frozen=True):
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class DynamoRouting(msgspec.Struct, frozen=True):
+    dp_rank: int | None = None
+    prefill_dp_rank: int | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    """Higher is served first."""
+
+
+class DynamoPrefill(msgspec.Struct, frozen=True):
+    """What the prefill worker answered, as the frontend hands it to the decode worker."""
+
+    disaggregated_params: dict[str, Any]
+
+
+class DynamoRequest(msgspec.Struct, frozen=True):
+    token_ids: list[int]
+    stop_conditions: DynamoStops = DynamoStops()
+    sampling_options: DynamoSampling = DynamoSampling()
+    output_options: DynamoOutputOptions = DynamoOutputOptions()
+    routing: DynamoRouting | None = None
+    prefill_result: DynamoPrefill | None = None
+    multi_modal_data: dict[str, list[dict[str, Any]]] | None = None
+    """By the type of content part (`image_url`), the files in order: {"Url": "…"} each."""
+    prompt_embeds: str | None = None
+    encoder_result: dict[str, Any] | None = None

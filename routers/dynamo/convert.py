@@ -1,0 +1,191 @@
+"""From Dynamo's requests to the engine's, and from deltas to Dynamo's outputs. Needs no package of Dynamo's."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from engine.types import Delta, EngineInfo, GenerateRequest, Handoff, Logprob, PromptReport, TokenLogprobs
+from multimodal.errors import RequestError
+from multimodal.request import RANGES, Ask, AskedGuide, Limits, Sampling
+from protocol.dynamo import DynamoGuides, DynamoRequest
+
+_FIELDS = {"max_tokens": "stop_conditions.max_tokens", "prompt": "token_ids"}
+_UNDONE = {
+    "prompt_embeds": "prompts as embeddings",
+    "multi_modal_data": "media in prompts",
+    "encoder_result": "encodings of an encode worker",
+}
+
+
+def read_request(body: object) -> DynamoRequest:
+    """Read what the frontend sent. Raises RequestError for what no worker of this version can take."""
+    try:
+        request = msgspec.convert(body, DynamoRequest)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"The request is not one of Dynamo's for token ids: {error}") from None
+    for name, what in _UNDONE.items():
+        if getattr(request, name):
+            raise RequestError(f"This worker does not take {what}.", name, "unsupported_parameter")
+    if request.sampling_options.use_beam_search:
+        raise RequestError("Beam search is not supported.", "use_beam_search", "unsupported_parameter")
+    if request.stop_conditions.max_thinking_tokens is not None:
+        text = "A budget of reasoning tokens is not supported on Dynamo's request plane."
+        raise RequestError(text, "max_thinking_tokens", "unsupported_parameter")
+    return request
+
+
+def engine_requests(
+    asked: DynamoRequest,
+    info: EngineInfo,
+    limits: Limits,
+    request_id: str,
+    *,
+    processors: tuple[str, ...] = (),
+    prefill_only: bool = False,
+    handoff: Handoff | None = None,
+    trace: Mapping[str, str] | None = None,
+) -> list[GenerateRequest]:
+    """Return the sequences of a request, one for each choice. Raises RequestError and ContextOverflow."""
+    if not asked.token_ids:
+        raise RequestError("The prompt is empty.", "token_ids")
+    ask = _ask(asked, prefill_only)
+    if not 1 <= ask.n <= limits.max_n:
+        raise RequestError(f"'n' must be from 1 to {limits.max_n}.", "n")
+    if ask.n > 1 and (prefill_only or handoff is not None):
+        text = "'n' must be 1 where prefill and decode are apart: a handoff continues one sequence."
+        raise RequestError(text, "n", "unsupported_parameter")
+    routing = asked.routing
+    bad_words = tuple(map(tuple, asked.sampling_options.bad_words_token_ids or ()))
+    found = []
+    for index, params in enumerate(Sampling(info, None, limits, processors).params(ask, [len(asked.token_ids)])):
+        sampling = msgspec.structs.replace(params, bad_words=bad_words) if bad_words else params
+        found.append(
+            GenerateRequest(
+                request_id=f"{request_id}-{index}",
+                prompt_token_ids=tuple(asked.token_ids),
+                sampling=sampling,
+                group=request_id if ask.n > 1 else "",
+                group_size=ask.n,
+                priority=max(-(routing.priority or 0) if routing else 0, limits.min_priority),
+                cache_salt=(routing.cache_salt or "") if routing else "",
+                dp_rank=_rank(asked, info, prefill_only=prefill_only),
+                prefill_only=prefill_only,
+                handoff=handoff,
+                trace={**trace} if trace else {},
+            )
+        )
+    return found
+
+
+def _ask(asked: DynamoRequest, prefill_only: bool) -> Ask:
+    sampling, stops = asked.sampling_options, asked.stop_conditions
+    given = {name: value for name in RANGES if (value := getattr(sampling, name)) is not None}
+    stop_ids = [*(stops.stop_token_ids or ()), *(stops.stop_token_ids_visible or ())]
+    if not stops.ignore_eos:  # the hidden ones are the model's own ends
+        stop_ids += stops.stop_token_ids_hidden or ()
+    return Ask(
+        prompt=[asked.token_ids],
+        fields=_FIELDS,
+        n=1 if sampling.n is None else sampling.n,
+        # The frontend asks a prefill worker for one token; whether the sequence goes on is the decode worker's matter.
+        max_tokens=None if prefill_only else stops.max_tokens,
+        min_tokens=min(stops.min_tokens or 0, 1) if prefill_only else stops.min_tokens or 0,
+        seed=None if sampling.seed is None else sampling.seed % (1 << 63),
+        allowed_token_ids=sampling.allowed_token_ids or (),
+        guides=[*_guides(sampling.guided_decoding)] if sampling.guided_decoding is not None else (),
+        ignore_eos=bool(stops.ignore_eos),
+        stop_token_ids=[*dict.fromkeys(stop_ids)],
+        logprobs=asked.output_options.logprobs,
+        prompt_logprobs=asked.output_options.prompt_logprobs,
+        **given,
+    )
+
+
+def _guides(asked: DynamoGuides) -> Iterator[AskedGuide]:
+    if asked.json == {"type": "json_object"} or asked.json == {"type": "object"}:
+        yield AskedGuide("json", "json_object", None)
+    elif asked.json is not None:
+        yield AskedGuide("json", "json_schema", asked.json)
+    if asked.regex is not None:
+        yield AskedGuide("regex", "regex", asked.regex)
+    if asked.choice is not None:
+        yield AskedGuide("choice", "choice", asked.choice)
+    if asked.grammar is not None:
+        yield AskedGuide("grammar", "grammar", asked.grammar)
+    if asked.structural_tag is not None:
+        yield AskedGuide("structural_tag", "structural_tag", asked.structural_tag)
+
+
+def _rank(asked: DynamoRequest, info: EngineInfo, *, prefill_only: bool) -> int | None:
+    """Return the data-parallel rank that the router has chosen, if this engine has several."""
+    if asked.routing is None or info.data_parallel_size <= 1:
+        return None
+    chosen = asked.routing.prefill_dp_rank if prefill_only else None
+    chosen = asked.routing.dp_rank if chosen is None else chosen
+    return chosen if chosen is not None and 0 <= chosen < info.data_parallel_size else None
+
+
+class GraphOutputs:
+    """The outputs of one request; its last one, of several choices, has the usage."""
+
+    def __init__(self, asked: DynamoRequest, choices: int) -> None:
+        self._prompt_tokens = len(asked.token_ids)
+        self._logprobs = asked.output_options.logprobs
+        self._running = choices
+        self._completion_tokens = 0
+        self._cached_tokens = 0
+        self._prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether all choices have finished."""
+        return not self._running
+
+    def of(self, delta: Delta, index: int = 0) -> dict[str, Any]:
+        """Return the output that says what `delta` says of choice `index`."""
+        if delta.prompt is not None:
+            self._note(delta.prompt)
+        self._completion_tokens += len(delta.token_ids)
+        output: dict[str, Any] = {"token_ids": list(delta.token_ids), "index": index}
+        if delta.logprobs:
+            output["log_probs"] = [position[0].logprob for position in delta.logprobs]
+            if self._logprobs:
+                output["top_logprobs"] = [[*map(_entry, position[1:])] for position in delta.logprobs]
+        if delta.stop_reason is not None:
+            output["stop_reason"] = delta.stop_reason
+        if delta.finish_reason is not None or delta.held is not None:
+            output["finish_reason"] = delta.finish_reason or "length"
+            self._running -= 1
+            if not self._running:
+                output["completion_usage"] = self._usage()
+                if self._prompt_logprobs is not None:
+                    output["engine_data"] = {"prompt_logprobs": self._prompt_logprobs}
+        return output
+
+    def _note(self, report: PromptReport) -> None:
+        self._prompt_tokens = report.prompt_tokens or self._prompt_tokens
+        self._cached_tokens = max(self._cached_tokens, report.cached_tokens)
+        if report.logprobs is not None:
+            self._prompt_logprobs = [None if position is None else _by_id(position) for position in report.logprobs]
+
+    def _usage(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+        }
+
+
+CANCELLED: Mapping[str, Any] = {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
+"""The last output of a request that the frontend has stopped."""
+
+
+def _entry(found: Logprob) -> dict[str, Any]:
+    """The frontend knows the token's text."""
+    return {"rank": found.rank, "token_id": found.token_id, "token": None, "logprob": found.logprob}
+
+
+def _by_id(position: TokenLogprobs) -> dict[str, Any]:
+    return {str(found.token_id): {"logprob": found.logprob, "rank": found.rank} for found in position}

@@ -1,0 +1,233 @@
+"""Handoffs by way of Dynamo's frontend: it carries what the prefill worker answers to the decode worker, unread.
+
+The prefill worker's answer has ended by then, so it cannot be the lease of the KV blocks, as it is over HTTP. An
+endpoint of its own, `lease`, takes this part: the decode worker calls it at the worker that holds the blocks, and the
+open call is the lease. What nobody claims is freed after `lease_seconds`.
+"""
+
+import asyncio
+import base64
+import binascii
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import msgspec
+from msgspec.structs import replace
+
+from engine.base import DeltaStream
+from engine.errors import EngineError, EngineUnavailable, InvalidRequest
+from engine.handoff import decode_bounded, decode_handoff, encode
+from engine.kit.tasks import cancel
+from engine.replicas.pool import NoReplica
+from engine.types import GenerateRequest, Handoff
+from multimodal.errors import RequestError
+from protocol.internal import PrefillInfo
+from routers.leased import GRACE_SECONDS
+
+if TYPE_CHECKING:
+    from dynamo.runtime import Context
+
+FIELD = "trellis_handoff"
+"""The field of `disaggregated_params` that holds a handoff, in base64."""
+_TICKET_BYTES = 1 << 16
+
+log = logging.getLogger(__name__)
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """Where the lease of a handoff's KV blocks is to be claimed. It is the `lease` of the handoff, in msgpack."""
+
+    info: PrefillInfo
+    """Facts that the decode replica must share."""
+    endpoint: str
+    """namespace.component.endpoint of the calls that are leases."""
+    instance: int
+    lease: str
+    """Empty if nothing is held."""
+
+
+_tickets = msgspec.msgpack.Decoder(Ticket)
+
+
+def packed(handoff: Handoff, ticket: Ticket, dp_rank: int) -> dict[str, Any]:
+    """Return the `disaggregated_params` of a handoff. The router reads the worker that has computed it in them."""
+    payload = encode(replace(handoff, lease=msgspec.msgpack.encode(ticket)))
+    return {
+        FIELD: base64.b64encode(payload).decode(),
+        "worker_id": {"prefill_worker_id": ticket.instance, "prefill_dp_rank": dp_rank},
+    }
+
+
+def unpacked(params: Mapping[str, Any]) -> Handoff | None:
+    """Return the handoff of `disaggregated_params`; None for those of another kind of worker. Raises RequestError."""
+    found = params.get(FIELD)
+    if found is None:
+        log.warning("the prefill worker is none of Trellis: computing the prompt here")
+        return None
+    try:
+        return decode_handoff(base64.b64decode(found, validate=True))
+    except (binascii.Error, TypeError, ValueError, InvalidRequest) as error:
+        raise RequestError(f"The handoff cannot be read: {error}", "prefill_result") from None
+
+
+class HeldBlocks:
+    """The KV blocks that a prefill worker keeps for decode workers, each by its lease. `held` is called with 1 when
+    blocks are kept, and with -1 when they are freed.
+    """
+
+    def __init__(self, lease_seconds: float, held: Callable[[int], None]) -> None:
+        self._seconds = lease_seconds
+        self._held = held
+        self._unclaimed: dict[str, tuple[DeltaStream, asyncio.TimerHandle]] = {}
+
+    def keep(self, stream: DeltaStream) -> str:
+        """Keep the blocks of an open stream until somebody claims them, or the time is over. Return the lease."""
+        lease = uuid4().hex
+        self._held(1)
+        timer = asyncio.get_running_loop().call_later(self._seconds, self._expire, lease)
+        self._unclaimed[lease] = stream, timer
+        return lease
+
+    async def claim(self, lease: str, context: "Context") -> AsyncGenerator[dict[str, Any], None]:
+        """Yield once, and then hold the blocks until the call is stopped, or the lease is over, or they are lost."""
+        if (found := self._unclaimed.pop(lease, None)) is None:
+            raise InvalidRequest("nothing is held under this lease", "lease")
+        stream, timer = found
+        timer.cancel()
+        lost = asyncio.ensure_future(_end(stream))
+        stopped = context.async_killed_or_stopped()
+        either: list[asyncio.Future[Any]] = [lost, stopped]
+        grace = 0.0
+        try:
+            yield {"held": True}
+            done, _ = await asyncio.wait(either, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                log.warning("the lease %s is over: not read in %g s", lease, self._seconds)
+                grace = GRACE_SECONDS  # the reader discards what it has not read by the end of the call
+        finally:
+            lost.cancel()
+            stopped.cancel()
+            asyncio.get_running_loop().call_later(grace, self._free, stream)
+
+    def close(self) -> None:
+        for lease in list(self._unclaimed):
+            self._expire(lease)
+
+    def _expire(self, lease: str) -> None:
+        stream, timer = self._unclaimed.pop(lease)
+        timer.cancel()
+        log.warning("the lease %s was never claimed: its KV blocks are freed", lease)
+        self._free(stream)
+
+    def _free(self, stream: DeltaStream) -> None:
+        stream.close()
+        self._held(-1)
+
+
+async def _end(stream: DeltaStream) -> None:
+    """Return when the engine no longer holds the blocks."""
+    try:
+        await anext(stream, None)
+    except EngineError as error:
+        log.warning("held KV blocks are lost: %s", error)
+
+
+Call = Callable[[Ticket, "Context"], AsyncIterator[Any]]
+"""Calls the endpoint of a ticket: what it yields, until the call is stopped by its context."""
+
+
+class ClaimedLease:
+    """The lease of a handoff's KV blocks: a call that stays open, in a task."""
+
+    def __init__(self, handoff: Handoff, ticket: Ticket, call: Call, context: "Context") -> None:
+        self.handoff = handoff
+        self._context = context
+        self._held = asyncio.Event()
+        self._closed = False
+        self.task = asyncio.create_task(self._hold(ticket, call), name="lease")
+
+    async def held(self) -> None:
+        """Return once the blocks are kept for this replica: what was read before may be another prompt's. Raises
+        EngineUnavailable if they are not.
+        """
+        held = asyncio.create_task(self._held.wait())
+        try:
+            await asyncio.wait({held, self.task}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        finally:
+            held.cancel()
+        if not self._held.is_set():
+            raise EngineUnavailable("the prefill worker no longer holds the KV blocks, or cannot be reached")
+
+    async def ended(self) -> None:
+        """Return when the prefill worker has ended the lease, or is lost."""
+        await asyncio.wait({self.task})
+
+    def close(self) -> None:
+        """End the lease; a call that is on its way there ends once it has arrived. Idempotent."""
+        self._closed = True
+        if self._held.is_set():
+            self._context.stop_generating()
+
+    async def _hold(self, ticket: Ticket, call: Call) -> None:
+        try:
+            async for _ in call(ticket, self._context):
+                self._held.set()
+                if self._closed:
+                    self._context.stop_generating()
+        except Exception as error:  # whatever it was, the blocks are not ours
+            if not self._closed:
+                log.warning("the lease of KV blocks is lost: %s", error)
+
+
+class DynamoPrefills:
+    """The handoffs that come with requests: prompts were computed by the workers that Dynamo's router has chosen.
+
+    A source of `DisaggregatedEngine`. A request without a handoff has its prompt computed here.
+    """
+
+    def __init__(self, call: Call, new_context: Callable[[], "Context"]) -> None:
+        self._call = call
+        self._new_context = new_context
+        self._leases: set[asyncio.Task[None]] = set()
+
+    def healthy(self, mine: PrefillInfo) -> bool:
+        return True
+
+    async def start(self) -> None:
+        """Nothing is needed: each handoff says where its lease is."""
+
+    async def close(self) -> None:
+        await cancel(self._leases)
+
+    async def prefill(self, request: GenerateRequest, mine: PrefillInfo) -> ClaimedLease:
+        """Return the lease of the request's handoff, claimed. Raises NoReplica if it has none, and EngineUnavailable if
+        this replica cannot use it.
+        """
+        handoff = request.handoff
+        if handoff is None:
+            raise NoReplica("Dynamo's router has chosen no prefill worker")
+        ticket = decode_bounded(_tickets, handoff.lease, _TICKET_BYTES, "ticket", "handoff")
+        if ticket.info != mine:
+            raise EngineUnavailable(f"the prefill worker has {ticket.info}, this replica {mine}")
+        first = handoff.first
+        if first.finish_reason is None and len(first.token_ids) >= request.sampling.max_tokens:
+            handoff = replace(handoff, first=replace(first, finish_reason="length", held=None))
+        lease = ClaimedLease(handoff, ticket, self._call if ticket.lease else _nothing, self._new_context())
+        self._leases.add(lease.task)
+        lease.task.add_done_callback(self._leases.discard)
+        if handoff.first.finish_reason is None:
+            await lease.held()
+        else:
+            lease.close()
+        return lease
+
+
+async def _nothing(_: Ticket, __: "Context") -> AsyncIterator[Any]:
+    nothing: list[Any] = []
+    for each in nothing:
+        yield each
