@@ -280,6 +280,8 @@ def helm_values(deployment: Deployment, settings: Mapping[str, Any]) -> dict[str
     else:
         roles = {"aggregated": {**role, "replicas": deployment.replicas or 1}}
         roles |= {"router": {"enabled": True}} if deployment.replicas else {}
+    if len(roles) > 1:  # they prove to each other who they are
+        top["secret"] = {"existing": "trellis-secrets"}
     return {**top, "roles": roles}
 
 
