@@ -62,7 +62,6 @@ REFUSED_PARTS = {
     "audio": {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
     "video": {"type": "video_url", "video_url": {"url": "http://example.com/a.mp4"}},
 }
-# The documents describe the structure with `server/roles.py`. The lead removes this mark once that is merged.
 
 
 def text_of(path: Path) -> str:
