@@ -78,6 +78,21 @@ class Engine(Protocol):
         """
         ...
 
+    async def start_profile(self) -> None:
+        """Record what the engine computes until `stop_profile`.
+
+        Raises EngineNotReady, InvalidRequest while a profile is recorded, and NotSupported from a backend without one.
+        """
+        ...
+
+    async def stop_profile(self, trace: str) -> None:
+        """Write what was recorded to the file `trace`, in Chrome's format, gzip-compressed.
+
+        Raises EngineNotReady, InvalidRequest if none is recorded, NotSupported, and EngineFailure if the file cannot
+        be written.
+        """
+        ...
+
     async def close(self) -> None:
         """Abort running requests, stop the engine and free its resources."""
         ...
@@ -118,6 +133,12 @@ class EngineAround:
 
     async def reset_prefix_cache(self) -> None:
         await self.inner.reset_prefix_cache()
+
+    async def start_profile(self) -> None:
+        await self.inner.start_profile()
+
+    async def stop_profile(self, trace: str) -> None:
+        await self.inner.stop_profile(trace)
 
 
 class DeltaStream:

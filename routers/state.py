@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, NotRequired, Protocol, TypedDict, cast
 
 from fastapi import Depends, Request
@@ -237,6 +238,8 @@ class State(TypedDict):
     """Return how the replica runs, as far as is known now."""
     settings: dict[str, object]
     """Without secrets."""
+    profile_dir: Path | None
+    """Where profiles of the engine go; None if there are none."""
     body_bytes: NotRequired[int]
 
 

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 
 from pydantic import ValidationError
@@ -117,6 +118,34 @@ def _memory(arguments: Sequence[str]) -> int:
     return memory.main(arguments)
 
 
+def _sweep(arguments: Sequence[str]) -> int:
+    """Measure configurations under many loads, and draw the trade-offs."""
+    from server.commands import sweep  # noqa: PLC0415
+
+    return _as_client(sweep.main, arguments)
+
+
+def _profile(arguments: Sequence[str]) -> int:
+    """Find the smallest deployment that meets targets of latency."""
+    from server.commands import profile  # noqa: PLC0415
+
+    return _as_client(profile.main, arguments)
+
+
+def _plan(arguments: Sequence[str]) -> int:
+    """Scale the replicas of a role by metrics, here or on Kubernetes."""
+    from server.commands import plan  # noqa: PLC0415
+
+    return plan.main(arguments)
+
+
+def _convert(arguments: Sequence[str]) -> int:
+    """Turn a configuration from aggregated to prefill and decode, or back, or set sizes."""
+    from server.commands import convert  # noqa: PLC0415
+
+    return convert.main(arguments)
+
+
 def _models(arguments: Sequence[str]) -> int:
     """List built-in and cached models, with their sizes."""
     from server.commands import models  # noqa: PLC0415
@@ -154,6 +183,10 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "config": (_config, "trellis config [MODEL] [--FLAG VALUE ...]"),
     "bench": (_bench, "trellis bench [--url URL]"),
     "memory": (_memory, "trellis memory [--memory-service SOCKET] [--FLAG VALUE ...] [--status]"),
+    "sweep": (_sweep, "trellis sweep [FILE] [--url URL] [--output FOLDER]"),
+    "profile": (_profile, "trellis profile --ttft MS --itl MS --isl TOKENS --osl TOKENS [FILE]"),
+    "convert": (_convert, "trellis convert FILE [--to aggregated|disaggregated] [--tp INT]"),
+    "plan": (_plan, "trellis plan [--role ROLE] [--min INT] [--max INT] [-- --FLAG VALUE ...]"),
     "models": (_models, "trellis models"),
     "version": (_version, "trellis version"),
     "help": (_help, "trellis help [COMMAND] [TOPIC]"),
@@ -184,10 +217,8 @@ def _purpose(verb: str) -> str:
 
 def _help_on(verb: str, topic: str) -> str:
     """Return the help on a command, one screen unless a topic asks for more."""
-    from server.commands import bench, chat  # noqa: PLC0415
-
-    if verb in ("chat", "bench"):
-        parser = chat.parser() if verb == "chat" else bench.parser()
+    if verb in ("chat", "bench", "sweep", "profile", "convert", "plan"):
+        parser: argparse.ArgumentParser = import_module(f"server.commands.{verb}").parser()
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
         return parser.format_help()
     lines = [f"{_purpose(verb)}.", "", f"usage: {COMMANDS[verb][1]}", ""]

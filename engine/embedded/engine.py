@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import queue
 import random
 import threading
@@ -53,6 +54,7 @@ class EmbeddedEngine:
         self._info: EngineInfo | None = None
         self._commands: queue.SimpleQueue[Callable[[EngineCore], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, DeltaStream] = {}
+        self._profiler: torch.profiler.profile | None = None
         self._stats: Latest[IterationStats] = Latest()
         self._events = KvEventLog()
         self._new_events: list[KvEvent] = []
@@ -130,6 +132,22 @@ class EmbeddedEngine:
 
     async def resume_memory(self, tags: Collection[Tag]) -> None:
         await self._ask(lambda core: core.resume_memory(tags))
+
+    async def start_profile(self) -> None:
+        if self._profiler is not None:
+            raise InvalidRequest("a profile is being recorded: stop it first")
+        self._profiler = profiler = torch.profiler.profile()  # of CPU and GPU, if there is one
+        await self._ask(lambda _: profiler.start())
+
+    async def stop_profile(self, trace: str) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            raise InvalidRequest("no profile is being recorded")
+        await self._ask(lambda _: profiler.stop())
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(profiler.export_chrome_trace, trace)
+        if not os.path.isfile(trace):  # noqa: ASYNC240 - a moment; torch reports some failures in its log alone
+            raise EngineFailure(f"the profile cannot be written to {trace}")
 
     async def _ask(self, function: Callable[[EngineCore], T]) -> T:
         """Have the engine's thread call a function, and return its result. Raises EngineNotReady, and EngineFailure if
@@ -279,7 +297,8 @@ class EmbeddedEngine:
         try:
             with contextlib.closing(core), torch.inference_mode():
                 while self._obey(core):
-                    outputs = core.step()
+                    with torch.profiler.record_function("step") if self._profiler else contextlib.nullcontext():
+                        outputs = core.step()
                     self._call(self._deliver, outputs, core.stats(), self._take_events())
         except Exception as error:  # a bug of ours: the engine is lost, its requests must not hang
             log.critical("the engine thread died", exc_info=error)

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Collection
 
 from engine.base import DeltaStream, Latest
 from engine.config import FakeConfig, Tag
-from engine.errors import EngineError, EngineNotReady, InvalidRequest
+from engine.errors import EngineError, EngineNotReady, InvalidRequest, NotSupported
 from engine.fake.blocks import FakeBlocks, FakeSequenceBlocks
 from engine.fake.sequence import BACKEND, FakeSequence, check_handoff, check_media, sequence_of, state_of
 from engine.kit.checks import check_prompt, output_here
@@ -124,6 +124,12 @@ class FakeEngine:
     def running(self) -> int:
         """Requests that take part in steps."""
         return len(self._running)
+
+    async def start_profile(self) -> None:
+        raise NotSupported("the fake engine computes nothing that could be profiled")
+
+    async def stop_profile(self, trace: str) -> None:
+        await self.start_profile()
 
     @property
     def waiting(self) -> int:

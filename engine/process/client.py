@@ -268,6 +268,12 @@ class EngineClient(ServiceClient[EngineInfo]):
         self.subscribe("sleep_states", self._sleep_states.publish)
         return self._sleep_states.values()
 
+    async def start_profile(self) -> None:
+        await self.call("start_profile", True)
+
+    async def stop_profile(self, trace: str) -> None:
+        await self.call("stop_profile", trace)
+
     def _put_events(self, events: list[KvEvent]) -> None:
         for event in events:
             self._events.put(event)

@@ -1,6 +1,7 @@
 """The engine as a hosted service."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
 
 import msgspec
 
@@ -30,8 +31,8 @@ def _successor(config: EngineConfig, engine: Engine) -> EngineConfig:
     return msgspec.structs.replace(config, num_blocks=engine.info.num_blocks, kv_memory_later=True)
 
 
-async def _reset(engine: Engine) -> bool:
-    await engine.reset_prefix_cache()
+async def _done(operation: Coroutine[Any, Any, None]) -> bool:
+    await operation
     return True
 
 
@@ -71,7 +72,9 @@ ENGINE: Interface[EngineConfig, Engine] = Interface(
             too_large="the prompt, images included, is too large",
             parameter="prompt",
         ),
-        "reset_prefix_cache": Method(bool, bool, lambda engine, _: _reset(engine)),
+        "reset_prefix_cache": Method(bool, bool, lambda engine, _: _done(engine.reset_prefix_cache())),
+        "start_profile": Method(bool, bool, lambda engine, _: _done(engine.start_profile())),
+        "stop_profile": Method(str, bool, lambda engine, trace: _done(engine.stop_profile(trace))),
         "sleep": Method(SleepOrder, SleepState, _sleep),
         "wake_up": Method(tuple[Tag, ...], SleepState, _wake_up),
     },

@@ -16,7 +16,15 @@ from msgspec.structs import replace
 from engine.base import DeltaStream, Latest
 from engine.checkpoints.facts import ModelFacts, read_model_facts
 from engine.config import Tag, TrtllmConfig
-from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
+from engine.errors import (
+    EngineDied,
+    EngineError,
+    EngineFailure,
+    EngineNotReady,
+    EngineUnavailable,
+    InvalidRequest,
+    NotSupported,
+)
 from engine.kit.checks import check_prompt
 from engine.kit.kv_log import KvEventLog
 from engine.kv_events import KvEvent
@@ -227,6 +235,15 @@ class TrtllmEngine:
 
     async def resume_memory(self, tags: Collection[Tag]) -> None:
         await asyncio.to_thread(library.resume_memory, self.llm, tags)
+
+    async def start_profile(self) -> None:
+        raise NotSupported(
+            "TensorRT-LLM cannot be told to profile: start the replica with TLLM_PROFILE_START_STOP=FIRST-LAST"
+            " (iterations) and TLLM_TORCH_PROFILE_TRACE=FILE in its environment"
+        )
+
+    async def stop_profile(self, trace: str) -> None:
+        await self.start_profile()
 
     async def close(self) -> None:
         self._dead = True

@@ -10,7 +10,7 @@ from starlette.types import Scope
 
 from multimodal.errors import shown
 
-INTERNAL = frozenset({"/prefill", "/encode", "/reset_prefix_cache"})
+INTERNAL = frozenset({"/prefill", "/encode", "/reset_prefix_cache", "/start_profile", "/stop_profile"})
 """Routes for replicas and operators, never for outside clients."""
 ADMIN = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/release_memory", "/resume_memory"})
 """Routes for operators, with ADMIN_KEY."""

@@ -31,7 +31,14 @@ from server.settings.environment import read_env_file, variables
 from server.settings.flags import did_you_mean, nearest, parse_flags, shown
 from server.settings.http import HttpSettings, LimitSettings, MessageBatchSettings, ResponsesSettings
 from server.settings.media import EncodeSettings, MediaSettings
-from server.settings.observability import EventSettings, HealthSettings, LogSettings, MetricSettings, TraceSettings
+from server.settings.observability import (
+    EventSettings,
+    HealthSettings,
+    LogSettings,
+    MetricSettings,
+    ProfileSettings,
+    TraceSettings,
+)
 from server.settings.replicas import DisaggregationSettings, DynamoSettings, RoutingSettings
 
 
@@ -46,6 +53,7 @@ class EngineArgsError(SettingsError):
 class Settings(
     SettingsForTests,
     HealthSettings,
+    ProfileSettings,
     TraceSettings,
     EventSettings,
     DynamoSettings,
