@@ -297,6 +297,7 @@ async def test_the_dashboard_and_the_docs_name_metrics_that_are_there() -> None:
     there |= {f"trtllm_spec_decode_{name}_total" for name in speculation}
     process = ("restarts_total", "takeovers_total", "standby")  # of an engine in a process of its own
     there |= {f"trellis_engine_{name}" for name in process}
+    there |= {"trtllm_sleep_level", "trtllm_wake_seconds"}  # of an engine that can sleep
     queries = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
     queries += [rule["expr"] for rule in ALERTS]
     queries += _queries((ROOT / "docs/observability.md").read_text())

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("triton")  # tests.support.cuda needs it
+
 from engine.config import EmbeddedConfig, SleepConfig
 from engine.embedded.models.cuda import releasable
 from engine.embedded.models.cuda.releasable import ReleasableWeights

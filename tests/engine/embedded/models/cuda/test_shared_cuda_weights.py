@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("triton")  # tests.support.cuda needs it
+
 from engine.config import EmbeddedConfig
 from engine.errors import EngineFailure
 from engine.memory.service import MemoryService
