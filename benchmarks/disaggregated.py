@@ -30,9 +30,10 @@ from benchmarks.gpu.load import token_ids
 from benchmarks.gpu.model import SHAPES, write_folder
 from benchmarks.gpu.report import describe_gpu
 from benchmarks.metrics import total
-from benchmarks.report import describe_machine, save, table
+from benchmarks.report import save, table
 from benchmarks.servers import Server, Spec, reserved_port, serving
 from server.bench.client import LoadRun, Target, exchange
+from server.bench.machine import describe_machine
 from server.bench.summary import Sample, percentile
 
 SMOLLM2 = "smollm2-135m-instruct"

@@ -26,7 +26,6 @@ import torch
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from benchmarks.report import describe_machine
 from engine.config import EmbeddedConfig
 from engine.embedded.engine import EmbeddedEngine
 from engine.embedded.grammar.library import Compiled, Setup, UnsupportedGuideError
@@ -35,6 +34,7 @@ from engine.errors import EngineError
 from engine.types import GenerateRequest, Guide, SamplingParams
 from multimodal.answers.parsers.choose import family
 from multimodal.answers.parsers.tags import structural_tags
+from server.bench.machine import describe_machine
 
 ENDLESS = {
     "type": "array",

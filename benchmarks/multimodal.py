@@ -31,7 +31,7 @@ from benchmarks.gpu.__main__ import settings_of
 from benchmarks.gpu.report import describe_gpu
 from benchmarks.gpu.vision_model import write_llava
 from benchmarks.metrics import total
-from benchmarks.report import describe_machine, save, table
+from benchmarks.report import save, table
 from benchmarks.servers import Server, Spec, serving
 from engine.checkpoints.store import resolve_model
 from engine.config import EncoderConfig
@@ -41,6 +41,7 @@ from engine.transfer.base import Read
 from engine.transfer.shared_bytes import SharedBytes
 from engine.transfer.transfers import Transfers
 from server.bench.client import LoadRun, Target, exchange
+from server.bench.machine import describe_machine
 from server.bench.summary import Sample
 
 EMBEDDING_BYTES = 576 * 4096 * 2

@@ -16,12 +16,13 @@ from pathlib import Path
 
 from tokenizers import AddedToken
 
-from benchmarks.report import describe_machine, table
+from benchmarks.report import table
 from engine.checkpoints.store import resolve_model
 from multimodal.answers.parsers.choose import family
 from multimodal.answers.parsers.engine import FamilyParser
 from multimodal.answers.parts import Parser, PlainText
 from multimodal.text.tokenizer import Detokenizer, Tokenizer
+from server.bench.machine import describe_machine
 
 PROSE = "The engine computes one step after the other, and every step gives each sequence a token. " * 12
 VALUES = {f"value_{number}": number * 1.5 for number in range(60)}

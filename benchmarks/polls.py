@@ -19,11 +19,12 @@ from functools import partial
 from statistics import quantiles
 from typing import Any
 
-from benchmarks.report import describe_machine, table
+from benchmarks.report import table
 from engine.config import TrtllmConfig
 from engine.process.host import SWITCH_SECONDS
 from engine.trtllm import engine as trtllm
 from engine.types import GenerateRequest, SamplingParams
+from server.bench.machine import describe_machine
 
 PROMPT = tuple(range(4, 36))
 NAP = 0.002

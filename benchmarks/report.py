@@ -1,30 +1,13 @@
 """Write measurements as Markdown tables and as JSON."""
 
 import json
-import os
-import platform
-import subprocess
 import time
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 
+from server.bench.machine import describe_machine
 from server.bench.summary import Summary
-
-PACKAGES = (
-    "torch",
-    "transformers",
-    "fastapi",
-    "starlette",
-    "uvicorn",
-    "uvloop",
-    "sse-starlette",
-    "llguidance",
-    "xgrammar",
-    "triton",
-    "flashinfer-python",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,34 +117,3 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     ]
     text.insert(1, "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")
     return "\n".join(text)
-
-
-def describe_machine() -> dict[str, object]:
-    """Describe the machine and the software."""
-    model = next(
-        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
-        platform.machine(),
-    )
-    installed = {distribution.name.lower() for distribution in metadata.distributions()}
-    return {
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "commit": _commit(),
-        "cpu": f"{model}, {len(os.sched_getaffinity(0))} cores",
-        "load before": f"{os.getloadavg()[0]:.2f}",
-        "python": platform.python_version(),
-        "versions": ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES if name in installed),
-    }
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
-
-
-def _commit() -> str:
-    """Return the commit of the working tree, marked if there are changes; "unknown" without git."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    if head.returncode:
-        return "unknown"
-    changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False)
-    return head.stdout.strip() + (" with changes" if changes.stdout else "")

@@ -28,9 +28,10 @@ import uvloop
 from benchmarks.chats import Chats, Found, Rows, converse, served_model
 from benchmarks.gpu.__main__ import settings_of
 from benchmarks.metrics import total
-from benchmarks.report import describe_machine, save, table
+from benchmarks.report import save, table
 from benchmarks.servers import Server, Spec, reserved_port, serving
 from deploy.disaggregated import nginx_configuration
+from server.bench.machine import describe_machine
 from server.bench.prompts import words
 
 

@@ -17,10 +17,11 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.report import describe_machine, table
+from benchmarks.report import table
 from engine.replicas.publisher.messages import BlockStored, EventBatch, encode
 from engine.replicas.routing.events import decode
 from engine.replicas.routing.index import PrefixIndex
+from server.bench.machine import describe_machine
 
 BLOCK = 32
 

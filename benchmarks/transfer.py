@@ -19,10 +19,11 @@ from statistics import median
 
 import msgspec
 
-from benchmarks.report import describe_machine, table
+from benchmarks.report import table
 from engine.transfer.base import Offer, Read, Region
 from engine.transfer.shared_memory import shared_memory
 from engine.transfer.transfers import METHODS, Transfers
+from server.bench.machine import describe_machine
 
 TOKENS = (512, 4096, 16384)
 TOKENS_PER_BLOCK = 32

@@ -61,7 +61,7 @@ class Member:
         self.name = name
         self.ready = asyncio.Event()
         """Set once it has been ready."""
-        self._url = url
+        self.url = url
         self._command = command
         self._environment = environment
         self._fail = fail
@@ -134,7 +134,7 @@ class Member:
         async with httpx.AsyncClient() as client:
             while self._ready_at is None:
                 with suppress(httpx.TransportError):
-                    status = (await client.get(f"{self._url}/health/ready", headers=_key())).status_code
+                    status = (await client.get(f"{self.url}/health/ready", headers=_key())).status_code
                     if status == httpx.codes.UNAUTHORIZED:
                         self._fail("the replicas require an API key: set API_KEYS in the environment")
                         return
@@ -180,6 +180,8 @@ class Group:
         members = [
             self._server(f"{role}-{index}", role, port, variables | each()) for index, port in enumerate(ports, 1)
         ]
+        for member in members:
+            log.info("%s listens at %s", member.name, member.url)
         await self.ready(*members)
         return [f"http://127.0.0.1:{port}" for port in ports]
 

@@ -7,7 +7,7 @@ belong to one event loop and must be called from its thread.
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
 from engine.kv_events import KvEvent
 from engine.stats import IterationStats
@@ -78,8 +78,33 @@ class Engine(Protocol):
         """
         ...
 
+    async def start_profile(self) -> None:
+        """Record what the engine computes until `stop_profile`.
+
+        Raises EngineNotReady, InvalidRequest while a profile is recorded, and NotSupported from a backend without one.
+        """
+        ...
+
+    async def stop_profile(self, trace: str) -> None:
+        """Write what was recorded to the file `trace`, in Chrome's format, gzip-compressed.
+
+        Raises EngineNotReady, InvalidRequest if none is recorded, NotSupported, and EngineFailure if the file cannot
+        be written.
+        """
+        ...
+
     async def close(self) -> None:
         """Abort running requests, stop the engine and free its resources."""
+        ...
+
+
+@runtime_checkable
+class Preparable(Protocol):
+    """An engine that can do most of its start before it is needed."""
+
+    async def prepare(self) -> None:
+        """Do what can be done while another engine of the same configuration runs. Raises EngineFailure; `start`
+        does the rest."""
         ...
 
 
@@ -108,6 +133,12 @@ class EngineAround:
 
     async def reset_prefix_cache(self) -> None:
         await self.inner.reset_prefix_cache()
+
+    async def start_profile(self) -> None:
+        await self.inner.start_profile()
+
+    async def stop_profile(self, trace: str) -> None:
+        await self.inner.stop_profile(trace)
 
 
 class DeltaStream:
@@ -159,6 +190,12 @@ class DeltaStream:
         else:
             self._error = error
             self._wake()
+
+    def abort(self, error: Exception) -> None:
+        """End the stream with `error` from the engine's side, and abort the request."""
+        if not self._finished:
+            self.fail(error)
+            self._on_abort()
 
     def push(self, output: Delta | Exception) -> None:
         """Deliver what another stream's `pipe` passed on: a delta, or the error that ends the stream."""

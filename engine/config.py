@@ -13,7 +13,23 @@ CpuIsa = Literal["auto", "portable", "avx2", "avx_vnni", "avx512", "avx512_vnni"
 """`auto`, or a level of `engine/embedded/models/native/levels.py`."""
 
 
+Tag = Literal["weights", "kv_cache"]
+"""Memory that a sleeping engine gives back."""
+
+
+class SleepConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine sleeps (`engine/sleep.py`)."""
+
+    idle_seconds: float = 0.0
+    """Seconds without a request after which the engine falls asleep by itself; 0 is never."""
+    idle_level: Literal[1, 2] = 1
+    wake_on_demand: bool = True
+    """Whether a request wakes an engine that fell asleep by itself."""
+
+
 class _BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
+    sleep: SleepConfig | None = None
+    """None for an engine that never sleeps."""
     extra_stop_seconds: ClassVar[float] = 0.0
     """How much longer than other engines this one may take to stop."""
     hang_seconds: float = 0.0
@@ -95,6 +111,10 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     """TCP port on which KV blocks are served; 0 takes a free one."""
     transfer_timeout_seconds: float = 5.0
     """Seconds that reading a prompt's KV blocks may take before the prompt is computed here."""
+    kv_memory_later: bool = False
+    """Only reserve addresses for KV blocks on a GPU until the engine starts: another one has their memory so long."""
+    memory_service: str = ""
+    """Socket of the memory service that owns the weights; empty for weights of this engine's own."""
     cache_dir: str = ""
     """Folder for code that is compiled for this machine; empty takes the settings' default."""
     processors: tuple[ProcessorConfig, ...] = ()

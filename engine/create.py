@@ -3,10 +3,16 @@
 from engine.base import Engine
 from engine.config import EngineConfig, FakeConfig, TrtllmConfig
 from engine.kit.processors import register_all
+from engine.sleep import Releasable, SleepingEngine
 
 
 def create_engine(config: EngineConfig) -> Engine:
     """Return the engine for `config`, not yet started."""
+    backend = _backend(config)
+    return backend if config.sleep is None else SleepingEngine(backend, config.sleep)
+
+
+def _backend(config: EngineConfig) -> Releasable:
     if isinstance(config, FakeConfig):
         from engine.fake.engine import FakeEngine  # noqa: PLC0415
 

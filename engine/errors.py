@@ -6,9 +6,12 @@
     │   └── RequestError …    found before the engine sees the request (`multimodal/errors.py`, `routers/errors.py`)
     ├── EngineUnavailable     try again later, here or on another replica
     │   ├── EngineNotReady    starting, restarting or closing
+    │   │   └── EngineAsleep  asleep, or about to be: somebody has to wake it
     │   ├── EngineDied        the engine was lost while the request ran
     │   ├── QueueFull         too many requests wait already
     │   └── QueueTimeout      the request waited too long for its turn
+    ├── EngineWoken           a sleep was given up, since the engine was woken before its last request had ended
+    ├── NotSupported          this backend, or how it was started, cannot do what was asked
     └── EngineFailure         one request failed inside the engine: our bug or the hardware's
 
 Backends translate foreign exceptions into these, once, where the foreign library is called; `server/http/errors.py`
@@ -56,6 +59,10 @@ class EngineNotReady(EngineUnavailable):
     """The engine is starting, restarting or closing."""
 
 
+class EngineAsleep(EngineNotReady):
+    """The engine has given its memory back, or is about to."""
+
+
 class EngineDied(EngineUnavailable):
     """The engine process was lost while this request ran."""
 
@@ -66,6 +73,14 @@ class QueueFull(EngineUnavailable):
 
 class QueueTimeout(EngineUnavailable):
     """The request waited for the engine as long as it may."""
+
+
+class EngineWoken(EngineError):
+    """A sleep was given up: the engine was woken before its last request had ended."""
+
+
+class NotSupported(EngineError):
+    """This backend cannot do what was asked of it, or not as it was started."""
 
 
 class EngineFailure(EngineError):

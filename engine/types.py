@@ -16,6 +16,9 @@ from engine.transfer.shared_bytes import Data
 FinishReason = Literal["stop", "length"]
 GuideKind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]
 GUIDE_KINDS: tuple[GuideKind, ...] = get_args(GuideKind)
+CANARY_SALT = "trellis-health-check"
+"""Cache salt of the requests that a replica sends to itself: no other request reuses their KV blocks, and they keep no
+engine awake."""
 PRIORITY_SECONDS = 10.0
 """Seconds of arrival time that one unit of priority is worth, so that a low-priority request waits longer, but not for
 ever."""
@@ -200,6 +203,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     instruction_set: str = ""
     """Instruction set of that code: a level of CPU_ISA, or torch's name for its own on a CPU (avx2, avx512 …) and a GPU
     (sm_90)."""
+    shared_weight_bytes: int = 0
+    """Weights that the memory service owns and other engines may map too."""
+    own_weights: str = ""
+    """Why this engine keeps weights of its own though it has a memory service; empty if it does not, or has none."""
     quantization: str = ""
     """How the embedded engine's weights are quantised: fp8 or int8; empty if they are not."""
     guides: tuple[GuideKind, ...] = ()

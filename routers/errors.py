@@ -10,7 +10,7 @@ class Missing(NamedTuple):
     """Something that a replica lacks to be ready."""
 
     name: str
-    """For programs: engine, prefill_peers, replicas, kv_events, canary, event_loop or draining."""
+    """For programs: engine, prefill_peers, replicas, kv_events, canary, event_loop, sleep or draining."""
     reason: str
     """For people."""
 

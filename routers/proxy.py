@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from engine import trace
-from engine.errors import EngineDied, EngineNotReady
+from engine.errors import EngineAsleep, EngineDied, EngineNotReady
 from engine.replicas.client import ConnectionFailed, Header, ReplicaConnection
 from engine.replicas.routing.fleet import Fleet, RoutedPrompt
 from engine.replicas.routing.load import Assignment
@@ -52,6 +52,7 @@ REFUSALS = frozenset({429, 503})
 ELSEWHERE = ("response_not_found", "previous_response_not_found", "item_not_found")
 """Codes of errors about responses that are stored, if they are, at another replica."""
 _ELSEWHERE = tuple(b'"code":"%b"' % code.encode() for code in ELSEWHERE)
+_ASLEEP = b'"code":"asleep"'
 _STORED = re.compile(rf"{responses.PATH}/(resp_[^/]+)")
 """A path that names a stored response."""
 _ID = re.compile(rb'"id":"(resp_[0-9a-f]+)"')
@@ -165,6 +166,8 @@ class _Exchange:
                 content = await connection.body(_MAX_ANSWER)
             outcome = "refused" if connection.status in REFUSALS else "error" if connection.status >= 500 else "ok"
             if connection.status == 503:
+                if _ASLEEP in content:
+                    replica.set_unready(EngineAsleep("one is asleep"))
                 replica.check()  # it may be shutting down
             else:
                 replica.breaker.succeed()

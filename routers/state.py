@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, NotRequired, Protocol, TypedDict, cast
 
 from fastapi import Depends, Request
@@ -12,9 +13,10 @@ from starlette.types import Scope
 from engine import trace
 from engine.admission import AdmissionEngine
 from engine.encoder import Encoder
-from engine.errors import EngineNotReady
+from engine.errors import EngineAsleep, EngineNotReady
 from engine.replicas.encode_answers import EncodeService
 from engine.replicas.routing.fleet import Fleet
+from engine.sleep import Sleeper, SleepState
 from multimodal.processor import Processor
 from multimodal.text.prompts import MediaPrompts
 from multimodal.text.routed_prompts import RoutedPrompts
@@ -121,6 +123,9 @@ class ReplicaState:
     """Conditions of readiness besides the service, by name: a call returns why one is not met, empty if it is."""
     peers: dict[str, Callable[[], tuple[int, int]]] = field(default_factory=dict)
     """Replicas that this one asks, by what for: a call returns how many it knows, and how many of them answer."""
+    sleeper: Sleeper | None = None
+    """Puts the engine to sleep, once it serves, if the settings allow it."""
+    sleep: SleepState = field(default_factory=SleepState)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while the replica drains."""
     registered: bool = False
@@ -155,17 +160,22 @@ class ReplicaState:
             explained = any(name in ("engine", "prefill_peers", "replicas") for name, _ in lacks)
             if not self.service.healthy and not explained:
                 lacks.insert(0, Missing("engine", "The engine is restarting, or closing."))
+            if asleep := self.sleep.obstacle:
+                lacks.append(Missing("sleep", asleep))
         return [Missing("draining", "The server is shutting down."), *lacks] if self.draining else lacks
 
     def enter(self) -> ReplicaService:
         """Begin a request, which `leave` ends, and return what serves it.
 
-        Raises EngineNotReady while starting and draining, and when routers can no longer know what is cached here.
+        Raises EngineNotReady while starting, asleep and draining, and when routers can no longer know what is cached
+        here.
         """
         if self.draining:
             raise EngineNotReady("The server is shutting down.")
         if self.service is None:
             raise EngineNotReady(self.loading)
+        if asleep := self.sleep.obstacle:
+            raise EngineAsleep(asleep)
         if (publishing := self.checks.get("kv_events")) is not None and (reason := publishing()):
             raise EngineNotReady(reason)
         self.running += 1
@@ -228,6 +238,8 @@ class State(TypedDict):
     """Return how the replica runs, as far as is known now."""
     settings: dict[str, object]
     """Without secrets."""
+    profile_dir: Path | None
+    """Where profiles of the engine go; None if there are none."""
     body_bytes: NotRequired[int]
 
 

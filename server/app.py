@@ -10,7 +10,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from prometheus_fastapi_instrumentator.metrics import Info
 
 from protocol.errors import ErrorEnvelope
-from routers import operations
+from routers import operations, sleep
 from routers.page import page_router
 from server import __version__
 from server.compose.model import served_name
@@ -51,7 +51,8 @@ def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAP
         redirect_slashes=False,
     )
     role = role_of(settings)
-    for router in (*role.routers(), operations.router):
+    admin = [sleep.router] if settings.admin_key and role.has_engine else []
+    for router in (*role.routers(), operations.router, *admin):
         app.include_router(router, responses={"4XX": {"model": ErrorEnvelope}, "5XX": {"model": ErrorEnvelope}})
     chat = settings.shows_page and role.has_text
     app.include_router(page_router(chat, settings.docs, direct_only=settings.page is None))
@@ -86,6 +87,7 @@ def _add_middleware(app: FastAPI, settings: Settings, measure: Callable[[Info], 
         ApiKeyMiddleware,
         keys=[key.get_secret_value() for key in settings.api_keys],
         internal_secret=secret,
+        admin_key=settings.admin_key.get_secret_value() if settings.admin_key else None,
         open_probes=settings.open_probes,
     )
     app.add_middleware(OriginMiddleware, origins=settings.cors_origins)

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 
 from pydantic import ValidationError
@@ -110,6 +111,41 @@ def _bench(arguments: Sequence[str]) -> int:
     return _as_client(bench.main, arguments)
 
 
+def _memory(arguments: Sequence[str]) -> int:
+    """Own the memory of weights that engines share."""
+    from server.commands import memory  # noqa: PLC0415
+
+    return memory.main(arguments)
+
+
+def _sweep(arguments: Sequence[str]) -> int:
+    """Measure configurations under many loads, and draw the trade-offs."""
+    from server.commands import sweep  # noqa: PLC0415
+
+    return _as_client(sweep.main, arguments)
+
+
+def _profile(arguments: Sequence[str]) -> int:
+    """Find the smallest deployment that meets targets of latency."""
+    from server.commands import profile  # noqa: PLC0415
+
+    return _as_client(profile.main, arguments)
+
+
+def _plan(arguments: Sequence[str]) -> int:
+    """Scale the replicas of a role by metrics, here or on Kubernetes."""
+    from server.commands import plan  # noqa: PLC0415
+
+    return plan.main(arguments)
+
+
+def _convert(arguments: Sequence[str]) -> int:
+    """Turn a configuration from aggregated to prefill and decode, or back, or set sizes."""
+    from server.commands import convert  # noqa: PLC0415
+
+    return convert.main(arguments)
+
+
 def _models(arguments: Sequence[str]) -> int:
     """List built-in and cached models, with their sizes."""
     from server.commands import models  # noqa: PLC0415
@@ -146,6 +182,11 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "doctor": (_doctor, "trellis doctor [MODEL] [--FLAG VALUE ...] [--probe]"),
     "config": (_config, "trellis config [MODEL] [--FLAG VALUE ...]"),
     "bench": (_bench, "trellis bench [--url URL]"),
+    "memory": (_memory, "trellis memory [--memory-service SOCKET] [--FLAG VALUE ...] [--status]"),
+    "sweep": (_sweep, "trellis sweep [FILE] [--url URL] [--output FOLDER]"),
+    "profile": (_profile, "trellis profile --ttft MS --itl MS --isl TOKENS --osl TOKENS [FILE]"),
+    "convert": (_convert, "trellis convert FILE [--to aggregated|disaggregated] [--tp INT]"),
+    "plan": (_plan, "trellis plan [--role ROLE] [--min INT] [--max INT] [-- --FLAG VALUE ...]"),
     "models": (_models, "trellis models"),
     "version": (_version, "trellis version"),
     "help": (_help, "trellis help [COMMAND] [TOPIC]"),
@@ -176,10 +217,8 @@ def _purpose(verb: str) -> str:
 
 def _help_on(verb: str, topic: str) -> str:
     """Return the help on a command, one screen unless a topic asks for more."""
-    from server.commands import bench, chat  # noqa: PLC0415
-
-    if verb in ("chat", "bench"):
-        parser = chat.parser() if verb == "chat" else bench.parser()
+    if verb in ("chat", "bench", "sweep", "profile", "convert", "plan"):
+        parser: argparse.ArgumentParser = import_module(f"server.commands.{verb}").parser()
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
         return parser.format_help()
     lines = [f"{_purpose(verb)}.", "", f"usage: {COMMANDS[verb][1]}", ""]
@@ -188,6 +227,9 @@ def _help_on(verb: str, topic: str) -> str:
     if verb in ("serve", "doctor", "config", "models"):
         lines += _PRECEDENCE
         lines += [help_page(Settings, topic or ("cache_dir" if verb == "models" else ""))]
+    if verb == "memory":
+        lines += ["--status shows what a running service owns. docs/shared-weights.md says more.", "", *_PRECEDENCE]
+        lines += [help_page(Settings, topic or "memory_service")]
     return "\n".join(lines) + "\n"
 
 
@@ -202,6 +244,10 @@ def _check_servable(settings: Settings) -> None:
     """Raise SettingsError for settings that the role lacks, missing packages, and more ranks than GPUs."""
     if (lacking_of_role := missing_setting(settings)) is not None:
         raise SettingsError(": ".join(lacking_of_role))
+    if settings.engine_standby and settings.engine_address:
+        raise SettingsError(
+            "--engine-standby (ENGINE_STANDBY): whoever started the engine at ENGINE_ADDRESS restarts it; leave one out"
+        )
     if settings.engine == "embedded" and settings.cpu_isa != "auto" and not settings.engine_address:
         _check_instruction_set(settings)
     if settings.otel_endpoint:

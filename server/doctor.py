@@ -49,6 +49,7 @@ _STACK = 64 * 1024**2  # as NVIDIA's images are started
 _FILES = 4096
 _HUB_SECONDS = 5.0
 _LEAST_FREE = GIB
+_LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _ROOMY_DISK, _LEAST_DISK = 20 * GIB, 2 * GIB
 
 
@@ -113,6 +114,10 @@ def findings(settings: Settings) -> Iterator[Finding]:
             yield check_compiler()
         if (needs_gpu or on_gpu(settings, machine)) and gpus and folder.is_dir():
             yield from check_memory(weight_bytes(folder), min(gpu.memory for gpu in gpus), ranks)
+    if settings.memory_service is not None:
+        yield check_memory_service(settings.memory_service)
+        if not on_gpu(settings, machine):
+            yield check_large_pages(_LARGE_PAGES)
     yield check_port(settings.host, settings.port)
     if settings.dynamo:
         yield check_dynamo(settings)
@@ -365,6 +370,32 @@ def check_memory(weights: int, memory: int, ranks: int) -> Iterator[Finding]:
         yield Finding("warning", f"{text}: little is left for the KV cache", cure)
     else:
         yield Finding("ok", text)
+
+
+def check_memory_service(path: Path) -> Finding:
+    """Check that a memory service answers, by asking it."""
+    from engine.memory.client import status  # noqa: PLC0415 - most replicas do without
+    from engine.memory.wire import MemoryServiceError  # noqa: PLC0415
+
+    try:
+        found = status(path)
+    except MemoryServiceError as error:
+        text = f"MEMORY_SERVICE={path}: {error}; engines load weights of their own"
+        return Finding("warning", text, f"trellis memory --memory-service {path}")
+    taken, leases = sum(held.size for held in found.held), sum(held.leases for held in found.held)
+    return Finding("ok", f"memory service at {path}: {taken / GIB:.1f} GiB of weights, {leases} lease(s)")
+
+
+def check_large_pages(switch: Path) -> Finding:
+    """Check that the system has large pages for memory that processes share."""
+    try:
+        allowed = "[never]" not in switch.read_text() and "[deny]" not in switch.read_text()
+    except OSError:
+        allowed = False
+    if allowed:
+        return Finding("ok", "large pages for shared memory")
+    text = "no large pages for shared memory: with MEMORY_SERVICE one stream is about 5 % slower on a CPU"
+    return Finding("warning", text, f"echo advise > {switch}, as root")
 
 
 def check_port(host: str, port: int) -> Finding:

@@ -64,6 +64,7 @@ def make_lifespan(
                 render_metrics=metrics.render,
                 runtime=partial(runtime_of, settings, replica),
                 settings=shown_settings(settings),
+                profile_dir=settings.profile_dir and settings.profile_dir.resolve(),
             )
         if at_end is not None:
             await in_thread(at_end)

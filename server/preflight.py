@@ -59,6 +59,7 @@ def impossible(settings: Settings, machine: Machine, folder: Path | None) -> Ite
     else:
         yield from _cpu_problems(settings, machine, weights)
     yield from _tier_problems(settings, machine)
+    yield from _sharing_problems(settings, on_gpu(settings, machine))
     if facts is not None and (sentence := too_long(settings, facts)):
         yield Finding("problem", sentence, f"MAX_SEQ_LEN={facts.context_length} at most, or 0 for the model's")
 
@@ -149,6 +150,23 @@ def _not_compiled(settings: Settings) -> str:
         "LOAD_FORMAT": settings.load_format == "dummy",
     }
     return " and ".join(f"{name}={getattr(settings, name.lower())}" for name, asked in rules_out.items() if asked)
+
+
+def _sharing_problems(settings: Settings, gpu: bool) -> Iterator[Finding]:
+    if gpu and settings.engine_standby and settings.memory_service is None:
+        text = "ENGINE_STANDBY=true needs MEMORY_SERVICE on a GPU, whose memory would hold the weights twice"
+        yield Finding("problem", text, "start `trellis memory` and set MEMORY_SERVICE, or leave ENGINE_STANDBY out")
+    if gpu and settings.engine_standby:
+        moves = "DISAGGREGATION_MODE" if role_of(settings).moves_kv_blocks else ""
+        if named := moves or ("SPECULATIVE" if settings.speculative == "draft" else ""):
+            text = f"ENGINE_STANDBY=true cannot be used on a GPU with {named}={getattr(settings, named.lower())}"
+            yield Finding("problem", text, "leave one of them out")
+    if settings.memory_service is None:
+        return
+    against = "ATTENTION=sdpa" if gpu and settings.attention == "sdpa" else ""
+    if against or (not gpu and (against := _not_compiled(settings))):
+        text = f"MEMORY_SERVICE shares the weights of compiled code, which {against} rules out"
+        yield Finding("problem", text, "leave one of them out")
 
 
 def _tier_problems(settings: Settings, machine: Machine) -> Iterator[Finding]:

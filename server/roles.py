@@ -134,14 +134,14 @@ def _public() -> tuple[APIRouter, ...]:
         batches.router,
         models.router,
         tokenize.router,
-        internal.cache_router,
+        internal.operator_router,
     )
 
 
 def _prefill() -> tuple[APIRouter, ...]:
     from routers import encode, internal  # noqa: PLC0415
 
-    return internal.router, internal.cache_router, encode.router, internal.no_public_routes("a prefill replica")
+    return internal.router, internal.operator_router, encode.router, internal.no_public_routes("a prefill replica")
 
 
 def _encode() -> tuple[APIRouter, ...]:

@@ -86,6 +86,7 @@ SLOW = (
     "engine/trtllm/test_workers.py",
     "multimodal/answers/parsers/test_matrix.py",
     "routers/test_responses_websocket.py",
+    "server/commands/test_memory.py",
     "server/http/test_openapi_fuzz.py",
     "server/process/",
     "server/test_tracing_export.py",

@@ -25,7 +25,7 @@ HOMES = {
     "uvicorn": ("server", "routers"),
     "prometheus_client": ("server", "routers/operations.py", "multimodal/metrics.py"),
     "prometheus_fastapi_instrumentator": ("server",),
-    "pydantic_settings": ("server/settings", "server/cli.py", "server/commands/remote.py"),
+    "pydantic_settings": ("server/settings", "server/cli.py", "server/commands", "server/sweep"),
     "zmq": ("engine",),
     "nats": ("engine/replicas/publisher",),
     "httpx": ("multimodal/media",),

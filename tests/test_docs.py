@@ -27,6 +27,12 @@ LINKED = [
     *(path for folder in ("benchmarks", "deploy", "smolvision") for path in sorted(ROOT.glob(f"{folder}/**/*.md"))),
 ]
 FOREIGN_VARIABLES = {
+    "FIRST_PORT",
+    "ROUTER_PORT",
+    "SLURM_JOB_NODELIST",
+    "SLURM_TASKS_PER_NODE",
+    "TLLM_PROFILE_START_STOP",
+    "TLLM_TORCH_PROFILE_TRACE",
     "HF_HUB_OFFLINE",
     "CUDA_VISIBLE_DEVICES",
     "DYN_HEALTH_CHECK_ENABLED",

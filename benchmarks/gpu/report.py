@@ -7,7 +7,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from benchmarks.gpu.cells import HTTP_SHARE, READY_SECONDS, ROUNDS, VLLM, VLLM_READY_SECONDS, WORKLOADS, Workload
-from benchmarks.report import describe_machine, save, table
+from benchmarks.report import save, table
+from server.bench.machine import describe_machine
 from server.bench.summary import Summary
 
 if TYPE_CHECKING:

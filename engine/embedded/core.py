@@ -4,7 +4,7 @@ drives it."""
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from engine.config import EmbeddedConfig
+from engine.config import EmbeddedConfig, Tag
 from engine.embedded.fetches import Fetches
 from engine.embedded.grammar.library import Compiled
 from engine.embedded.handoff.remote_source import RemoteSource
@@ -24,8 +24,8 @@ from engine.embedded.kv.groups import BlockGroups
 from engine.embedded.kv.source import Source
 from engine.embedded.kv.tiers import Tiers, host_slots, open_tiers
 from engine.embedded.models.embeddings import NO_IMAGES, PromptImages
-from engine.embedded.models.load import load_runner
-from engine.embedded.models.runner import StepInput
+from engine.embedded.models.load import load_runner, resume_memory, state_of_files
+from engine.embedded.models.runner import ModelRunner, StepInput
 from engine.embedded.sampling.sampler import Drawn, Sampler, prompt_logprobs
 from engine.embedded.scheduler import Scheduler
 from engine.embedded.sequence import Sequence, SequenceStatus
@@ -85,13 +85,28 @@ class _Taken:
     accepted: int = 0
 
 
+class LoadedModel:
+    """What an engine computes with: all of it that another engine may have at the same time."""
+
+    def __init__(self, config: EmbeddedConfig) -> None:
+        self.runner = load_runner(config)
+        self.speculator = create_speculator(config, self.runner)
+
+
 class EngineCore:
     """Model runner, block pools, scheduler and sampler, and the sequences that are alive."""
 
-    def __init__(self, config: EmbeddedConfig, publish: Callable[[KvEvent], None]) -> None:
-        self.runner = load_runner(config)
-        self.speculator = create_speculator(config, self.runner)
+    def __init__(
+        self, config: EmbeddedConfig, publish: Callable[[KvEvent], None], loaded: LoadedModel | None = None
+    ) -> None:
+        loaded = loaded or LoadedModel(config)
+        self.runner = loaded.runner
+        self.speculator = loaded.speculator
         """Chooses drafts; None without speculation."""
+        self._folders = [folder for folder in (config.model, config.speculative_model) if folder]
+        self._files = self._state_of_files() if config.sleep is not None else []
+        self._reads_files = False
+        """Whether a sleep has dropped weights, which have to be read again."""
         self._publish_event = publish
         self._event_id = 0
         num_blocks = [group.num_blocks for group in self.runner.groups]
@@ -231,6 +246,37 @@ class EngineCore:
             self.tiers.clear()
         for pool in self.blocks.pools:
             pool.clear()
+
+    def release_memory(self, tags: Collection[Tag], level: int) -> bool:
+        """Give back memory that nobody uses; return False if a sequence has not ended yet, or something is copied."""
+        if self._sequences or self.busy:
+            return False
+        if "kv_cache" in tags:
+            for pool in self.blocks.pools:
+                if self.tiers is not None:
+                    pool.evict()
+                else:
+                    pool.clear()
+        for runner in self._runners:
+            runner.release_memory(tags, level)
+        self._reads_files |= "weights" in tags and level > 1
+        return True
+
+    def resume_memory(self, tags: Collection[Tag]) -> None:
+        """Take memory again; all KV blocks are empty. Raises EngineFailure."""
+        if "weights" in tags and self._reads_files and self._state_of_files() != self._files:
+            raise EngineFailure(f"the files in {' or '.join(self._folders)} have changed since the model was loaded")
+        for runner in self._runners:
+            resume_memory(runner, tags)
+        self._reads_files &= "weights" not in tags
+
+    def _state_of_files(self) -> list[dict[Path, tuple[int, int]]]:
+        return [state_of_files(Path(folder)) for folder in self._folders]
+
+    @property
+    def _runners(self) -> list[ModelRunner]:
+        drafting = None if self.speculator is None else self.speculator.drafter.runner
+        return [self.runner] if drafting is None else [self.runner, drafting]
 
     def step(self) -> Outputs:
         """Run one step, and return what is known by then.

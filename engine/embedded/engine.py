@@ -3,19 +3,20 @@
 import asyncio
 import contextlib
 import logging
+import os
 import queue
 import random
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from engine.base import DeltaStream, Latest
-from engine.config import EmbeddedConfig
-from engine.embedded.core import EngineCore, Outputs
+from engine.config import EmbeddedConfig, Tag
+from engine.embedded.core import EngineCore, LoadedModel, Outputs
 from engine.embedded.grammar.compiler import GrammarCompiler, Matcher
 from engine.embedded.handoff.remote_source import resume
 from engine.embedded.sampling.state import SamplerState
@@ -37,6 +38,11 @@ the last."""
 _HEAD_START_SECONDS = 0.03
 """Seconds that a prompt waits for its guide. After that, all but its last token is computed without the guide, and the
 last token takes a step of its own; most guides are compiled sooner."""
+_RELEASE_PAUSE = 0.002
+"""Seconds between two attempts to release memory that something is still copied from or to."""
+_WARM_UP_PAUSE = 2.0
+"""Seconds from the start to that of processes for guides, which take the cores for a second: requests that wait for a
+restarted engine come first. A guide that comes sooner starts them."""
 _NO_TRANSFER = "this engine moves no KV blocks: its setting kv_transfer is empty"
 
 
@@ -48,11 +54,17 @@ class EmbeddedEngine:
         self._info: EngineInfo | None = None
         self._commands: queue.SimpleQueue[Callable[[EngineCore], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, DeltaStream] = {}
+        self._profiler: torch.profiler.profile | None = None
         self._stats: Latest[IterationStats] = Latest()
         self._events = KvEventLog()
         self._new_events: list[KvEvent] = []
         self._compiling: set[asyncio.Task[None]] = set()
+        self._asked: set[asyncio.Future[Any]] = set()
+        """What the engine's thread has been asked for."""
         self._thread: threading.Thread | None = None
+        self._started = threading.Event()
+        """Set by `start`, and by `close`: what only one engine may do waits for it."""
+        self._closing = False
 
     @property
     def info(self) -> EngineInfo:
@@ -64,12 +76,20 @@ class EmbeddedEngine:
     def healthy(self) -> bool:
         return self._info is not None and self._thread is not None and self._thread.is_alive()
 
-    async def start(self) -> None:
+    async def prepare(self) -> None:
+        """Load the model and try it. KV blocks of a CPU take memory only once they are written."""
         self._loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[EngineInfo] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, args=(loaded,), name="engine", daemon=True)
+        loaded: asyncio.Future[None] = self._loop.create_future()
+        self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, args=(loaded, self._ready), name="engine", daemon=True)
         self._thread.start()
-        info = await loaded
+        await loaded
+
+    async def start(self) -> None:
+        if self._thread is None:
+            await self.prepare()
+        self._started.set()
+        info = await self._ready
         self._compiler = GrammarCompiler(
             Path(info.model),
             info.vocab_size,
@@ -77,7 +97,7 @@ class EmbeddedEngine:
             self._config.guide_timeout_seconds,
             self._config.guide_workers,
         )
-        self._compiling.add(asyncio.create_task(self._compiler.warm_up()))
+        self._compiling.add(asyncio.create_task(self._warm_up()))
         self._info = info
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
@@ -101,19 +121,56 @@ class EmbeddedEngine:
         return self._stats.values()
 
     async def reset_prefix_cache(self) -> None:
+        await self._ask(EngineCore.reset_prefix_cache)
+
+    def sleep_obstacle(self, level: int) -> str:
+        return ""
+
+    async def release_memory(self, tags: Collection[Tag], level: int) -> None:
+        while not await self._ask(lambda core: core.release_memory(tags, level)):  # noqa: ASYNC110 - the thread's own
+            await asyncio.sleep(_RELEASE_PAUSE)
+
+    async def resume_memory(self, tags: Collection[Tag]) -> None:
+        await self._ask(lambda core: core.resume_memory(tags))
+
+    async def start_profile(self) -> None:
+        if self._profiler is not None:
+            raise InvalidRequest("a profile is being recorded: stop it first")
+        self._profiler = profiler = torch.profiler.profile()  # of CPU and GPU, if there is one
+        await self._ask(lambda _: profiler.start())
+
+    async def stop_profile(self, trace: str) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            raise InvalidRequest("no profile is being recorded")
+        await self._ask(lambda _: profiler.stop())
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(profiler.export_chrome_trace, trace)
+        if not os.path.isfile(trace):  # noqa: ASYNC240 - a moment; torch reports some failures in its log alone
+            raise EngineFailure(f"the profile cannot be written to {trace}")
+
+    async def _ask(self, function: Callable[[EngineCore], T]) -> T:
+        """Have the engine's thread call a function, and return its result. Raises EngineNotReady, and EngineFailure if
+        the function does."""
         if not self.healthy:
             raise EngineNotReady("the engine is not running")
-        done: asyncio.Future[None] = self._loop.create_future()
+        done: asyncio.Future[T] = self._loop.create_future()
+        self._asked.add(done)
+        done.add_done_callback(self._asked.discard)
 
-        def reset(core: EngineCore) -> None:
-            core.reset_prefix_cache()
-            self._call(_settle, done, None)
+        def answer(core: EngineCore) -> None:
+            try:
+                self._call(_settle, done, function(core))
+            except EngineFailure as error:
+                self._call(_settle, done, error)
 
-        self._commands.put(reset)
-        await done
+        self._commands.put(answer)
+        return await done
 
     async def close(self) -> None:
         if self._thread is not None:
+            self._closing = True
+            self._started.set()
             self._commands.put(None)
             await asyncio.to_thread(self._thread.join)
             self._fail_all(EngineNotReady("the engine is closing"))
@@ -204,26 +261,44 @@ class EmbeddedEngine:
             resume(sequence, request.handoff, self._layout)
         return sequence
 
+    async def _warm_up(self) -> None:
+        await asyncio.sleep(_WARM_UP_PAUSE)
+        await self._compiler.warm_up()
+
     def _abort(self, request_id: str) -> None:
         self._commands.put(lambda core: core.abort(request_id))
 
     # The engine thread.
 
-    def _run(self, loaded: "asyncio.Future[EngineInfo]") -> None:
+    def _run(self, loaded: "asyncio.Future[None]", ready: "asyncio.Future[EngineInfo]") -> None:
+        awaited: asyncio.Future[Any] = loaded
         try:
-            core = self._load(loaded)
+            began = time.monotonic()
+            log.info("loading the model in %s", self._config.model)
+            torch.set_num_threads(compute_threads(self._config.threads))
+            model = LoadedModel(self._config)
+            seconds = time.monotonic() - began
+            self._call(_settle, loaded, None)
+            awaited = ready
+            self._started.wait()
+            if self._closing:
+                return
+            model.runner.take_memory()
+            core = EngineCore(self._config, lambda event: self._new_events.append(event), model)
+            self._call(_settle, ready, self._describe(core, seconds))
         except EngineFailure as error:
-            self._call(_settle, loaded, error)
+            self._call(_settle, awaited, error)
             return
         except Exception as error:  # a bug, or a library's: the start must raise, or it would wait for ever
             log.exception("cannot load %s", self._config.model)
             said = " ".join(f"{type(error).__name__}: {error}".split())
-            self._call(_settle, loaded, EngineFailure(f"cannot load {self._config.model}: {said}"))
+            self._call(_settle, awaited, EngineFailure(f"cannot load {self._config.model}: {said}"))
             return
         try:
             with contextlib.closing(core), torch.inference_mode():
                 while self._obey(core):
-                    outputs = core.step()
+                    with torch.profiler.record_function("step") if self._profiler else contextlib.nullcontext():
+                        outputs = core.step()
                     self._call(self._deliver, outputs, core.stats(), self._take_events())
         except Exception as error:  # a bug of ours: the engine is lost, its requests must not hang
             log.critical("the engine thread died", exc_info=error)
@@ -251,16 +326,13 @@ class EmbeddedEngine:
             command(core)
             told = False
 
-    def _load(self, loaded: "asyncio.Future[EngineInfo]") -> EngineCore:
-        started = time.monotonic()
-        log.info("loading the model in %s", self._config.model)
-        torch.set_num_threads(compute_threads(self._config.threads))
-        core = EngineCore(self._config, lambda event: self._new_events.append(event))
+    def _describe(self, core: EngineCore, load_seconds: float) -> EngineInfo:
         runner, config = core.runner, self._config
         self._capacity = core.blocks.capacity
         self._layout = core.layout
         self._takes_images = runner.takes_images
-        info = EngineInfo(
+        shared = runner.shared_weights
+        return EngineInfo(
             backend="embedded",
             model=config.model,
             dtype=str(runner.dtype).removeprefix("torch."),
@@ -275,7 +347,7 @@ class EmbeddedEngine:
             num_blocks=core.blocks.pools[0].num_blocks,
             max_num_seqs=config.max_batch_size,
             max_num_tokens=config.max_num_tokens,
-            load_seconds=time.monotonic() - started,
+            load_seconds=load_seconds,
             kv_bytes=sum(blocks.nbytes for blocks in runner.memory.blocks),
             host_kv_bytes=config.kv_host_cache_mb << 20,
             disk_kv_bytes=config.kv_disk_cache_mb << 20,
@@ -284,9 +356,9 @@ class EmbeddedEngine:
             text_grammars=True,
             capacity=self._capacity if self._capacity < runner.context_length else 0,
             kv_layout=str(core.layout),
+            shared_weight_bytes=shared.bytes if shared is not None else 0,
+            own_weights=shared.failure if shared is not None else "",
         )
-        self._call(_settle, loaded, info)
-        return core
 
     def _take_events(self) -> list[KvEvent]:
         """Return the KV events since the last call: they travel with the outputs of a step."""
@@ -318,6 +390,9 @@ class EmbeddedEngine:
     def _fail_all(self, error: EngineUnavailable) -> None:
         for stream in list(self._streams.values()):
             stream.fail(error)
+        for asked in self._asked:
+            if not asked.done():
+                asked.set_exception(error)
 
 
 def _settle(future: "asyncio.Future[T]", outcome: T | EngineFailure) -> None:

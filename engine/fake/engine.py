@@ -10,11 +10,11 @@ either. Its handoff is a digest of prompt, images and first token, which the rec
 import asyncio
 import heapq
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
 
 from engine.base import DeltaStream, Latest
-from engine.config import FakeConfig
-from engine.errors import EngineError, EngineNotReady, InvalidRequest
+from engine.config import FakeConfig, Tag
+from engine.errors import EngineError, EngineNotReady, InvalidRequest, NotSupported
 from engine.fake.blocks import FakeBlocks, FakeSequenceBlocks
 from engine.fake.sequence import BACKEND, FakeSequence, check_handoff, check_media, sequence_of, state_of
 from engine.kit.checks import check_prompt, output_here
@@ -46,6 +46,8 @@ class FakeEngine:
         self._iteration = 0
         self._completed = 0
         self._aborted = 0
+        self.released: set[Tag] = set()
+        """What a sleep has released."""
 
     @property
     def info(self) -> EngineInfo:
@@ -79,6 +81,7 @@ class FakeEngine:
         self._publish(0.0, 0, 0)
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
+        assert not self.released, "a sleeping engine gets no requests"
         if not self.healthy:
             return DeltaStream.failed(
                 EngineNotReady("the engine is closed" if self._closed else "the engine has not started")
@@ -103,6 +106,30 @@ class FakeEngine:
 
     async def reset_prefix_cache(self) -> None:
         self._blocks.clear()
+
+    def sleep_obstacle(self, level: int) -> str:
+        return ""
+
+    async def release_memory(self, tags: Collection[Tag], level: int) -> None:
+        """Forget the blocks, and note what is released: there is no memory."""
+        assert not (self._running or self._held or self._waiting), "memory is released while nothing runs"
+        if "kv_cache" in tags:
+            self._blocks.clear()
+        self.released |= set(tags)
+
+    async def resume_memory(self, tags: Collection[Tag]) -> None:
+        self.released -= set(tags)
+
+    @property
+    def running(self) -> int:
+        """Requests that take part in steps."""
+        return len(self._running)
+
+    async def start_profile(self) -> None:
+        raise NotSupported("the fake engine computes nothing that could be profiled")
+
+    async def stop_profile(self, trace: str) -> None:
+        await self.start_profile()
 
     @property
     def waiting(self) -> int:

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -22,11 +23,13 @@ from engine.process.engine_service import ENGINE
 from engine.process.folder import PrivateFolder
 from engine.process.service import Interface
 from engine.process.sockets import remove_socket_file
-from engine.process.supervisor import End, Supervisor
+from engine.process.supervisor import FIRST_PAUSE, LONGEST_PAUSE, End, Supervisor
 from engine.process.wire import PARENT_BEAT_SECONDS, HostOptions
 
 STOP_SECONDS = 5.0
 """Time a host may take to stop once its input has ended."""
+STANDBY_PAUSE = 2.0
+"""Seconds that a host has served before a standby host prepares."""
 KILL_SECONDS = 10.0
 """Time that killed processes may take to go; those that hold GPU memory take longest."""
 _LAST_LINES = 20
@@ -42,6 +45,8 @@ class ServiceProcess:
     A host that dies is restarted (`supervisor.py`), unless `on_death` is "exit" or no host was ever ready: then this
     gives up, and `wait_failed` returns the reason. A host that is not responsive for the service's `hang_seconds` is
     killed. The host ends with this process, however that ends, and what the host has started ends with the host.
+
+    With `standby`, another host prepares as soon as one serves, and takes over when that one dies.
     """
 
     def __init__(
@@ -50,27 +55,40 @@ class ServiceProcess:
         config: msgspec.Struct,
         address: str = "",
         on_death: Literal["restart", "exit"] = "restart",
+        standby: bool = False,
     ) -> None:
         self._folder: PrivateFolder | None = None
         if not address:
             self._folder = PrivateFolder()
             address = f"ipc://{self._folder.path}/service.sock"
         self.address = address
-        options = HostOptions(msgspec.Raw(msgspec.json.encode(config)), self.address, logs.current())
         self._interface = interface
-        self._options = msgspec.json.encode(options) + b"\n"
-        self._mark = secrets.token_hex(8)
+        self._options = HostOptions(msgspec.Raw(msgspec.json.encode(config)), self.address, logs.current())
         self._hang_seconds = interface.hang_seconds(config)
         self._stop_seconds = STOP_SECONDS + interface.more_stop_seconds(config)
         self._on_death = on_death
         self._host: _Host | None = None
+        self._standby: _Host | None = None
+        self._keeps_standby = standby
+        self._serving = asyncio.Event()
+        """Set while the host serves."""
         self._was_ready = False
         self._supervision: asyncio.Task[str] | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        self.restarts = 0
+        """Hosts that were started after the first, or took over."""
+        self.takeovers = 0
+        """Standby hosts that took over."""
 
     @property
     def pid(self) -> int | None:
         """Process id of the host; None while none runs."""
         return None if self._host is None else self._host.process.pid
+
+    @property
+    def standby_pid(self) -> int | None:
+        """Process id of the standby host; None while none is prepared."""
+        return self._standby.process.pid if self._standby is not None and self._standby.prepared else None
 
     async def start(self) -> None:
         """Spawn the host. It is ready when a client has started; that fails if `wait_failed` returns first.
@@ -82,6 +100,8 @@ class ServiceProcess:
         except OSError as error:
             raise EngineFailure(self._not_spawned(error)) from error
         self._supervision = asyncio.create_task(Supervisor(self._live).run(), name=f"{self._interface.noun}-process")
+        if self._keeps_standby:
+            self._keeping = asyncio.create_task(self._keep_standby(), name=f"{self._interface.noun}-standby")
 
     async def wait_failed(self) -> str:
         """Return the reason, with the host's last log lines, once this has given up."""
@@ -93,36 +113,84 @@ class ServiceProcess:
 
     async def close(self) -> None:
         """Stop the host and remove the socket file. Safe at any time."""
-        if self._supervision is not None:
-            self._supervision.cancel()
-            await asyncio.wait([self._supervision])
-        if self._host is not None:
-            await self._host.stop(self._stop_seconds)
-            self._host = None
+        if tasks := [task for task in (self._supervision, self._keeping) if task is not None]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        hosts, self._host, self._standby = (self._host, self._standby), None, None
+        await asyncio.gather(*(host.stop(self._stop_seconds) for host in hosts if host is not None))
         remove_socket_file(self.address)
         if self._folder is not None:
             self._folder.close()
             self._folder = None
 
     async def _live(self) -> End:
-        """Wait for the end of one host: the one that `start` has spawned, or else a new one."""
+        """Wait for the end of one host: the one that `start` has spawned, or else the standby or a new one."""
         if self._host is None:
+            self.restarts += 1
             try:
-                self._host = await self._spawn()
+                self._host = self._take_standby() or await self._spawn()
             except OSError as error:
                 return End(self._not_spawned(error))
         host = self._host
         reason = await host.wait()
         self._host = None
-        self._was_ready = self._was_ready or host.ready_at is not None
+        self._serving.clear()
         served = 0.0 if host.ready_at is None else time.monotonic() - host.ready_at
-        return End(reason, served, final=not self._was_ready or self._on_death == "exit")
+        final = not self._was_ready or self._on_death == "exit"
+        return End(reason, served, final, prepared=self.standby_pid is not None)
 
-    async def _spawn(self) -> "_Host":
+    async def _spawn(self, *, standby: bool = False) -> "_Host":
         """Raises OSError."""
-        host = await _Host.spawn(self._interface, self._mark, self._hang_seconds, again=self._was_ready)
-        host.tell(self._options)
+        host = await _Host.spawn(self._interface, self._hang_seconds, self._note_ready, again=self._was_ready)
+        options = msgspec.structs.replace(self._options, standby=standby)
+        if standby and self._host is not None and self._host.successor:
+            options = msgspec.structs.replace(options, config=msgspec.Raw(self._host.successor))
+        host.tell(msgspec.json.encode(options))
         return host
+
+    def _note_ready(self) -> None:
+        self._was_ready = True
+        self._serving.set()
+
+    def _take_standby(self) -> "_Host | None":
+        """Let the standby host serve, and return it; None if there is none. One that still prepares is ahead of a new
+        one, too."""
+        host, self._standby = self._standby, None
+        if host is not None:
+            self.takeovers += 1
+            log.info("the standby %s process takes over", self._interface.noun)
+            host.tell(b"go")
+            host.taken.set()
+        return host
+
+    async def _keep_standby(self) -> None:
+        """Spawn a standby host when one serves, and another when it has taken over or died."""
+        pause = FIRST_PAUSE
+        while True:
+            await self._serving.wait()
+            await asyncio.sleep(STANDBY_PAUSE)  # the host that has just begun to serve needs the cores
+            if not self._serving.is_set():
+                continue
+            try:
+                host = self._standby = await self._spawn(standby=True)
+            except OSError as error:
+                reason = self._not_spawned(error)
+            else:
+                waits = [asyncio.ensure_future(wait) for wait in (host.taken.wait(), host.process.wait())]
+                try:
+                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for wait in waits:
+                        wait.cancel()
+                if host.taken.is_set():
+                    pause = FIRST_PAUSE
+                    continue
+                self._standby = None
+                reason = await host.wait()
+            log.error("no %s process stands by, the next one starts in %.2g s: %s", self._interface.noun, pause, reason)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
 
     def _not_spawned(self, error: OSError) -> str:
         return f"the {self._interface.noun} process cannot be spawned: {error}"
@@ -135,8 +203,24 @@ EngineProcess = partial(ServiceProcess, ENGINE)
 class _Host:
     """One child process. Its output goes to standard error, and the last lines are kept."""
 
-    def __init__(self, noun: str, process: Process, log_pipe: int, mark: str, hang_seconds: float, again: bool) -> None:
+    def __init__(
+        self,
+        noun: str,
+        process: Process,
+        log_pipe: int,
+        mark: str,
+        hang_seconds: float,
+        on_ready: Callable[[], None],
+        again: bool,
+    ) -> None:
         self.process = process
+        self.prepared = False
+        """Whether it is a standby host that can take over at once."""
+        self.taken = asyncio.Event()
+        """Set once it has been told to take over."""
+        self.successor = b""
+        """Configuration of a standby host, if it is not this one's."""
+        self._on_ready = on_ready
         self._again = again
         self._noun = noun
         self._mark = mark
@@ -155,9 +239,10 @@ class _Host:
 
     @classmethod
     async def spawn(
-        cls, interface: Interface[Any, Any], mark: str, hang_seconds: float, *, again: bool = False
+        cls, interface: Interface[Any, Any], hang_seconds: float, on_ready: Callable[[], None], *, again: bool
     ) -> "_Host":
         """Raises OSError. `again` is whether another one was ready before."""
+        mark = secrets.token_hex(8)
         # A pipe of our own: asyncio considers a process running as long as one of its children has its standard error
         # open.
         log_pipe, log_end = os.pipe()
@@ -172,12 +257,12 @@ class _Host:
             raise
         finally:
             os.close(log_end)
-        return cls(interface.noun, process, log_pipe, mark, hang_seconds, again)
+        return cls(interface.noun, process, log_pipe, mark, hang_seconds, on_ready, again)
 
-    def tell(self, options: bytes) -> None:
-        """Send the one line that the process waits for."""
+    def tell(self, line: bytes) -> None:
+        """Send a line that the process waits for."""
         assert self.process.stdin is not None
-        self.process.stdin.write(options)
+        self.process.stdin.write(line + b"\n")
 
     async def wait(self) -> str:
         """Wait for the end of the process and of those it has started.
@@ -228,10 +313,16 @@ class _Host:
             self._silent_seconds = 0.0
             if line == b"ready\n":
                 self.ready_at = time.monotonic()
+                self._on_ready()
                 if self._hang_seconds:
                     self._watch = asyncio.create_task(self._kill_if_silent(), name=f"{self._noun}-watch")
                 if self._again:
                     log.info("the %s process is ready again", self._noun)
+            elif line.startswith(b"successor "):
+                self.successor = line.partition(b" ")[2].strip()
+            elif line == b"standby\n":
+                self.prepared = True
+                log.info("a standby %s process is prepared", self._noun)
             elif line.startswith(b"failed "):
                 self._failure = line.decode(errors="replace").partition(" ")[2].strip()
 

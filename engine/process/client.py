@@ -16,12 +16,14 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from engine.base import DeltaStream, EventFeed, Latest
+from engine.config import Tag
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
 from engine.kv_events import KvEvent
 from engine.process import wire
 from engine.process.engine_service import ENGINE
 from engine.process.service import Interface
 from engine.process.sockets import Buffer, LoopSocket, context
+from engine.sleep import TAGS, SleepOrder, SleepState
 from engine.stats import IterationStats
 from engine.transfer.shared_bytes import SharedBytes
 from engine.types import EngineInfo, GenerateRequest
@@ -230,6 +232,7 @@ class EngineClient(ServiceClient[EngineInfo]):
         super().__init__(ENGINE, address, failed)
         self._stats: Latest[IterationStats] = Latest()
         self._events: EventFeed[KvEvent] = EventFeed()
+        self._sleep_states: Latest[SleepState] = Latest()
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
         stream = DeltaStream(lambda: self.end(key, cancel=True))
@@ -253,6 +256,24 @@ class EngineClient(ServiceClient[EngineInfo]):
     async def reset_prefix_cache(self) -> None:
         await self.call("reset_prefix_cache", True)
 
+    async def sleep(self, order: SleepOrder) -> SleepState:
+        state: SleepState = await self.call("sleep", order)
+        return state
+
+    async def wake_up(self, tags: tuple[Tag, ...] = TAGS) -> SleepState:
+        state: SleepState = await self.call("wake_up", tags)
+        return state
+
+    def sleep_states(self) -> AsyncIterator[SleepState]:
+        self.subscribe("sleep_states", self._sleep_states.publish)
+        return self._sleep_states.values()
+
+    async def start_profile(self) -> None:
+        await self.call("start_profile", True)
+
+    async def stop_profile(self, trace: str) -> None:
+        await self.call("stop_profile", trace)
+
     def _put_events(self, events: list[KvEvent]) -> None:
         for event in events:
             self._events.put(event)
@@ -261,6 +282,7 @@ class EngineClient(ServiceClient[EngineInfo]):
         await super().close()
         self._stats.close()
         self._events.close()
+        self._sleep_states.close()
 
 
 class _Link:

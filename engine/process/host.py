@@ -3,9 +3,11 @@
 It is started by `python -m engine.process.host MODULE:INTERFACE` (`command.py`).
 
 Standard input starts with one line of JSON, a `wire.HostOptions`, and stays open for the life of the host. The line
-`ready` on standard output says that clients are served, `failed REASON` that the host ends; for a service with
-`hang_seconds`, lines `beat` follow `ready` as long as the event loop runs. SIGTERM, SIGINT and SIGHUP have no effect: a
-service manager sends them to the parent too, which still drains. What this process has started is killed when it ends.
+`ready` on standard output says that clients are served, `failed REASON` that the host ends, and `successor CONFIG`, if
+there is one, with which configuration a standby host prepares. For a service with `hang_seconds`, lines `beat` follow
+`ready` as long as the event loop runs. A standby host prepares, says `standby`, and goes on when a line `go` comes.
+SIGTERM, SIGINT and SIGHUP have no effect: a service manager sends them to the parent too, which still drains. What this
+process has started is killed when it ends.
 """
 
 import asyncio
@@ -286,12 +288,19 @@ def _take_pipes() -> _Channel:
 class _HostProcess:
     """The life of a host process."""
 
-    def __init__(self, interface: Interface[Any, Any], options: wire.HostOptions, channel: _Channel) -> None:
+    def __init__(
+        self, interface: Interface[Any, Any], options: wire.HostOptions, channel: _Channel, told: bytes
+    ) -> None:
+        """`told`: what has come behind the options."""
         self._interface = interface
         self._address = options.address
+        self._standby = options.standby
         self._config = msgspec.json.decode(options.config, type=interface.config)
         self._channel = channel
         self._stop = asyncio.Event()
+        self._go = asyncio.Event()
+        if told:
+            self._go.set()
         self._beats: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -301,17 +310,30 @@ class _HostProcess:
         """
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._stop_at_end_of_input, args=(loop,), daemon=True).start()
+        gc.disable()  # imports make a million objects that stay
+        service = self._interface.create(self._config)
+        gc.enable()
+        try:
+            if not self._standby or await self._completed(self._wait_to_serve(service)):
+                await self._start(service)
+        finally:
+            # A broken library may block while it closes, and the parent waits for the end of the process to start
+            # another.
+            threading.Thread(target=self._exit_by_force, daemon=True).start()
+            await service.close()
+
+    async def _wait_to_serve(self, service: HostedService) -> None:
+        await self._interface.prepare(service)
+        print("standby", file=self._channel.output, flush=True)
+        await self._go.wait()
+
+    async def _start(self, service: HostedService) -> None:
         socket = bind(self._address)
         try:
-            service = self._interface.create(self._config)
-            try:
-                if await self._completed(service.start()):
-                    await self._serve(ServiceHost(self._interface, service, socket))
-            finally:
-                # A broken library may block while it closes, and the parent waits for the end of the process to start
-                # another.
-                threading.Thread(target=self._exit_by_force, daemon=True).start()
-                await service.close()
+            if await self._completed(service.start()):
+                if (successor := self._interface.successor(self._config, service)) != self._config:
+                    print("successor", msgspec.json.encode(successor).decode(), file=self._channel.output)
+                await self._serve(ServiceHost(self._interface, service, socket))
         finally:
             socket.close(linger=0)
             remove_socket_file(self._address)
@@ -355,7 +377,7 @@ class _HostProcess:
         Runs in a thread, so that a stuck event loop cannot hinder it.
         """
         while os.read(self._channel.input, 4096):
-            pass
+            loop.call_soon_threadsafe(self._go.set)
         loop.call_soon_threadsafe(self._stop.set)
         self._exit_by_force()
 
@@ -381,14 +403,15 @@ def main(interface: Interface[Any, Any]) -> int:
     sys.setswitchinterval(SWITCH_SECONDS)
     channel = _take_pipes()
     line = b""
-    while not line.endswith(b"\n"):
+    while b"\n" not in line:
         if not (chunk := os.read(channel.input, 65536)):
             return 1
         line += chunk
+    line, _, told = line.partition(b"\n")
     options = msgspec.json.decode(line, type=wire.HostOptions)
     logs.configure(options.logs)
     try:
-        asyncio.run(_HostProcess(interface, options, channel).run())
+        asyncio.run(_HostProcess(interface, options, channel, told).run())
     except EngineFailure as error:
         _report(channel, error, str(error))
         return 1

@@ -56,6 +56,10 @@ class Results(Protocol):
         ...
 
 
+async def _prepare_nothing(service: Any) -> None:
+    """Leave everything to `start`."""
+
+
 def _no_parts(argument: Any) -> tuple[Any, list[Data]]:
     return argument, []
 
@@ -123,6 +127,10 @@ class Interface(Generic[ConfigT, ServiceT]):
     """Type of `HostedService.info`."""
     methods: Mapping[str, Method[Any, Any]]
     topics: Mapping[str, Topic[Any]]
+    prepare: Callable[[ServiceT], Coroutine[Any, Any, None]] = _prepare_nothing
+    """What a standby process does before it has to `start`: all that another process may have done at the same time."""
+    successor: Callable[[ConfigT, ServiceT], ConfigT] = lambda config, _: config
+    """Configuration of a standby process for a service that has started."""
     more_stop_seconds: Callable[[ConfigT], float] = lambda _: 0.0
     """How much longer than others the service may take to close."""
     hang_seconds: Callable[[ConfigT], float] = lambda _: 0.0

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 30.0
-HEALTHY_SECONDS = 60.0
-"""Time a process must have served for its end to count as the first."""
+HEALTHY_SECONDS = 10.0
+"""Time a process must have served to be restarted at once."""
 
 log = logging.getLogger(__name__)
 
@@ -21,13 +21,15 @@ class End(NamedTuple):
     """0 for a process that never served."""
     final: bool = False
     """Whether another one would not help."""
+    prepared: bool = False
+    """Whether another one has been prepared, which takes longer than a pause."""
 
 
 class Supervisor:
     """Calls `live`, which starts a process and returns when it has ended, again and again.
 
-    Between two lives it pauses, first for FIRST_PAUSE seconds, then each time twice as long, up to LONGEST_PAUSE; a
-    process that has served for HEALTHY_SECONDS starts over with the first pause.
+    After a process that has served for HEALTHY_SECONDS the next one starts at once, and so does one that is prepared.
+    After others this pauses, first for FIRST_PAUSE seconds, then each time twice as long, up to LONGEST_PAUSE.
     """
 
     def __init__(self, live: Callable[[], Awaitable[End]]) -> None:
@@ -45,9 +47,13 @@ class Supervisor:
             end = await self._live()
             if end.final or self._stopped.is_set():
                 return end.reason
+            reason = end.reason.partition("\n")[0]  # its log was passed on
             if end.served_seconds > HEALTHY_SECONDS:
                 self._pause = FIRST_PAUSE
-            log.error("restarting in %.2g s: %s", self._pause, end.reason.partition("\n")[0])  # its log was passed on
+            if end.prepared or end.served_seconds > HEALTHY_SECONDS:
+                log.error("restarting at once: %s", reason)
+                continue
+            log.error("restarting in %.2g s: %s", self._pause, reason)
             try:
                 await asyncio.wait_for(self._stopped.wait(), self._pause)
                 return end.reason

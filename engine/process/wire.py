@@ -39,6 +39,8 @@ class HostOptions(msgspec.Struct, frozen=True):
     address: str
     """ipc:// or tcp://127.0.0.1"""
     logs: LogOptions = LogOptions()
+    standby: bool = False
+    """Prepare, say `standby`, and serve only after the line `go`."""
 
 
 # Client to host.

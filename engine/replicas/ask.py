@@ -26,6 +26,7 @@ _ERRORS: dict[str, type[errors.EngineError]] = {
     "context_length_exceeded": errors.ContextOverflow,
     "request_too_large": errors.ContextOverflow,  # for that replica: as with its context, another may have more room
     "not_ready": errors.EngineNotReady,
+    "asleep": errors.EngineAsleep,
     "engine_died": errors.EngineDied,
     "queue_full": errors.QueueFull,
     "queue_timeout": errors.QueueTimeout,

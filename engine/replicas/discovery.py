@@ -1,24 +1,29 @@
-"""Where other replicas are: fixed addresses, and DNS names that stand for all their addresses (dns+http://name:port)."""
+"""Where other replicas are: fixed addresses, DNS names that stand for all their addresses (dns+http://name:port), and
+files with one URL on each line (file:///path), which a planner writes.
+"""
 
 import asyncio
 import ipaddress
 import logging
 import socket
 from collections.abc import Sequence, Set
+from pathlib import Path
 from urllib.parse import urlsplit
 
 DNS = "dns+http"
+FILE = "file"
 RESOLVE_SECONDS = 3.0
-"""Pause between DNS lookups."""
+"""Pause between DNS lookups, and between two looks into a file."""
 
 log = logging.getLogger(__name__)
 
 
 class Addresses:
-    """URLs, in the order given, and those behind DNS names. `kind` is the kind of replicas, for the log."""
+    """URLs in the order given, those behind DNS names, and those in files. `kind` is that of replicas, for the log."""
 
     def __init__(self, urls: Sequence[str], kind: str = "routed") -> None:
-        self.fixed = [url.rstrip("/") for url in urls if not url.startswith(f"{DNS}://")]
+        self.fixed = [url.rstrip("/") for url in urls if not url.startswith((f"{DNS}://", f"{FILE}://"))]
+        self._files = [Path(urlsplit(url).path) for url in urls if url.startswith(f"{FILE}://")]
         self._names = [urlsplit(url) for url in urls if url.startswith(f"{DNS}://")]
         self._kind = kind
         self._unresolved: set[str] = set()
@@ -26,11 +31,22 @@ class Addresses:
     @property
     def change(self) -> bool:
         """Whether `find` may return other URLs later."""
-        return bool(self._names)
+        return bool(self._names or self._files)
 
     async def find(self, known: Set[str]) -> list[str]:
-        """Return all URLs. While a name cannot be resolved, those `known` so far stay."""
+        """Return all URLs. While a name cannot be resolved, or a file not be read, those `known` so far stay."""
         urls = dict.fromkeys(self.fixed)
+        for file in self._files:
+            try:
+                lines = (await asyncio.to_thread(file.read_text, encoding="utf-8")).split()
+            except (OSError, ValueError) as error:
+                if str(file) not in self._unresolved:
+                    self._unresolved.add(str(file))
+                    log.warning("cannot read %s, the file of %s replicas: %s", file, self._kind, error)
+                urls |= dict.fromkeys(sorted(known))
+                continue
+            self._unresolved.discard(str(file))
+            urls |= dict.fromkeys(line.rstrip("/") for line in lines if line.startswith(("http://", "https://")))
         for name in self._names:
             assert name.hostname is not None and name.port is not None, "checked by the settings"
             try:

@@ -91,7 +91,7 @@ class ReplicaPool(Generic[R]):
     def update(self, urls: Sequence[str]) -> None:
         """Use the replicas at `urls` and no others. Requests at those that leave go on."""
         for url in self._replicas.keys() - set(urls):
-            log.info("removed %s: no longer in DNS", self._replicas[url].name)
+            log.info("removed %s: no longer in DNS or its file", self._replicas[url].name)
             self._remove(url)
         for url in urls:
             if url not in self._replicas:

@@ -30,7 +30,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_PROT_NONE = 0
+_MAP_FIXED = 0x10
+_LARGE_PAGE = 2 << 20
 
 
 class _MemfdRange(msgspec.Struct, frozen=True, array_like=True):
@@ -86,10 +90,43 @@ class MemfdMapping:
     """A whole memfd, mapped as long as this object lives, read-only by default. Raises OSError."""
 
     def __init__(self, fd: int, size: int, protection: int = mmap.PROT_READ, flags: int = mmap.MAP_SHARED) -> None:
-        self.address: int = _libc.mmap(None, size, protection, flags, fd, 0)
-        if self.address == _MAP_FAILED:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self.address = map_memory(None, size, protection, flags, fd)
         finalize(self, _libc.munmap, self.address, size).atexit = False
+
+
+class LargeMapping:
+    """A whole memfd at an address where the system can use large pages, as long as this object lives. It is writable
+    until `protect`, unless the descriptor is not. Raises OSError."""
+
+    def __init__(self, fd: int, size: int, *, writable: bool) -> None:
+        room = size + _LARGE_PAGE
+        start = map_memory(None, room, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        finalize(self, _libc.munmap, start, room).atexit = False
+        self._size = size
+        self.address = -(-start // _LARGE_PAGE) * _LARGE_PAGE
+        self._map(fd, mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ)
+
+    def protect(self, fd: int) -> None:
+        """Map the same memory by a descriptor that is only for reading, at the same address."""
+        self._map(fd, mmap.PROT_READ)
+
+    def _map(self, fd: int, protection: int) -> None:
+        map_memory(self.address, self._size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            _libc.madvise(self.address, self._size, mmap.MADV_HUGEPAGE)  # the system may have none for memfds
+
+
+def map_memory(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:
+    """Return the address of a new mapping. Raises OSError."""
+    found: int = _libc.mmap(address, size, protection, flags, fd, 0)
+    if found == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return found
+
+
+def reopen(fd: int) -> int:
+    """Return another descriptor of a memfd, only for reading. Raises OSError."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 class SharedMemory(MappedMethod[_MemfdRange, MemfdMapping]):

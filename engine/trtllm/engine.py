@@ -6,7 +6,7 @@ Its KV-cache events and statistics are polled, and its health is checked.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,8 +15,16 @@ from msgspec.structs import replace
 
 from engine.base import DeltaStream, Latest
 from engine.checkpoints.facts import ModelFacts, read_model_facts
-from engine.config import TrtllmConfig
-from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
+from engine.config import Tag, TrtllmConfig
+from engine.errors import (
+    EngineDied,
+    EngineError,
+    EngineFailure,
+    EngineNotReady,
+    EngineUnavailable,
+    InvalidRequest,
+    NotSupported,
+)
 from engine.kit.checks import check_prompt
 from engine.kit.kv_log import KvEventLog
 from engine.kv_events import KvEvent
@@ -37,6 +45,7 @@ from engine.types import Delta, EngineInfo, GenerateRequest
 
 ABORT_SECONDS = 10.0
 """Time the engine may take to confirm an abort. 1.2.1 never does if the request waited in its queue."""
+_RELEASE_PAUSE = 0.01
 MANY_FAILURES = 10
 """Requests that may fail in a row for unknown reasons, while single tokens can be generated."""
 
@@ -215,6 +224,26 @@ class TrtllmEngine:
 
     async def reset_prefix_cache(self) -> None:
         raise InvalidRequest("TensorRT-LLM cannot be told to forget its KV blocks: restart the replica")
+
+    def sleep_obstacle(self, level: int) -> str:
+        return library.sleep_obstacle(self._config, level)
+
+    async def release_memory(self, tags: Collection[Tag], level: int) -> None:
+        while self._runs:  # noqa: ASYNC110 - an aborted request has ended once the engine says so
+            await asyncio.sleep(_RELEASE_PAUSE)
+        await asyncio.to_thread(library.release_memory, self.llm, tags)
+
+    async def resume_memory(self, tags: Collection[Tag]) -> None:
+        await asyncio.to_thread(library.resume_memory, self.llm, tags)
+
+    async def start_profile(self) -> None:
+        raise NotSupported(
+            "TensorRT-LLM cannot be told to profile: start the replica with TLLM_PROFILE_START_STOP=FIRST-LAST"
+            " (iterations) and TLLM_TORCH_PROFILE_TRACE=FILE in its environment"
+        )
+
+    async def stop_profile(self, trace: str) -> None:
+        await self.start_profile()
 
     async def close(self) -> None:
         self._dead = True

@@ -4,13 +4,13 @@ import copy
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
 from engine.checkpoints.facts import ModelFacts
-from engine.config import TrtllmConfig, TrtllmEncoderConfig
+from engine.config import Tag, TrtllmConfig, TrtllmEncoderConfig
 from engine.errors import EngineDied, EngineError, EngineFailure, InvalidRequest
 from engine.kit.image_file import limit_pixels
 from engine.kit.logits import factory
@@ -22,6 +22,8 @@ from engine.trtllm.support import Edits
 from engine.trtllm.versions import PackageVersion, version_of
 from engine.types import GenerateRequest, SamplingParams
 
+_MEMORY: dict[Tag, str] = {"weights": "model", "kv_cache": "kv_cache"}
+"""Names of memory in 1.2.1 (`ExecutorMemoryType`)."""
 _OF_THE_REQUEST = (AssertionError, NotImplementedError, TypeError, ValueError)
 """Errors with which 1.2.1 rejects a request before it is sent to a worker. A RuntimeError may be anything."""
 
@@ -71,6 +73,42 @@ def shutdown(llm: Any) -> None:
         llm.shutdown()
     except Exception as error:
         log.warning("TensorRT-LLM did not shut down cleanly: %s", error)
+
+
+def sleep_obstacle(config: TrtllmConfig, level: int) -> str:
+    """Return why 1.2.1 cannot release memory at a level, or cannot as it is started; empty if it can."""
+    if level > 1:
+        return "TensorRT-LLM keeps the weights in memory of the host: it sleeps at level 1 alone."
+    arguments = config.arguments
+    needed = {
+        "orchestrator_type: ray": arguments.get("orchestrator_type") == "ray",  # others have no _collective_rpc
+        "enable_sleep: true": bool(arguments.get("enable_sleep")),
+        "cuda_graph_config: null": arguments.get("cuda_graph_config", {}) is None,
+        # Its contents are dropped, and its keys stay.
+        "kv_cache_config.enable_block_reuse: false": (arguments.get("kv_cache_config") or {}).get("enable_block_reuse")
+        is False,
+    }
+    if config.backend != "pytorch":
+        return f"TensorRT-LLM releases memory with the backend pytorch alone, not with {config.backend}."
+    lacks = ", ".join(argument for argument, given in needed.items() if not given)
+    return f"TensorRT-LLM releases memory only with these arguments (EXTRA_ENGINE_ARGS): {lacks}." if lacks else ""
+
+
+def release_memory(llm: Any, tags: Collection[Tag]) -> None:
+    """Release memory, the weights to the host; waits for all workers. Raises EngineFailure."""
+    _move_memory(llm, "sleep", tags)
+
+
+def resume_memory(llm: Any, tags: Collection[Tag]) -> None:
+    """Take released memory again; waits for all workers. Raises EngineFailure."""
+    _move_memory(llm, "wakeup", tags)
+
+
+def _move_memory(llm: Any, method: str, tags: Collection[Tag]) -> None:
+    try:
+        llm._collective_rpc(method, ([_MEMORY[tag] for tag in tags],))
+    except Exception as error:
+        raise EngineFailure(f"TensorRT-LLM's {method} failed: {type(error).__name__}: {error}") from error
 
 
 def is_alive(llm: Any) -> bool:

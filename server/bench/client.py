@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal, cast
 from urllib.parse import urlsplit
 
@@ -69,6 +70,8 @@ class LoadRun:
     """Maximum seconds for a request."""
     ramp: float = 0.0
     """Seconds over which the streams start; 0 starts all at once."""
+    rate: float = 0.0
+    """Requests per second that arrive, at random times (Poisson), whatever is running; 0 keeps to `concurrency`."""
 
 
 class _Connection(asyncio.Protocol):
@@ -231,19 +234,34 @@ async def fit_prompts(target: Target) -> PromptMaker:
 
 async def measure(target: Target, load: LoadRun, prompts: PromptMaker, seed: str) -> Summary:
     """Run `load` and summarise it. Equal seeds send equal prompts; the prompts of one run all differ."""
+    return summarise(*await sampled(target, load, prompts, seed))
+
+
+async def sampled(target: Target, load: LoadRun, prompts: PromptMaker, seed: str) -> tuple[list[Sample], float]:
+    """Run `load` and return its samples, and the seconds that it took."""
     rng = random.Random(seed)
     requests = [target.request(prompts.text(load.prompt_tokens, rng), load.max_tokens) for _ in range(load.requests)]
     started = time.perf_counter()
-    samples = await exchange(target, load, requests)
-    return summarise(samples, time.perf_counter() - started)
+    samples = await exchange(target, load, requests, rng)
+    return samples, time.perf_counter() - started
 
 
-async def exchange(target: Target, load: LoadRun, requests: Sequence[bytes]) -> list[Sample]:
-    """Send `requests`, `load.concurrency` at a time, and return a sample for each."""
+async def exchange(
+    target: Target, load: LoadRun, requests: Sequence[bytes], rng: random.Random | None = None
+) -> list[Sample]:
+    """Send `requests`, `load.concurrency` at a time or as they arrive by `load.rate`, and return a sample for each.
+
+    `rng` draws the times of arrival.
+    """
     samples: list[Sample] = []
-    queue = iter(requests)
-    delays = (load.ramp * i / load.concurrency for i in range(load.concurrency))
-    await asyncio.gather(*(_worker(target, load, queue, samples, delay) for delay in delays))
+    if load.rate:
+        draw = rng or random.Random()
+        arrivals = accumulate(draw.expovariate(load.rate) for _ in requests)
+        streams = [(iter([request]), arrival) for request, arrival in zip(requests, arrivals, strict=True)]
+    else:
+        queue = iter(requests)
+        streams = [(queue, load.ramp * i / load.concurrency) for i in range(load.concurrency)]
+    await asyncio.gather(*(_worker(target, load, queue, samples, delay) for queue, delay in streams))
     return samples
 
 

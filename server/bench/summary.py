@@ -21,6 +21,11 @@ class Sample:
     completion_tokens: int = 0
     error: str = ""
 
+    @property
+    def itl(self) -> float:
+        """Mean time between two tokens after the first text, whatever chunks they came in; 0 for a single token."""
+        return max(0.0, self.seconds - self.ttft) / (self.completion_tokens - 1) if self.completion_tokens > 1 else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:

@@ -66,7 +66,7 @@ class Remote:
         base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         self.url = base
         self.key = key
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self.headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._timeout = timeout
 
     def models(self) -> list[str]:
@@ -99,7 +99,7 @@ class Remote:
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> HTTPResponse:
         data = None if body is None else json.dumps(body).encode()
         try:
-            request = Request(self.url + path, data, self._headers)
+            request = Request(self.url + path, data, self.headers)
             return urlopen(request, timeout=self._timeout)  # type: ignore[no-any-return]
         except HTTPError as error:
             raise RemoteError(_message(error)) from error

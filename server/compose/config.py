@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from engine.checkpoints.facts import read_model_facts
-from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, TrtllmConfig, TrtllmEncoderConfig
+from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, SleepConfig, TrtllmConfig, TrtllmEncoderConfig
 from engine.errors import EngineFailure
 from engine.kit.processors import HelloWorld, ProcessorConfig
 from multimodal.text.tokenizer import Tokenizer, byte_tokenizer
@@ -25,6 +25,21 @@ log = logging.getLogger(__name__)
 
 def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
     """Return the configuration of the chosen backend."""
+    return msgspec.structs.replace(_backend_config(settings, folder), sleep=sleep_config(settings))
+
+
+def sleep_config(settings: Settings) -> SleepConfig | None:
+    """Return how the engine sleeps; None if nothing puts it to sleep."""
+    if not role_of(settings).has_engine or not (settings.admin_key or settings.sleep_after_idle_seconds):
+        return None
+    return SleepConfig(
+        idle_seconds=settings.sleep_after_idle_seconds,
+        idle_level=1 if settings.sleep_level == 1 else 2,
+        wake_on_demand=settings.wake_on_demand,
+    )
+
+
+def _backend_config(settings: Settings, folder: Path | None) -> EngineConfig:
     if settings.engine == "fake":
         default = FakeConfig()
         return FakeConfig(
@@ -77,6 +92,7 @@ def embedded_config(settings: Settings, folder: Path | None) -> EmbeddedConfig:
     names = set(EmbeddedConfig.__struct_fields__) & set(Settings.model_fields) - {"model"}
     values = {name: getattr(settings, name) for name in names} | {"cache_dir": str(settings.cache_dir)}
     values["kv_disk_cache_dir"] = str(settings.kv_disk_cache_dir)
+    values["memory_service"] = str(settings.memory_service or "")
     values |= {name: choice.value for name, choice in sizes(settings, folder, this_machine()).items()}
     if not role_of(settings).moves_kv_blocks:
         values["kv_transfer"] = ""

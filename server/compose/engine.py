@@ -15,6 +15,7 @@ from engine.errors import EngineFailure
 from engine.kit.tasks import all_of, background, in_thread
 from engine.process.child import EngineProcess
 from engine.process.client import EngineClient
+from engine.sleep import SleepingEngine
 from engine.types import EngineInfo
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
@@ -29,13 +30,14 @@ from routers.responses.service import Responses
 from routers.responses.store import SqliteStore
 from routers.state import ChatService, PrefillService
 from server.compose.composition import Composition, Failed, never
-from server.compose.config import default_processors, engine_config
+from server.compose.config import default_processors, engine_config, sleep_config
 from server.compose.encoders import Encoders, image_prompts, start_encoders
 from server.compose.model import answer_format, load_text, model_folder
 from server.compose.publishing import publish_events
 from server.health.canary import engine_probe
 from server.http.errors import render_event
 from server.metrics.peers import PeerMetrics
+from server.metrics.replica import watch_engine_process
 
 _HEALTH_PAUSE = 1.0
 
@@ -65,8 +67,10 @@ async def add_engine(to: Composition, folder: Path | None) -> Failed:
     if text is not None and engine.info.backend != "fake":
         check_vocabulary(text[0], engine.info)
     await to.stack.enter_async_context(background(to.metrics.watch_engine(engine), "engine-statistics"))
+    await _follow_sleep(to, local)
     probe = engine_probe(local, prefill_only=to.role.prefill_only)
-    await to.health.add_canary(probe, lambda: to.metrics.iteration, lambda: local.healthy, to.stack)
+    awake = lambda: local.healthy and to.replica.sleep.phase == "awake"  # noqa: E731
+    await to.health.add_canary(probe, lambda: to.metrics.iteration, awake, to.stack)
     publish_events(to, engine)
     if text is None:
         prefill = PrefillService(engine=engine, encoding=encoders.service)
@@ -106,7 +110,8 @@ async def _open_engine(to: Composition, folder: Path | None) -> tuple[Engine, Fa
     if not settings.engine_process:
         engine = create_engine(config)
         return engine, partial(_stopped, engine)
-    process = EngineProcess(config, on_death=settings.engine_on_death)
+    process = EngineProcess(config, on_death=settings.engine_on_death, standby=settings.engine_standby)
+    watch_engine_process(to.metrics.polled, process)
     to.stack.push_async_callback(process.close)
     await process.start()
     return EngineClient(process.address, process.wait_failed), process.wait_failed
@@ -117,6 +122,25 @@ async def _stopped(engine: Engine) -> str:
     while engine.healthy:  # noqa: ASYNC110 - an engine has no event for it
         await asyncio.sleep(_HEALTH_PAUSE)
     return "the engine has stopped working"
+
+
+async def _follow_sleep(to: Composition, local: Engine) -> None:
+    """Let operators put the engine to sleep, and keep its state, if the settings allow it."""
+    if sleep_config(to.settings) is None:
+        return
+    assert isinstance(local, EngineClient | SleepingEngine)
+    replica = to.replica
+    replica.sleeper = sleeper = local
+
+    async def follow() -> None:
+        async for state in sleeper.sleep_states():
+            replica.sleep = state
+
+    await to.stack.enter_async_context(background(follow(), "sleep-state"))
+    text = "How deep the engine sleeps: 1 or 2, 0 while it is awake"
+    to.metrics.polled.gauge("trtllm_sleep_level", text, lambda: replica.sleep.level, "livemax")
+    text = "Seconds that waking up took the last time"
+    to.metrics.polled.gauge("trtllm_wake_seconds", text, lambda: replica.sleep.wake_seconds, "livemax")
 
 
 def _with_remote_prefill(to: Composition, local: Engine) -> Engine:
@@ -205,7 +229,7 @@ def _batch_worker(to: Composition, service: ChatService) -> BatchWorker:
         max_values=settings.max_body_values,
         render_error=render_event,
         concurrency=settings.batch_concurrency,
-        ready=lambda: not to.replica.draining and service.healthy,
+        ready=lambda: not to.replica.draining and service.healthy and not to.replica.sleep.obstacle,
     )
 
 

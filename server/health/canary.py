@@ -12,10 +12,8 @@ from engine.base import Engine
 from engine.encoder import Encoder
 from engine.errors import EngineError
 from engine.media import MediaInput
-from engine.types import GenerateRequest, SamplingParams
+from engine.types import CANARY_SALT, GenerateRequest, SamplingParams
 
-CACHE_SALT = "trellis-health-check"
-"""Cache salt of canary requests, so that no other request can reuse their KV blocks."""
 OUTCOMES = ("ok", "failed", "timeout")
 _SIDE = 32
 _LONGEST_LOOK = 1.0
@@ -51,7 +49,9 @@ class Canary:
         while True:
             await self._idle(idle_seconds)
             if self._up():
-                self._note(await self._outcome(timeout_seconds))
+                reason = await self._outcome(timeout_seconds)
+                if self._up():  # else the engine has died, or fallen asleep, meanwhile
+                    self._note(reason)
 
     async def _idle(self, seconds: float) -> None:
         """Wait until nothing was done for `seconds`; after a failure, for `seconds` in any case."""
@@ -91,7 +91,7 @@ def engine_probe(engine: Engine, *, prefill_only: bool) -> Probe:
             request_id=f"canary-{uuid.uuid4().hex}",
             prompt_token_ids=(1 % engine.info.vocab_size,),
             sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
-            cache_salt=CACHE_SALT,
+            cache_salt=CANARY_SALT,
             prefill_only=prefill_only,
         )
         async with aclosing(engine.generate(request)) as stream:

@@ -16,12 +16,15 @@ from starlette.types import Scope
 from engine import trace
 from engine.errors import (
     ContextOverflow,
+    EngineAsleep,
     EngineDied,
     EngineError,
     EngineFailure,
     EngineNotReady,
     EngineUnavailable,
+    EngineWoken,
     InvalidRequest,
+    NotSupported,
     QueueFull,
     QueueTimeout,
 )
@@ -65,6 +68,9 @@ _RULES: dict[type[Exception], Rule] = {
     DeadlineExceeded: Rule(504, "server_error", "deadline_exceeded", retry=False),
     InvalidRequest: Rule(400, "invalid_request_error"),
     EngineNotReady: Rule(503, "server_error", "not_ready", retry_after=2, retry=True),
+    EngineAsleep: Rule(503, "server_error", "asleep", retry_after=2, retry=True),
+    EngineWoken: Rule(409, "invalid_request_error", "woken", retry=False),
+    NotSupported: Rule(501, "server_error", "not_supported", retry=False),
     EngineDied: Rule(503, "server_error", "engine_died", retry_after=2, retry=True),
     QueueFull: Rule(429, "rate_limit_error", "queue_full", retry_after=1, retry=True),
     QueueTimeout: Rule(503, "server_error", "queue_timeout", retry_after=2, retry=True),

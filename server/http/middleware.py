@@ -30,12 +30,12 @@ from engine.kit.work import begin_request
 from routers.page import needs_no_key
 from routers.state import DP_RANK_HEADER, INTERNAL_HEADER, ReplicaState
 from server.http.errors import render
-from server.http.routes import INTERNAL, is_anthropic, route_path
+from server.http.routes import ADMIN, INTERNAL, is_anthropic, route_path
 
 LIVENESS = "/health/live"
 PROBES = frozenset({LIVENESS, "/health", "/health/ready", "/metrics", "/prometheus/metrics"})
 """Routes that machines, and the page at /, ask again and again."""
-OPEN_WHILE_NOT_READY = PROBES | {"/server_info", "/version", "/openapi.json"}
+OPEN_WHILE_NOT_READY = PROBES | ADMIN | {"/server_info", "/version", "/openapi.json"}
 """Routes that need no service, or report its absence themselves. So do the pages (`routers/page.py`)."""
 
 STARTS_PER_TURN = 4
@@ -103,15 +103,19 @@ class ApiKeyMiddleware:
     """Admits requests with one of the keys, as a bearer or in `x-api-key`. Liveness and pages are open to all, with
     `open_probes` all probes and metrics are, and without keys everything is.
 
-    Internal routes take only the internal secret: without one nobody can use them. With it, a router may name the
+    Internal routes take only the internal secret, and those for operators only the admin key: without them nobody can
+    use them. With the secret, a router may name the
     data-parallel rank of a request; nobody else can. Keys are compared as digests, in constant time, each with all.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], internal_secret: str | None, open_probes: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], internal_secret: str | None, admin_key: str | None, open_probes: bool
+    ) -> None:
         self._app = app
         self._open = PROBES if open_probes else {LIVENESS}
         self._keys = [_digest(key.encode()) for key in keys]
         self._secrets = [_digest(internal_secret.encode())] if internal_secret else []
+        self._admins = [_digest(admin_key.encode())] if admin_key else []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in _REQUESTS:
@@ -139,6 +143,8 @@ class ApiKeyMiddleware:
         path = route_path(scope)
         if path in INTERNAL:
             return _bearer(self._secrets, scope) is not None
+        if path in ADMIN and self._admins:
+            return _bearer(self._admins, scope) is not None or bool(_match(self._admins, _header(scope, b"x-api-key")))
         if path in self._open or needs_no_key(path) or not self._keys:
             return True
         used = _bearer(self._keys, scope) or _match(self._keys, _header(scope, b"x-api-key"))

@@ -10,8 +10,10 @@ from starlette.types import Scope
 
 from multimodal.errors import shown
 
-INTERNAL = frozenset({"/prefill", "/encode", "/reset_prefix_cache"})
+INTERNAL = frozenset({"/prefill", "/encode", "/reset_prefix_cache", "/start_profile", "/stop_profile"})
 """Routes for replicas and operators, never for outside clients."""
+ADMIN = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/release_memory", "/resume_memory"})
+"""Routes for operators, with ADMIN_KEY."""
 _LACKING = frozenset(
     {"assistants", "audio", "batches", "chatkit", "containers", "conversations", "embeddings", "engines", "evals"}
     | {"files", "fine-tunes", "fine_tuning", "images", "moderations", "organization", "realtime"}
@@ -54,7 +56,9 @@ def explained(error: HTTPException, request: Request) -> HTTPException:
 def _unknown(path: str, request: Request) -> str:
     """Return what to say of a path that no route has."""
     paths = (str(context.path) for context in iter_route_contexts(request.app.routes))
-    known = {_core(path): path for path in paths if "{" not in path and path not in INTERNAL}
+    known = {_core(path): path for path in paths if "{" not in path and path not in INTERNAL | ADMIN}
+    if path in ADMIN:
+        return f"There is no route {path} here: it needs ADMIN_KEY, and a role with an engine."
     core = _core(path)
     if core.partition("/")[0] in _LACKING:
         return f"This server does not support OpenAI's /v1/{shown(core)}."

@@ -27,6 +27,7 @@ def info_metrics(info: EngineInfo, model_name: str) -> Iterator[Metric]:
         ),
         ("model_max_num_seqs", "Maximum number of sequences in one step", info.max_num_seqs),
         ("model_max_num_batched_tokens", "Maximum number of tokens in one step", info.max_num_tokens),
+        ("shared_weight_bytes", "Weights in memory of the memory service", info.shared_weight_bytes),
         ("kv_cache_block_size", "Tokens in a KV block", info.block_size),
         ("kv_cache_tokens_per_block", "Tokens in a KV block, as TensorRT-LLM calls them", info.block_size),
         ("data_parallel_size", "Ranks with a KV cache of their own", info.data_parallel_size),

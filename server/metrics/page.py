@@ -103,6 +103,10 @@ class ServerMetrics(PushedMetrics):
         self._engine = engine
         self._info = engine.info
         text = "Duration of the engine's steps, sampled: at most ten per second in each API process"
+        fallbacks = self._counter(
+            "own_weights", "Engines that loaded weights of their own since the memory service was of no use"
+        )
+        fallbacks.inc(bool(engine.info.own_weights))
         step = self._histogram("iteration_duration_seconds", text, _STEP_BUCKETS)
         async for stats in engine.stats():
             before, self._stats = self._stats, stats
@@ -111,8 +115,9 @@ class ServerMetrics(PushedMetrics):
             seconds = stats.kv_transfer_latency_seconds - (before or stats).kv_transfer_latency_seconds
             if before is not None and seconds > 0:
                 self._speed = (stats.kv_transfer_bytes - before.kv_transfer_bytes) / seconds
-            if engine.healthy:  # one that closes has no facts; after a restart they are another engine's
+            if engine.healthy and engine.info is not self._info:  # one that closes has no facts, another one new ones
                 self._info = engine.info
+                fallbacks.inc(bool(self._info.own_weights))
             await asyncio.sleep(_STATS_PAUSE)
 
     async def watch_loop(self) -> None:

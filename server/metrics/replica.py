@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from engine.process.child import ServiceProcess
 from server import __version__
 from server.metrics.polled import Polled
 
@@ -24,6 +25,18 @@ def watch_checks(polled: Polled, ready: Callable[[], bool], canaries: Callable[[
     """Show readiness, and the outcomes of canary requests."""
     polled.gauge("trellis_ready", "1 if the replica takes requests", ready, "livemin")
     polled.counters("trellis_canary_requests", "Canary requests of the replica to itself", "outcome", canaries)
+
+
+def watch_engine_process(polled: Polled, process: ServiceProcess) -> None:
+    """Show restarts of the engine's process, and the one that stands by."""
+    polled.counter("trellis_engine_restarts", "Times that the engine's process was replaced", lambda: process.restarts)
+    polled.counter("trellis_engine_takeovers", "Times that a standby process replaced it", lambda: process.takeovers)
+    polled.gauge(
+        "trellis_engine_standby",
+        "1 if a standby process has loaded the model and can take over",
+        lambda: process.standby_pid is not None,
+        "livemax",
+    )
 
 
 class WatchdogMetrics:

@@ -91,7 +91,13 @@ class Launcher:
             async with AsyncExitStack() as stack:
                 folder = await in_thread(partial(model_folder, self._settings))
                 config = engine_config(self._settings, folder)
-                process = ServiceProcess(_interface(config), config, self._address, self._settings.engine_on_death)
+                process = ServiceProcess(
+                    _interface(config),
+                    config,
+                    self._address,
+                    self._settings.engine_on_death,
+                    self._settings.engine_standby,
+                )
                 stack.push_async_callback(process.close)
                 await process.start()
                 raise EngineFailure(await process.wait_failed())

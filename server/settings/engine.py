@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator
 
-from engine.config import CpuIsa, TrtllmConfig
+from engine.config import CpuIsa, SleepConfig, TrtllmConfig
+from engine.memory.service import GRACE_SECONDS as MEMORY_GRACE_SECONDS
 from multimodal.answers.parsers.choose import family
 from multimodal.answers.parsers.response_templates import RESPONSE_TEMPLATE
 from server.settings.types import EMBEDDED, ExpandedPath, PathOrNone, Section
@@ -15,6 +16,7 @@ RoleName = Literal["aggregated", "prefill", "decode", "encode", "router"]
 """The roles of a replica; `server/roles.py` has their records."""
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _LEAST_HANG_SECONDS = 10.0
+_LONGEST_SOCKET = 107
 _ROLE_ALIASES = {"agg": "aggregated", "pd": "aggregated", "prefill_and_decode": "aggregated"}
 
 
@@ -76,6 +78,45 @@ class EngineSettings(Section):
     """When the engine process dies: restart it with back-off, or exit with a non-zero code."""
     engine_address: str = ""
     """Address of an engine host that is already running (ipc:// or tcp://); empty starts one."""
+
+
+class MemoryServiceSettings(Section):
+    """Weights that outlive the engine's process, and that the replicas of a host share."""
+
+    group = "Memory service"
+
+    memory_service: PathOrNone = None
+    """Socket of a memory service (`trellis memory`), which owns the weights of the embedded engine: replicas share
+    them, and a restarted engine need not load them. Empty is off.
+    """
+    memory_service_limit_mb: int = Field(0, ge=0)
+    """Most memory that `trellis memory` owns, on the host and all GPUs together, in MiB; 0 is what there is."""
+    memory_service_grace_seconds: float = Field(MEMORY_GRACE_SECONDS, ge=0)
+    """Seconds for which `trellis memory` keeps weights that no engine uses."""
+    engine_standby: bool = False
+    """Keep a second engine process that has loaded the model and takes over when the first one dies."""
+
+    @field_validator("memory_service", mode="after")
+    @classmethod
+    def _can_be_bound(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is not None and len(os.fsencode(value)) > _LONGEST_SOCKET:
+            raise ValueError(f"the path of a socket has at most {_LONGEST_SOCKET} bytes")
+        if value is not None and (engine := info.data.get("engine", "embedded")) != "embedded":
+            raise ValueError(f"the memory service has weights of the embedded engine, not of {engine}")
+        return value
+
+    @field_validator("engine_standby", mode="after")
+    @classmethod
+    def _can_take_over(cls, value: bool, info: ValidationInfo) -> bool:
+        if not value:
+            return value
+        if info.data.get("engine") == "trtllm":
+            raise ValueError("TensorRT-LLM's weights cannot be loaded twice on the same GPUs")
+        if not info.data.get("engine_process", True):
+            raise ValueError("needs a process for the engine: ENGINE_PROCESS=true")
+        if info.data.get("engine_on_death") == "exit":
+            raise ValueError("takes over when the engine dies, and ENGINE_ON_DEATH=exit ends the server: choose one")
+        return value
 
 
 class ComputeSettings(Section):
@@ -176,6 +217,26 @@ class BatchSettings(Section):
     def _needs_reuse(cls, value: int, info: ValidationInfo) -> int:
         if value and not info.data.get("enable_block_reuse", True):
             raise ValueError("blocks are kept for reuse: leave it 0, or ENABLE_BLOCK_REUSE on")
+        return value
+
+
+class SleepSettings(Section):
+    """When a replica gives its memory back by itself. ADMIN_KEY lets an operator decide."""
+
+    group = "Sleep"
+
+    sleep_after_idle_seconds: float = Field(SleepConfig().idle_seconds, ge=0)
+    """Seconds without a request after which the engine gives the memory of weights and KV cache back; 0 is never."""
+    sleep_level: int = Field(SleepConfig().idle_level, ge=1, le=2)
+    """How deep an idle engine sleeps: 1 keeps the weights in host memory, 2 reads them from the model's files again."""
+    wake_on_demand: bool = SleepConfig().wake_on_demand
+    """Have a request wake an engine that fell asleep by itself, and wait for it; false answers 503 until /wake_up."""
+
+    @field_validator("sleep_after_idle_seconds", mode="after")
+    @classmethod
+    def _has_an_engine(cls, value: float, info: ValidationInfo) -> float:
+        if value and (role := info.data.get("disaggregation_mode")) in ("encode", "router"):
+            raise ValueError(f"the role {role} has no engine that could sleep")
         return value
 
 

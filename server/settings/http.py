@@ -32,6 +32,10 @@ class HttpSettings(Section):
     """Let /health, /health/ready and /metrics answer without an API key; /health/live always does."""
     internal_secret: Secret = None
     """Secret of the internal routes between replicas, and of the ranks that routers choose."""
+    admin_key: Secret = None
+    """Key of the routes for operators: /sleep, /wake_up, /is_sleeping, /release_memory and /resume_memory. Empty leaves
+    them out.
+    """
     cors_origins: Names = ()
     """Comma-separated origins of web pages that may call the server (CORS), such as https://chat.example.com; * allows
     all, empty none.

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
 from engine.replicas.publisher.publisher import PublisherConfig
-from server.settings.types import ListenAddress, Section, none_if_empty
+from server.settings.types import ListenAddress, PathOrNone, Section, none_if_empty
 
 _PUBLISHER = PublisherConfig(endpoint="")
 
@@ -63,6 +63,15 @@ class EventSettings(Section):
     """NATS server that also receives the KV-cache events, nats://host:4222 for example; empty disables it."""
     nats_subject: str = Field("trellis.kv_events", min_length=1, pattern=r"^[^\s*>]+$")
     """NATS subject of the KV-cache events."""
+
+
+class ProfileSettings(Section):
+    """Profiles of the embedded engine, which POST /start_profile and /stop_profile record."""
+
+    group = "Profiles"
+
+    profile_dir: PathOrNone = None
+    """Folder for profiles (Chrome traces) of the embedded engine; empty records none."""
 
 
 class TraceSettings(Section):

@@ -20,8 +20,10 @@ from server.settings.engine import (
     BatchSettings,
     ComputeSettings,
     EngineSettings,
+    MemoryServiceSettings,
     ModelSettings,
     SettingsForTests,
+    SleepSettings,
     SpeculationSettings,
     TrtllmSettings,
 )
@@ -29,7 +31,14 @@ from server.settings.environment import read_env_file, variables
 from server.settings.flags import did_you_mean, nearest, parse_flags, shown
 from server.settings.http import HttpSettings, LimitSettings, MessageBatchSettings, ResponsesSettings
 from server.settings.media import EncodeSettings, MediaSettings
-from server.settings.observability import EventSettings, HealthSettings, LogSettings, MetricSettings, TraceSettings
+from server.settings.observability import (
+    EventSettings,
+    HealthSettings,
+    LogSettings,
+    MetricSettings,
+    ProfileSettings,
+    TraceSettings,
+)
 from server.settings.replicas import DisaggregationSettings, DynamoSettings, RoutingSettings
 
 
@@ -44,6 +53,7 @@ class EngineArgsError(SettingsError):
 class Settings(
     SettingsForTests,
     HealthSettings,
+    ProfileSettings,
     TraceSettings,
     EventSettings,
     DynamoSettings,
@@ -57,10 +67,12 @@ class Settings(
     MetricSettings,
     LogSettings,
     HttpSettings,
+    SleepSettings,
     SpeculationSettings,
     ResponsesSettings,
     BatchSettings,
     ComputeSettings,
+    MemoryServiceSettings,
     EngineSettings,
     ModelSettings,  # pydantic lists the fields of the last base first
 ):

@@ -13,8 +13,8 @@ class DisaggregationSettings(Section):
     group = "Disaggregation"
 
     prefill_urls: Urls = ()
-    """Comma-separated prefill replicas of a decode replica: http://host:port, or dns+http://name:port for all
-    addresses.
+    """Comma-separated prefill replicas of a decode replica: http://host:port, dns+http://name:port for all addresses,
+    or file:///path with one URL on each line, which is read again every few seconds.
     """
     prefill_fallback: Literal["local", "refuse"] = "local"
     """When no prefill replica answers: local computes the prompt on the decode replica, refuse answers 503."""
@@ -38,7 +38,9 @@ class RoutingSettings(Section):
     group = "Router"
 
     route_urls: Urls = ()
-    """Comma-separated replicas behind a router: http://host:port, or dns+http://name:port for all addresses."""
+    """Comma-separated replicas behind a router: http://host:port, dns+http://name:port for all addresses, or
+    file:///path with one URL on each line, which is read again every few seconds.
+    """
     route_events: ConnectAddresses = ()
     """Comma-separated ZMQ addresses of the replicas' KV-cache events, in the order of ROUTE_URLS; empty takes the
     replicas' hosts with ROUTE_EVENTS_PORT."""
@@ -67,8 +69,10 @@ class RoutingSettings(Section):
     @classmethod
     def _one_per_url(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         urls = info.data.get("route_urls", ())
-        if value and (len(value) != len(urls) or any(url.startswith("dns+") for url in urls)):
-            raise ValueError("must have one address for each of ROUTE_URLS, none of which may be a dns+http:// name")
+        if value and (len(value) != len(urls) or any(url.startswith(("dns+", "file:")) for url in urls)):
+            raise ValueError(
+                "must have one address for each of ROUTE_URLS, none of which may be a dns+http:// name or a file"
+            )
         return value
 
     @field_validator("route_replays", mode="after")

@@ -42,8 +42,10 @@ def _comma_separated(value: object) -> object:
 def _replica_urls(value: tuple[str, ...]) -> tuple[str, ...]:
     for url in value:
         parts = urlsplit(url)
+        if parts.scheme == "file" and parts.path and not parts.netloc:
+            continue
         if parts.scheme not in ("http", "https", "dns+http") or not parts.hostname or parts.port is None:
-            raise ValueError("each must be http://host:port, https://host:port or dns+http://name:port")
+            raise ValueError("each must be http://host:port, https://host:port, dns+http://name:port or file:///path")
         if parts.path.strip("/") or parts.query or parts.fragment or parts.username:
             raise ValueError("nothing may follow the port, or come before the host")
     return value

@@ -4,6 +4,8 @@ Engines run in this process and in one of their own.
 """
 
 import asyncio
+import gzip
+import json
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing
 from pathlib import Path
@@ -14,7 +16,14 @@ from msgspec.structs import replace
 
 from engine.admission import AdmissionEngine
 from engine.base import Engine
-from engine.errors import ContextOverflow, EngineNotReady, EngineUnavailable, InvalidRequest
+from engine.errors import (
+    ContextOverflow,
+    EngineFailure,
+    EngineNotReady,
+    EngineUnavailable,
+    InvalidRequest,
+    NotSupported,
+)
 from engine.kv_events import Created, Removed, Stored
 from engine.types import Guide, ReasoningBudget
 from tests.support.engine_cases import (
@@ -145,6 +154,28 @@ async def test_a_reset_forgets_what_is_cached(engine: Engine) -> None:
     after = await generate(engine, request)
     assert after[0].prompt is not None and after[0].prompt.cached_tokens == 0
     assert tokens_of(after) == tokens_of(before)
+
+
+async def test_a_profile_is_a_trace_of_the_steps(engine: Engine, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json.gz"
+    if engine.info.backend != "embedded":
+        with pytest.raises(NotSupported, match="profile"):
+            await engine.start_profile()
+        with pytest.raises(NotSupported, match="profile"):
+            await engine.stop_profile(str(trace))
+        return
+    with pytest.raises(InvalidRequest, match="no profile"):
+        await engine.stop_profile(str(trace))
+    await engine.start_profile()
+    with pytest.raises(InvalidRequest, match="stop it first"):
+        await engine.start_profile()
+    await generate(engine, request_for(prompt_of(4), max_tokens=3))
+    await engine.stop_profile(str(trace))
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert sum(event.get("name") == "step" and event["ph"] == "X" for event in events) >= 3
+    await engine.start_profile()
+    with pytest.raises(EngineFailure, match="cannot be written"):
+        await engine.stop_profile(str(tmp_path / "missing" / "trace.json"))
 
 
 async def test_closing_frees_what_fifty_requests_hold(engine: Engine) -> None:

@@ -1,7 +1,9 @@
 """Internal routes belong to replicas: the internal secret opens them, and API keys do not. What /prefill answers."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import msgspec
@@ -44,6 +46,24 @@ async def test_a_reset_forgets_cached_prompts() -> None:
             usage = (await client.post("/v1/completions", json=body)).json()["usage"]
             cached.append(usage["prompt_tokens_details"]["cached_tokens"])
         assert cached[0] == cached[2] == 0 < cached[1]
+
+
+async def test_profiles_are_for_operators_and_a_backend_without_one_says_why(tmp_path: Path) -> None:
+    async with application(internal_secret=SECRET, api_keys="key") as (client, _):
+        for path in ("/start_profile", "/stop_profile"):
+            assert (await client.post(path, headers={"Authorization": "Bearer key"})).status_code == 401
+            refused = await client.post(path, headers=BEARER)
+            assert refused.status_code == 501 and "PROFILE_DIR" in refused.json()["error"]["message"]
+    async with application(internal_secret=SECRET, profile_dir=tmp_path / "profiles") as (client, state):
+        refused = await client.post("/start_profile", headers=BEARER)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (501, "not_supported")
+        assert "fake engine" in refused.json()["error"]["message"]
+        engine = state["replica"].service.engine
+        engine.start_profile = engine.stop_profile = AsyncMock()
+        assert (await client.post("/start_profile", headers=BEARER)).status_code == 200
+        trace = (await client.post("/stop_profile", headers=BEARER)).json()["trace"]
+        engine.stop_profile.assert_awaited_with(trace)
+        assert Path(trace).parent == tmp_path / "profiles"
 
 
 async def test_without_a_secret_nobody_uses_them_and_without_keys_the_rest_is_open() -> None:

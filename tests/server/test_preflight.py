@@ -1,6 +1,7 @@
 """Impossible settings are found before anything is loaded, by `serve` and by `doctor`."""
 
 import json
+from asyncio import to_thread
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.errors import EngineFailure
+from engine.memory.service import MemoryService
 from server import doctor, preflight
 from server.cli import main
 from server.compose.config import engine_config
@@ -73,6 +75,32 @@ def problems(machine: Machine, folder: Path | None = None, **settings: Any) -> l
             {"kv_host_cache_mb": 9, "kv_disk_cache_mb": 1 << 40, "kv_disk_cache_dir": "/tmp"},
             "KV_DISK_CACHE_MB=1099511627776 is more than the disk of /tmp",
         ),
+        (
+            CPU,
+            {"memory_service": "/run/memory.sock", "attention": "sdpa"},
+            "MEMORY_SERVICE shares the weights of compiled code, which ATTENTION=sdpa rules out",
+        ),
+        (
+            H200,
+            {"memory_service": "/run/memory.sock", "attention": "sdpa"},
+            "MEMORY_SERVICE shares the weights of compiled code, which ATTENTION=sdpa rules out",
+        ),
+        (H200, {"engine_standby": True}, "ENGINE_STANDBY=true needs MEMORY_SERVICE on a GPU"),
+        (
+            H200,
+            {
+                "engine_standby": True,
+                "memory_service": "/run/memory.sock",
+                "speculative": "draft",
+                "speculative_model": "/draft",
+            },
+            "ENGINE_STANDBY=true cannot be used on a GPU with SPECULATIVE=draft",
+        ),
+        (
+            H200,
+            {"engine_standby": True, "memory_service": "/run/memory.sock", "disaggregation_mode": "prefill"},
+            "ENGINE_STANDBY=true cannot be used on a GPU with DISAGGREGATION_MODE=prefill",
+        ),
         (replace(CPU, torch=""), {}, "the embedded engine needs PyTorch, which is not installed"),
     ],
 )
@@ -87,6 +115,9 @@ def test_what_is_possible_is_no_problem(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(preflight, "_installed", lambda package: True)
     assert problems(CPU, folder, max_seq_len=512, kv_cache_memory_mb=8000) == []
     assert problems(CPU, folder, quantization="int8", dtype="float32") == []
+    assert problems(CPU, folder, memory_service="/run/memory.sock", engine_standby=True) == []
+    assert problems(CPU, folder, engine_standby=True, disaggregation_mode="prefill") == []
+    assert problems(H200, folder, memory_service="/run/memory.sock", engine_standby=True) == []
     assert problems(H200, folder, quantization="fp8", kv_cache_memory_mb=9000) == [], "a GPU's cache is elsewhere"
     assert problems(replace(H200, gpus=None), folder, device="cuda:1") == [], "nvidia-smi did not answer"
     assert problems(replace(CPU, torch=""), engine="fake") == []
@@ -155,14 +186,38 @@ def test_the_doctor_looks_at_packages_the_compiler_and_the_hub(monkeypatch: pyte
     assert doctor.check_machine(replace(CPU, free=GIB // 2)).level == "warning"
 
 
+def test_a_standby_engine_needs_an_engine_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--engine-standby", "true", "--engine-address", "ipc:///run/engine.sock"]) == 2
+    assert "ENGINE_STANDBY" in capsys.readouterr().err
+
+
+async def test_the_doctor_asks_the_memory_service(tmp_path: Path) -> None:
+    path = tmp_path / "memory.sock"
+    missing = await to_thread(doctor.check_memory_service, path)
+    assert missing.level == "warning" and "load weights of their own" in missing.text
+    service = MemoryService(path)
+    service.start()
+    assert (await to_thread(doctor.check_memory_service, path)).level == "ok"
+    service.close()
+    switch = tmp_path / "shmem_enabled"
+    for content, level in (("always [never] deny", "warning"), ("always [advise] never", "ok")):
+        switch.write_text(content)
+        assert doctor.check_large_pages(switch).level == level
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
         ({"kv_disk_cache_mb": 9}, "set KV_HOST_CACHE_MB too"),
         ({"kv_host_cache_mb": 9, "enable_block_reuse": False}, "ENABLE_BLOCK_REUSE"),
         ({"kv_host_cache_mb": 9, "kv_disk_cache_mb": 9, "engine": "trtllm"}, "not trtllm's"),
+        ({"memory_service": "/run/memory.sock", "engine": "fake"}, "the embedded engine, not of fake"),
+        ({"memory_service": "/" + "long" * 30}, "at most 107 bytes"),
+        ({"engine_standby": True, "engine": "trtllm"}, "cannot be loaded twice"),
+        ({"engine_standby": True, "engine_process": False}, "ENGINE_PROCESS=true"),
+        ({"engine_standby": True, "engine_on_death": "exit"}, "ENGINE_ON_DEATH=exit"),
     ],
 )
-def test_tiers_that_could_not_work_are_refused(settings: dict[str, Any], text: str) -> None:
+def test_settings_that_could_not_work_together_are_refused(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Settings(**settings)

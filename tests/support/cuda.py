@@ -138,7 +138,6 @@ def cuda_runner(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
     )  # as many as are worth dividing a sequence for when they run in turn
     monkeypatch.setattr(runner, "dtype_of", lambda *_: torch.bfloat16)  # of the model's check alone
     monkeypatch.setattr(runner, "capture", _capture)
-    monkeypatch.setattr(runner, "compile_together", lambda compute: None)  # nothing is compiled
     monkeypatch.setattr(runner, "warn_of_compilation", lambda: None)
     monkeypatch.setattr(
         sampler, "to_host", torch.clone

@@ -211,6 +211,14 @@ class BlockPool:
         self._block_of.clear()
         self._publish(Cleared())
 
+    def evict(self) -> None:
+        """Drop every block, as `allocate` does; no sequence references one."""
+        assert not self.used, "a block is in use"
+        cached = list(self._cached)
+        self.publish_level(0, [(key, self.below(key)) for key in map(self._forget, cached)])
+        self._free.extend(cached)
+        self._cached.clear()
+
     def audit(self, tables: Sequence[Sequence[int]] = ()) -> None:
         """Assert that reference counts are right, given the blocks of every live sequence: no block is lost or
         counted twice."""

@@ -1,6 +1,9 @@
 """A model's KV memory, as code that moves blocks between replicas sees it."""
 
+import ctypes
 import math
+import mmap
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +14,9 @@ from engine.errors import EngineFailure
 from engine.kit.machine import host_memory
 from engine.transfer.base import Region
 from engine.transfer.shared_memory import shared_memory
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,21 @@ def shared_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Allocate zeros on the host that other processes of this machine can be allowed to read. Pages take memory once
     they are written."""
     return torch.frombuffer(shared_memory(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+
+
+def discard(tensor: torch.Tensor) -> None:
+    """Give the whole pages of a tensor on the host back to the system. Its address stays; what is read there is zero,
+    and pages take memory once they are written again."""
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = tensor.data_ptr() + tensor.nbytes - start
+    if size <= 0:
+        return
+    # The pages of shared memory are freed for all who have mapped it, which private memory refuses.
+    for advice in (mmap.MADV_REMOVE, mmap.MADV_DONTNEED):
+        if not _libc.madvise(start, size, advice):
+            return
+    code = ctypes.get_errno()
+    raise EngineFailure(f"memory cannot be given back: {os.strerror(code)}")
 
 
 def check_fits(asked_mb: int, cgroup: Path = Path("/sys/fs/cgroup")) -> None:

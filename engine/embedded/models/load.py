@@ -3,13 +3,16 @@ import it."""
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from pathlib import Path
 
-from engine.config import EmbeddedConfig
+from engine.checkpoints.conversions import source_of
+from engine.config import EmbeddedConfig, Tag
 from engine.embedded.kv.memory import check_fits
 from engine.embedded.models.devices import UnsupportedModelError, device_of, dtype_of
 from engine.embedded.models.native.levels import chosen
 from engine.embedded.models.runner import ModelRunner, StepInput
+from engine.embedded.models.shared_weights import SharedWeights
 from engine.errors import EngineFailure
 
 log = logging.getLogger(__name__)
@@ -30,6 +33,22 @@ def load_runner(config: EmbeddedConfig) -> ModelRunner:
         if config.load_format != "dummy":
             _try_out(runner, config)
         return runner
+
+
+def state_of_files(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Return size and time of the files that weights are read from: others must not be taken for them."""
+    source = source_of(folder)
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.json"), *([] if source is None else [source])]
+    return {path: ((found := path.stat()).st_size, found.st_mtime_ns) for path in files}
+
+
+def resume_memory(runner: ModelRunner, tags: Collection[Tag]) -> None:
+    """Have a runner take released memory again, and load its weights, one at a time. Raises EngineFailure."""
+    with _loading:
+        try:
+            runner.resume_memory(tags)
+        except (OSError, MemoryError, UnsupportedModelError, RuntimeError) as error:
+            raise EngineFailure(f"the model cannot be loaded again: {error}") from error
 
 
 def forecast(config: EmbeddedConfig) -> Iterator[tuple[str, str]]:
@@ -88,21 +107,26 @@ def _load(config: EmbeddedConfig) -> ModelRunner:
             if int8:
                 raise EngineFailure(f"QUANTIZATION=int8 cannot be used: {error}") from error
             log.warning("the model is computed by transformers, which is slower: %s", error)
+    return _by_transformers(config)
+
+
+def _by_transformers(config: EmbeddedConfig) -> ModelRunner:
     from engine.embedded.models.torch.runner import TorchRunner  # noqa: PLC0415
 
-    return TorchRunner(config)
+    runner = TorchRunner(config)
+    runner.shared_weights = SharedWeights(config)
+    runner.shared_weights.give_up("transformers computes this model")
+    return runner
 
 
 def _on_gpu(config: EmbeddedConfig) -> ModelRunner:
-    from engine.embedded.models.torch.runner import TorchRunner  # noqa: PLC0415
-
     asked = _fp8_settings(config)
     if config.quantization == "int8":
         raise EngineFailure("QUANTIZATION=int8 cannot be used: it is for a CPU; a GPU takes fp8")
     if config.attention == "sdpa":
         if asked:
             raise EngineFailure(f"{asked} cannot be used with ATTENTION=sdpa")
-        return TorchRunner(config)
+        return _by_transformers(config)
     try:
         from engine.embedded.models.cuda.runner import CudaRunner  # noqa: PLC0415 - needs Triton and FlashInfer
 
@@ -113,7 +137,7 @@ def _on_gpu(config: EmbeddedConfig) -> ModelRunner:
         if config.attention == "flashinfer":
             raise EngineFailure(f"attention flashinfer cannot be used: {error}") from error
         log.warning("attention is torch's own, which is slow on a GPU: %s", error)
-    return TorchRunner(config)
+    return _by_transformers(config)
 
 
 def _try_out(runner: ModelRunner, config: EmbeddedConfig) -> None:

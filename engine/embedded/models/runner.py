@@ -5,14 +5,16 @@ transformers' own model code on any device, `native/` compiled code on a CPU, `c
 NVIDIA GPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
+from engine.config import Tag
 from engine.embedded.kv.layout import LayerGroup
 from engine.embedded.kv.memory import KvMemory
+from engine.embedded.models.shared_weights import SharedWeights
 from engine.embedded.sampling.sampler import Sampler
 from engine.kit.checks import ImageTokens
 
@@ -97,6 +99,8 @@ class ModelRunner(Protocol):
     """How the model takes images; None if it takes none."""
     groups: list[LayerGroup]
     """Layers that share block tables, full attention first, and how many blocks each group has."""
+    shared_weights: SharedWeights | None
+    """This engine's share in the memory service; None where nobody asked for one."""
     memory: KvMemory
     """The KV cache, for those who move blocks. Its first `groups[i].num_blocks` blocks are the scheduler's."""
 
@@ -113,9 +117,23 @@ class ModelRunner(Protocol):
         """
         ...
 
+    def take_memory(self) -> None:
+        """Take the memory of KV blocks if only their addresses have been reserved (`kv_memory_later`). Raises
+        EngineFailure."""
+
     def remember(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
         """Keep the tokens, int64 [slots] on the device, that were sampled last for these slots: the next step may
         name them."""
+        ...
+
+    def release_memory(self, tags: Collection[Tag], level: int) -> None:
+        """Give memory back while nothing is computed, at a level of `engine/sleep.py`. The KV cache keeps its address.
+        On a CPU, level 1 keeps weights where they are: in memory of the host. Raises EngineFailure."""
+        ...
+
+    def resume_memory(self, tags: Collection[Tag]) -> None:
+        """Take released memory again; does nothing for what was not released. The KV cache is zero. Raises
+        EngineFailure, and may then be called again."""
         ...
 
 
@@ -123,6 +141,10 @@ class PendingTokens:
     """The last sampled token of each slot, and the part of `ModelRunner` that has to do with them."""
 
     sampler: Sampler | None = None
+    shared_weights: SharedWeights | None = None
+
+    def take_memory(self) -> None:
+        """Do nothing: memory was taken, or is taken page by page."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self._sampled = torch.zeros(slots, dtype=torch.int64, device=device)

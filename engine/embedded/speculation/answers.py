@@ -123,6 +123,7 @@ class Answers:
     """The `Drafter` that looks into the sequence itself, and into this and earlier answers."""
 
     free = True
+    runner = None
 
     def __init__(self, least: int, capacity: int) -> None:
         """`capacity`: tokens of answers that are kept."""

@@ -61,11 +61,11 @@ class DraftModel:
             kv_cache_dtype="auto",
             speculative="none",
         )
-        self._runner = load_runner(own)
-        if len(self._runner.groups) != 1 or self._runner.groups[0].window is not None:
+        self.runner = load_runner(own)
+        if len(self.runner.groups) != 1 or self.runner.groups[0].window is not None:
             raise EngineFailure(f"SPECULATIVE_MODEL: the model in {folder} has sliding windows; a draft model has none")
-        self._pool = BlockPool(self._runner.groups[0].num_blocks, config.kv_block_size, reuse=False, publish=_ignore)
-        self._known = min(target.vocab_size, self._runner.vocab_size)
+        self._pool = BlockPool(self.runner.groups[0].num_blocks, config.kv_block_size, reuse=False, publish=_ignore)
+        self._known = min(target.vocab_size, self.runner.vocab_size)
         self._readers: dict[Sequence, _Drafted] = {}
         self._admissions = itertools.count(1)
         log.info("the model in %s drafts for the one in %s", folder, config.model)
@@ -84,7 +84,7 @@ class DraftModel:
             right = _common(reader.tokens, sequence.tokens)
             del reader.tokens[right:]
             new = sequence.tokens[right : right + _CATCH_UP]
-            if max(new) < self._runner.vocab_size and self._make_room(reader, right + len(new) + limit):
+            if max(new) < self.runner.vocab_size and self._make_room(reader, right + len(new) + limit):
                 fresh[index] = new
         while fresh:
             found = self._compute(sequences, fresh)
@@ -108,7 +108,7 @@ class DraftModel:
     def _make_room(self, reader: _Drafted, end: int) -> bool:
         """Give a sequence blocks up to a position; return whether there are enough, and the model reads as far."""
         missing = -(-end // self._pool.block_size) - len(reader.table)
-        if end > self._runner.context_length or missing > self._pool.available:
+        if end > self.runner.context_length or missing > self._pool.available:
             return False
         if missing > 0:
             reader.table += self._pool.allocate(missing)
@@ -137,7 +137,7 @@ class DraftModel:
             rows=[end - 1 for end in itertools.accumulate(lengths)],
         )
         with torch.inference_mode():
-            best = self._runner.forward(step).float().softmax(1).max(1)
+            best = self.runner.forward(step).float().softmax(1).max(1)
             values, tokens = best.values.tolist(), best.indices.tolist()
         for reader, (_, new) in zip(readers, ordered, strict=True):
             reader.tokens += new

@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Many
 from typing import NamedTuple, Protocol
 
+from engine.embedded.models.runner import ModelRunner
 from engine.embedded.sequence import Sequence
 
 CLASSES = 5
@@ -29,6 +30,11 @@ class Drafter(Protocol):
     free: bool
     """Whether a draft costs next to nothing. If so, it is also made to measure how often it would have been right;
     otherwise only as long as it is worth while."""
+
+    @property
+    def runner(self) -> ModelRunner | None:
+        """The model that drafts, if one does."""
+        ...
 
     def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[Draft]:
         """Return a draft for each sequence, of at most `limits[i]` tokens, one at least, to follow its known tokens."""

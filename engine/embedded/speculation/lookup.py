@@ -89,6 +89,7 @@ class Lookup:
     """The `Drafter` that looks into the sequence itself."""
 
     free = True
+    runner = None
 
     def __init__(self, least: int) -> None:
         self._least = least

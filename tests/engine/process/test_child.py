@@ -16,10 +16,12 @@ import pytest
 
 from engine.config import EmbeddedConfig, FakeConfig
 from engine.errors import EngineDied, EngineFailure, EngineNotReady
+from engine.memory.service import MemoryService
 from engine.process.child import EngineProcess
 from engine.process.client import EngineClient
 from engine.process.wire import SILENCE_SECONDS
 from engine.types import Delta, GenerateRequest, SamplingParams
+from tests.engine.embedded.models.native.test_native import make_folder
 from tests.support.waiting import until
 
 _ids = itertools.count()
@@ -28,7 +30,9 @@ CONFIG = FakeConfig(token_delay=0.002)
 
 def request_for(max_tokens: int = 10) -> GenerateRequest:
     return GenerateRequest(
-        request_id=str(next(_ids)), prompt_token_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=max_tokens)
+        request_id=str(next(_ids)),
+        prompt_token_ids=(5, 6, 7),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
     )
 
 
@@ -266,3 +270,74 @@ async def test_the_host_ends_with_a_parent_that_is_killed(tmp_path: Path, host_s
     await parent.wait()
     assert await asyncio.to_thread(gone, pid)
     assert not address.exists()
+
+
+@pytest.fixture
+async def memory(tmp_path: Path) -> AsyncIterator[MemoryService]:
+    service = MemoryService(tmp_path / "memory.sock")
+    service.start()
+    yield service
+    service.close()
+
+
+async def test_a_standby_engine_takes_over_from_killed_ones_with_the_weights_it_has_mapped(
+    tmp_path: Path, memory: MemoryService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two kills under load: equal answers, one copy of the weights, and no lease or process too many."""
+    monkeypatch.setattr("engine.process.child.STANDBY_PAUSE", 0.0)
+    folder = make_folder(tmp_path / "model")
+    config = EmbeddedConfig(model=str(folder), memory_service=str(memory.path), num_blocks=64, guide_workers=1)
+    process = EngineProcess(config, standby=True)
+    await process.start()
+    client = EngineClient(process.address, process.wait_failed)
+    await client.start()
+    answers, pids = [], {process.pid}
+    for kill in range(3):
+        await until(lambda: process.standby_pid is not None, 60)
+        (held,) = memory.status.held
+        assert (held.leases, memory.status.filled, memory.status.granted) == (2, 1, kill + 1)
+        answers.append([token for delta in await collect(client.generate(request_for())) for token in delta.token_ids])
+        if kill == 2:
+            break
+        streams = [client.generate(request_for(400)) for _ in range(4)]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+        running = [asyncio.create_task(collect(stream)) for stream in streams]
+        standby, died = process.standby_pid, process.pid
+        assert died is not None
+        os.kill(died, signal.SIGKILL)
+        assert all(isinstance(end, EngineDied) for end in await asyncio.gather(*running, return_exceptions=True))
+        await healthy(client, True, 30)
+        assert process.pid == standby
+        pids.add(standby)
+    assert answers[0] == answers[1] == answers[2] and answers[0]
+    assert (process.restarts, process.takeovers, len(pids)) == (2, 2, 3)
+    last = process.standby_pid
+    await client.close()
+    await process.close()
+    assert last is not None and gone(last)
+    await until(lambda: not memory.status.held[0].leases)
+
+
+async def test_a_standby_that_dies_is_replaced_and_one_that_still_prepares_may_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.process.child.STANDBY_PAUSE", 0.0)
+    process = EngineProcess(CONFIG, standby=True)
+    await process.start()
+    client = EngineClient(process.address, process.wait_failed)
+    await client.start()
+    await until(lambda: process.standby_pid is not None, 30)
+    first, serving = process.standby_pid, process.pid
+    assert first is not None and serving is not None
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: process.standby_pid not in (None, first), 30)
+    assert process.pid == serving and client.healthy and process.restarts == 0
+    for _ in range(2):  # the second has no time to prepare
+        await until(lambda: client.healthy, 30)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        await healthy(client, False, 15)
+    await healthy(client, True, 30)
+    assert (await collect(client.generate(request_for())))[-1].finish_reason == "length"
+    await client.close()
+    await process.close()

@@ -24,7 +24,7 @@ def parent_of(control: bytes, log: bytes) -> _Host:
     stdout.feed_data(control)
     stdout.feed_eof()
     process: Any = SimpleNamespace(stdout=stdout)
-    return _Host("engine", process, log_pipe, "", 0.0, again=False)
+    return _Host("engine", process, log_pipe, "", 0.0, lambda: None, again=False)
 
 
 async def test_in_json_logs_every_line_is_an_object(

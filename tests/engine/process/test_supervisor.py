@@ -41,9 +41,15 @@ async def test_an_end_is_logged_without_the_last_words_that_were_logged_already(
 
 
 async def test_a_process_that_served_long_enough_starts_over(pauses: Callable[[], list[str]]) -> None:
-    ends = [End("a"), End("b", 59), End("c", 61), End("d", 1), End("e", final=True)]
+    ends = [End("a"), End("b", 9), End("c", 11), End("d", 1), End("e", 1), End("f", 99), End("g", final=True)]
     await Supervisor(lives(*ends)).run()
-    assert pauses() == ["0.0005", "0.001", "0.0005", "0.001"]
+    assert pauses() == ["0.0005", "0.001", "once:", "0.0005", "0.001", "once:"]
+
+
+async def test_one_that_is_prepared_starts_at_once(pauses: Callable[[], list[str]]) -> None:
+    ends = [End("a"), End("b", prepared=True), End("c"), End("d", final=True)]
+    await Supervisor(lives(*ends)).run()
+    assert pauses() == ["0.0005", "once:", "0.001"]
 
 
 async def test_stop_ends_a_pause_and_lets_a_life_end(monkeypatch: pytest.MonkeyPatch) -> None:

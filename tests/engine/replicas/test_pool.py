@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,7 +188,7 @@ async def test_a_replica_that_leaves_is_neither_asked_nor_probed(caplog: pytest.
     async with pool_of(ONE, TWO) as (pool, _):
         gone = pool.at(ONE)
         pool.update([TWO, THREE])
-        assert f"removed test replica {ONE}: no longer in DNS" in caplog.text
+        assert f"removed test replica {ONE}: no longer in DNS or its file" in caplog.text
         await until(lambda: pool.counts == (2, 2))
         assert not gone.available and ONE not in pool.asked()
         await asyncio.sleep(0.15)
@@ -204,6 +205,18 @@ async def test_a_name_becomes_its_addresses() -> None:
     assert "http://127.0.0.1:8000" in found or "http://[::1]:8000" in found
     unknown = Addresses(("dns+http://no-such-name.invalid:8000",))
     assert await unknown.find({"http://10.0.0.1:8000"}) == ["http://10.0.0.1:8000"]
+
+
+async def test_a_file_has_a_replica_on_each_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "replicas"
+    addresses = Addresses(("http://fixed:1", file.as_uri()))
+    assert addresses.change
+    assert [await addresses.find({ONE}) for _ in range(2)] == [["http://fixed:1", ONE]] * 2
+    assert len(caplog.messages) == 1 and "cannot read" in caplog.messages[0]
+    file.write_text(f"{TWO}/\n\n# {THREE}\n{THREE}\n")
+    assert await addresses.find({ONE}) == ["http://fixed:1", TWO, THREE]
+    file.write_text("")
+    assert await addresses.find({TWO}) == ["http://fixed:1"]
 
 
 async def test_names_stand_for_all_their_addresses_and_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:

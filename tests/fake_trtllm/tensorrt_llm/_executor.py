@@ -60,6 +60,8 @@ class Executor:
         self._workers = Workers(count, self._lose_worker) if count else None
         self.worker_pids = [] if self._workers is None else self._workers.pids
         self.asked = 0
+        self.released: set[str] = set()
+        """Memory that a sleep has released."""
 
     def start(self) -> None:
         """Blocks until the engine is ready, for ever if a worker is killed. Raises what the engine raises."""

@@ -139,9 +139,26 @@ class LLM(BaseLLM):
         results = [self.generate_async(item, **own) for item, own in zip(inputs, each, strict=True)]
         return [result.result() for result in results]
 
+    @contract("tensorrt_llm.LLM._collective_rpc")
+    def _collective_rpc(self, call: SimpleNamespace) -> list[Any]:
+        """`sleep` and `wakeup` of Ray's workers; with CUDA graphs, or kept blocks, they would compute nonsense."""
+        if self.args.orchestrator_type != "ray":
+            raise ValueError(f"Executor type {type(self._executor)} does not support collective RPC.")
+        (tags,) = call.args
+        if unknown := set(tags) - {"model", "kv_cache", "draft_model", "sampler", "model_extra", "executor_extra"}:
+            raise ValueError(f"Unknown memory tag '{unknown.pop()}'.")
+        if not self.args.enable_sleep:
+            raise ValueError("Sleep feature is not enabled, please set enable_sleep=True in the LLM arguments.")
+        assert call.method in ("sleep", "wakeup") and not self._executor.jobs
+        released = self._executor.released
+        self._executor.released = released | set(tags) if call.method == "sleep" else released - set(tags)
+        return [None]
+
     @contract("tensorrt_llm.LLM.generate_async")
     def generate_async(self, call: SimpleNamespace) -> RequestOutput:
         self._check_alive()
+        if self._executor.released:
+            self._executor.die(RuntimeError("CUDA error: an illegal memory access was encountered"))
         params = call.sampling_params = SamplingParams() if call.sampling_params is None else call.sampling_params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"The sampling_params must be type SamplingParams or None, but got {type(params)}")

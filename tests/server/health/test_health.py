@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from engine.errors import EngineFailure
-from server.health.canary import CACHE_SALT, Canary, tiny_image
+from engine.types import CANARY_SALT
+from server.health.canary import Canary, tiny_image
 from server.health.watchdog import Watchdog
 from tests.support.servers import CHAT, ROOT, application, serving
 from tests.support.waiting import slowness
@@ -169,7 +170,7 @@ def test_the_canarys_image_is_one() -> None:
 
 async def test_the_canarys_salt_is_its_own() -> None:
     """A request for the same token, at every length, finds nothing that a canary has left."""
-    assert CACHE_SALT == "trellis-health-check"
+    assert CANARY_SALT == "trellis-health-check"
     async with application(canary_seconds=0.01) as (client, _):
         await asyncio.sleep(0.1)
         answer = (await client.post("/v1/completions", json={"prompt": [1] * 200, "max_tokens": 1})).json()

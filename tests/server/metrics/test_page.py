@@ -22,12 +22,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.admission import AdmissionEngine
 from engine.config import FakeConfig
 from engine.fake.engine import FakeEngine
+from engine.process.child import EngineProcess
 from engine.stats import InflightBatchingStats, IterationStats, KvCacheStats, SpecDecodingStats, TierStats
-from engine.types import GenerateRequest, Guide, SamplingParams
+from engine.types import EngineInfo, GenerateRequest, Guide, SamplingParams
 from multimodal.metrics import GenerationMetrics
 from server.health.canary import tiny_image
 from server.metrics.engine import stats_metrics
 from server.metrics.page import ServerMetrics
+from server.metrics.replica import watch_engine_process
 from tests.support.servers import CHAT, ROOT, application, serving
 
 OBSERVABILITY = ROOT / "deploy/observability"
@@ -293,6 +295,9 @@ async def test_the_dashboard_and_the_docs_name_metrics_that_are_there() -> None:
     there |= {"up", "trellis_trace_spans_total"}  # Prometheus' own, and that of replicas with traces
     speculation = ("num_drafts", "num_accepted_tokens_per_pos")  # shown with SPECULATIVE alone
     there |= {f"trtllm_spec_decode_{name}_total" for name in speculation}
+    process = ("restarts_total", "takeovers_total", "standby")  # of an engine in a process of its own
+    there |= {f"trellis_engine_{name}" for name in process}
+    there |= {"trtllm_sleep_level", "trtllm_wake_seconds"}  # of an engine that can sleep
     queries = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
     queries += [rule["expr"] for rule in ALERTS]
     queries += _queries((ROOT / "docs/observability.md").read_text())
@@ -408,3 +413,35 @@ def test_the_dashboards_colours_tell_good_from_bad() -> None:
         legends = {target.get("legendFormat", "") for target in panel.get("targets", [])}
         named = {override["matcher"]["options"] for override in overrides}
         assert named <= legends or any("{{" in legend for legend in legends), f"{panel['title']}: no such series"
+
+
+async def test_restarts_and_engines_with_weights_of_their_own_are_counted() -> None:
+    metrics = ServerMetrics("m", None)
+    process = EngineProcess(FakeConfig())
+    watch_engine_process(metrics.polled, process)
+    engine = FakeEngine(FakeConfig())
+    await engine.start()
+    facts = engine.info
+    lives = [facts, replace(facts, own_weights="none answers"), facts]
+
+    class Restarted(AdmissionEngine):
+        """An engine that is another one at each report."""
+
+        @property
+        def info(self) -> EngineInfo:
+            return lives[0]
+
+        async def stats(self) -> AsyncIterator[IterationStats]:
+            for _ in range(3):
+                yield _stats(0, 0, 0.0)
+                lives[:-1] = lives[1:]
+
+    async with asyncio.timeout(20):
+        await metrics.watch_engine(Restarted(engine, 1, 1.0))
+    process.restarts, process.takeovers = 2, 1
+    shown = {sample.name: sample.value for sample in samples(metrics.render().decode())}
+    assert shown["trtllm_own_weights_total"] == 1
+    assert (shown["trellis_engine_restarts_total"], shown["trellis_engine_takeovers_total"]) == (2, 1)
+    assert shown["trellis_engine_standby"] == 0
+    await engine.close()
+    await process.close()

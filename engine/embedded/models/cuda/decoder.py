@@ -3,6 +3,7 @@ changed in place."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,18 @@ class _JoinedLayer:
             weight: Weight = getattr(self, name)
             setattr(self, name, products.join(weight.name, [weight.values]))
 
+    def move(self, place: Place) -> None:
+        self.norm = place(self.norm[0]), self.norm[1]
+        self.mlp_norm = place(self.mlp_norm[0]), self.mlp_norm[1]
+        for name in ("qkv", "out", "gate_up", "down"):
+            weight: Weight = getattr(self, name)
+            scales = None if weight.scales is None else place(weight.scales)
+            setattr(self, name, Weight(weight.name, place(weight.values), scales))
+
+
+Place = Callable[[torch.Tensor], torch.Tensor]
+"""Returns a tensor of the same shape and type, elsewhere."""
+
 
 class LlamaDecoder:
     """All layers of a transformers model of the Llama kind, over flat tokens. Takes the weights out of the model's own
@@ -46,7 +59,10 @@ class LlamaDecoder:
     vocabulary, as if they were of more tokens, so that a CUDA graph takes them too.
     """
 
-    def __init__(self, model: Any, context_length: int, most_shown: int = 0) -> None:
+    def __init__(
+        self, model: Any, context_length: int, most_shown: int = 0, device: torch.device | None = None
+    ) -> None:
+        """`device`: where the decoder computes, if the model's weights are not there yet."""
         inner = model.get_decoder()
         first = inner.layers[0].self_attn
         dim = first.head_dim
@@ -56,11 +72,13 @@ class LlamaDecoder:
         self._embedding = _extended(inner.embed_tokens.weight, most_shown)
         self._norm: Norm = (inner.norm.weight, inner.norm.variance_epsilon)
         head = model.get_output_embeddings().weight
-        self._head = self._embedding[: self.vocabulary] if head is inner.embed_tokens.weight else head
-        self._rotations = _rotations(inner.rotary_emb, context_length, self._embedding.device)
+        self._tied = head is inner.embed_tokens.weight
+        self._head = self._embedding[: self.vocabulary] if self._tied else head
+        device = device or self._embedding.device
+        self._rotations = _rotations(inner.rotary_emb, context_length, device)
         width = self.heads[0] * dim
         self._fetch = not width & (width - 1)
-        self._products: Products = PlainProducts(self._fetch, self._embedding.device)
+        self._products: Products = PlainProducts(self._fetch, device)
         self._layers = []
         for index in range(len(inner.layers)):
             self._layers.append(_JoinedLayer(inner.layers[index], self._products))
@@ -71,6 +89,14 @@ class LlamaDecoder:
         self._products = Fp8Products(self._fetch)
         for layer in self._layers:
             layer.convert(self._products)
+
+    def move(self, place: Place) -> None:
+        """Have the weights elsewhere: `place` is called with each tensor, always in the same order."""
+        self._embedding = place(self._embedding)
+        self._head = self._embedding[: self.vocabulary] if self._tied else place(self._head)
+        self._norm = place(self._norm[0]), self._norm[1]
+        for layer in self._layers:
+            layer.move(place)
 
     def load_products(self, max_rows: int, max_sampled: int) -> None:
         """Have cuBLAS load its kernels for as many rows as steps of prompts have, and as are sampled from after these,

@@ -5,20 +5,25 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from blake3 import blake3
 
+from engine.checkpoints.facts import ModelFacts
 from engine.config import EmbeddedConfig
 from engine.embedded.kv.layout import Attends
 from engine.embedded.models.cuda.attention import CudaAttention
 from engine.embedded.models.cuda.compiling import expect_compilation, warn_of_compilation
 from engine.embedded.models.cuda.decoder import LlamaDecoder, is_llama_kind, trial, trial_by_transformers
 from engine.embedded.models.cuda.graphs import capture
+from engine.embedded.models.cuda.releasable import ReleasableWeights
 from engine.embedded.models.cuda.sampler import CudaSampler, RowDraws
 from engine.embedded.models.devices import UnsupportedModelError, dtype_of, to_device
 from engine.embedded.models.runner import StepInput
+from engine.embedded.models.shared_weights import SharedWeights, TensorLayout
 from engine.embedded.models.torch.runner import TorchRunner
 from engine.embedded.models.transformers_models import auto_class, load_config
 
@@ -50,6 +55,10 @@ class CudaRunner(TorchRunner):
     spare_blocks = 1
     spare_slots = 1
     compute_path = "cuda"
+    _weights: ReleasableWeights | None = None
+    """Memory of weights that can be released."""
+    _read = True
+    """Whether they have been read since."""
 
     def __init__(self, config: EmbeddedConfig) -> None:
         begun = time.monotonic()
@@ -115,6 +124,72 @@ class CudaRunner(TorchRunner):
         """Keep tokens that the sampler did not draw: it keeps its own."""
         if tokens is not self.sampler.results.tokens:
             self._sampled[self._to_device(slots)] = tokens
+
+    def _load(self, config: EmbeddedConfig, facts: ModelFacts) -> Attends:
+        """Load the weights, into memory of the memory service if there is one, or take those that are there."""
+        with SharedWeights(config) as self.shared_weights:
+            if self.takes_images:
+                self.shared_weights.give_up("this model takes images, whose embeddings lie beside those of its tokens")
+            if self.takes_images or not config.memory_service:
+                return self._load_own(config, facts)
+            decoder = self._without_weights(config)
+            layout = TensorLayout(decoder.move)
+            form = self.dtype, config.quantization, config.load_format, torch.__version__, _fingerprint()
+            pages = self.shared_weights.pages(layout.size, self.device, *form)
+            if pages is not None and pages.filled:
+                decoder.move(layout.views(pages, self.device))
+                self._decoder, (_, kv_heads, dim) = decoder, decoder.heads
+                return Attends((None,) * self.hf_config.get_text_config().num_hidden_layers, kv_heads, dim)
+            if pages is None:
+                return self._load_own(config, facts)
+            attends = super()._load(config, facts)
+            layout.copy(self._decoder.move, pages, self.device)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            return attends
+
+    def _load_own(self, config: EmbeddedConfig, facts: ModelFacts) -> Attends:
+        """Load weights that nobody shares, where they can be released if the engine sleeps."""
+        attends = super()._load(config, facts)
+        if config.sleep is not None:
+            self._weights = ReleasableWeights(self.device)
+            with torch.inference_mode():
+                self._decoder.move(self._weights.place)
+        return attends
+
+    def _release_weights(self, level: int) -> None:
+        if self._weights is not None:  # else they are in memory of the service
+            self._weights.release(keep=level == 1)
+
+    @torch.inference_mode()
+    def _resume_weights(self) -> None:
+        if self._weights is None or (self._weights.resume() and self._read):
+            return
+        self._read = False
+        stable = _tensors(self._decoder)
+        decoder = self._decoder
+        try:
+            super()._load(*self._reload.args)
+            for tensor, read in zip(stable, _tensors(self._decoder), strict=True):
+                tensor.copy_(read)
+        finally:
+            self._decoder = decoder
+        self._read = True
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def _without_weights(self, config: EmbeddedConfig) -> LlamaDecoder:
+        """Return a decoder whose weights have shapes and types alone."""
+        with torch.device("meta"):
+            module = auto_class(self.hf_config).from_config(self.hf_config, dtype=self.dtype)
+        inner = module.get_decoder()
+        inner.rotary_emb = type(inner.rotary_emb)(inner.config).to(self.device)
+        decoder = LlamaDecoder(module, self.context_length, device=self.device)
+        if config.quantization == "fp8":
+            decoder.quantise()
+        return decoder
 
     def _adapt(self, config: EmbeddedConfig, attends: Attends) -> None:
         """Join and quantise the weights layer by layer, so that the memory this frees is there for KV blocks."""
@@ -238,6 +313,23 @@ class CudaRunner(TorchRunner):
             self._graphs[size] = _Graph(graph, inputs, *outputs)
         self._graphs = dict(sorted(self._graphs.items()))
         log.info("captured %d CUDA graphs in %.1f s", len(self._graphs), time.monotonic() - started)
+
+
+def _tensors(decoder: LlamaDecoder) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    decoder.move(note)
+    return found
+
+
+def _fingerprint() -> str:
+    """Return a hash of the code that lays out weights, and of what computes with them."""
+    code = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return blake3(repr(code).encode()).hexdigest(8)
 
 
 def _largest(config: EmbeddedConfig) -> int:

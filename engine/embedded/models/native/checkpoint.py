@@ -213,6 +213,14 @@ class Checkpoint:
         stored = self._gguf.tensors.get(name)
         return Kind[stored.type] if stored and stored.type in Kind.__members__ else None
 
+    @property
+    def source(self) -> str:
+        """What tells the GGUF file of `blocks` from others, and from what it was before; empty if there is none."""
+        if (path := source_of(self._folder)) is None:
+            return ""
+        stat = path.stat()
+        return f"{path} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+
     def blocks(self, name: str) -> torch.Tensor:
         """Return a matrix of a `block_kind` as rows of blocks [outputs, bytes]."""
         return torch.from_numpy(self._gguf.blocks(name))

@@ -8,15 +8,16 @@ what it knows: bfloat16 or quantised weights, float32 activations, keys and valu
 import logging
 import math
 import weakref
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from engine.checkpoints.headers import some
-from engine.config import EmbeddedConfig
+from engine.config import EmbeddedConfig, Tag
 from engine.embedded.kv.layout import Attends, LayerGroup, share
-from engine.embedded.kv.memory import KvMemory, shared_zeros
+from engine.embedded.kv.memory import KvMemory, discard, shared_zeros
 from engine.embedded.models.devices import UnsupportedModelError
 from engine.embedded.models.native.build import NoCompilerError, find_compiler, library
 from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig, read_config
@@ -25,6 +26,7 @@ from engine.embedded.models.native.sampler import NativeSampler
 from engine.embedded.models.native.structures import NativeStep
 from engine.embedded.models.native.weights import Weights, zeros
 from engine.embedded.models.runner import EmbeddingRows, PendingTokens, StepInput
+from engine.embedded.models.shared_weights import SharedWeights
 from engine.embedded.threads import compute_threads
 
 log = logging.getLogger(__name__)
@@ -48,13 +50,13 @@ class NativeRunner(PendingTokens):
         _check_settings(config)
         folder, level = Path(config.model), chosen(config.cpu_isa)
         self.instruction_set = level.name
-        shape = read_config(folder)
+        self._folder, self._shape = folder, (shape := read_config(folder))
         try:
             code = library(Path(config.cache_dir or "~/.cache/trellis").expanduser(), level)
         except NoCompilerError as error:
             raise UnsupportedModelError(str(error)) from error
-        with Checkpoint(folder, shape) as checkpoint:
-            self._weights = Weights(code, checkpoint, shape, int8=config.quantization == "int8")
+        with Checkpoint(folder, shape) as checkpoint, SharedWeights(config) as self.shared_weights:
+            self._weights = Weights(code, checkpoint, shape, self.shared_weights, int8=config.quantization == "int8")
             if checkpoint.unused:
                 log.warning("the model does not use all that %s has: %s", folder, some(checkpoint.unused))
         self.takes_images = shape.takes_images
@@ -64,7 +66,9 @@ class NativeRunner(PendingTokens):
         self.context_length = min(config.max_seq_len or shape.context_length, shape.context_length)
         self.groups = _share(config, shape)
         blocks = self.groups[0].num_blocks, _block_bytes(config, shape) // 4
-        whole = (shared_zeros if config.kv_transfer else zeros)((math.prod(blocks) + _TAIL,), torch.float32)
+        self._cache = whole = (shared_zeros if config.kv_transfer else zeros)(
+            (math.prod(blocks) + _TAIL,), torch.float32
+        )
         cache = whole[:-_TAIL].view(blocks)
         self.memory = KvMemory("blocks of heads", _attends(shape), [cache])
         self._frequencies = shape.frequencies
@@ -72,6 +76,17 @@ class NativeRunner(PendingTokens):
         self._decoder = code.decoder_new(self._weights.describe(cache, config.kv_block_size), threads)
         self._forward, self._threads = code.decoder_forward, code.decoder_threads
         weakref.finalize(self, code.decoder_delete, self._decoder)
+
+    def release_memory(self, tags: Collection[Tag], level: int) -> None:
+        if "kv_cache" in tags:
+            discard(self._cache)
+        if "weights" in tags and level > 1:
+            self._weights.discard()
+
+    def resume_memory(self, tags: Collection[Tag]) -> None:
+        if "weights" in tags and self._weights.discarded:
+            with Checkpoint(self._folder, self._shape) as checkpoint:
+                self._weights.fill(checkpoint)
 
     @property
     def threads(self) -> int:

@@ -8,12 +8,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import starmap
+from pathlib import Path
 
 import torch
 from torch.nn import functional
 
+from engine.embedded.kv.memory import discard
 from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig
 from engine.embedded.models.native.structures import BLOCK, BLOCK_BYTES, Kind, NativeLayer, NativeMatrix, NativeModel
+from engine.embedded.models.shared_weights import SharedWeights
 from engine.embedded.threads import compute_threads
 from engine.errors import EngineFailure
 
@@ -34,8 +37,17 @@ class Weights:
     """All panels and norms of a model, and the structures that point to them. Raises EngineFailure for a value that is
     not finite."""
 
-    def __init__(self, code: ctypes.CDLL, checkpoint: Checkpoint, config: LlamaConfig, *, int8: bool = False) -> None:
-        """`int8` quantises matrices to 8 bits, unless they are stored as blocks of 8 or 4 bits."""
+    def __init__(
+        self,
+        code: ctypes.CDLL,
+        checkpoint: Checkpoint,
+        config: LlamaConfig,
+        shared: SharedWeights,
+        *,
+        int8: bool = False,
+    ) -> None:
+        """`int8` quantises matrices to 8 bits, unless they are stored as blocks of 8 or 4 bits. Panels are memory of
+        `shared` if it has some, which may be filled already."""
         self._code = code
         self._checkpoint = checkpoint
         self._config = config
@@ -49,16 +61,43 @@ class Weights:
         embedding, head = ["model.embed_tokens"], ["lm_head"]
         tied = "lm_head.weight" not in checkpoint
         matrices = [embedding, *([] if tied else [head]), *(names for layer in layers for names in layer.values())]
-        self._arena = zeros((sum(map(self._bytes, matrices)),), torch.uint8)
-        self._used = 0
+        size, kinds = sum(map(self._bytes, matrices)), [self._kind(names) for names in matrices]
+        self._pages = shared.pages(
+            size, torch.device("cpu"), Path(code._name).name, kinds, checkpoint.source if int8 else ""
+        )
+        """The panels, if they are in memory of the service; else they are in `_own`."""
+        self._own = None
+        if self._pages is None:
+            self._own = zeros((size,), torch.uint8)
+            self._next = self._own.data_ptr()
+        else:
+            self._next = self._pages.address
         self.layers = (NativeLayer * config.layers)(*starmap(self._layer, enumerate(layers)))
         self.embedding = self._matrix(embedding)
         self.head = self.embedding if tied else self._matrix(head)
         self.norm = self._vector("model.norm.weight")
+        self.discarded = False
+        """Whether the panels have to be filled again."""
+        self._checked = False
+        """Whether all values are known to be finite."""
+        if self._pages is None or not self._pages.filled:
+            self.fill(checkpoint)
+
+    def fill(self, checkpoint: Checkpoint) -> None:
+        """Fill the panels from a checkpoint: that which this was made of, or the same opened again."""
+        self._checkpoint = checkpoint
         with ThreadPoolExecutor(compute_threads()) as pool:
             for done in [pool.submit(work) for work in self._work]:
                 done.result()
-        self._work.clear()
+        self.discarded = False
+        self._checked = True
+
+    def discard(self) -> None:
+        """Give the memory of the panels back until `fill`, unless it belongs to the memory service. Norms and biases,
+        which are small, stay."""
+        if self._own is not None:
+            discard(self._own)
+            self.discarded = True
 
     def describe(self, cache: torch.Tensor, block_size: int) -> NativeModel:
         """Return the whole model for the compiled code; valid while this and `cache` live."""
@@ -91,8 +130,8 @@ class Weights:
         fills them later."""
         interleaved = _interleaved(names)
         sizes, inputs = [self._shapes[f"{name}.weight"][0] for name in names], self._shapes[f"{names[0]}.weight"][1]
-        start, kind = self._arena.data_ptr() + self._used, self._kind(names)
-        self._used += self._bytes(names)
+        start, kind = self._next, self._kind(names)
+        self._next += self._bytes(names)
         if not interleaved and any(size % self._panel for size in sizes[:-1]):  # several in one panel
             self._work.append(partial(self._pack, kind, names, start, 0, 1))
         else:
@@ -123,7 +162,7 @@ class Weights:
 
     def _bfloat16(self, name: str) -> torch.Tensor:
         weight = self._checkpoint.weight(f"{name}.weight")
-        if not self._code.all_finite(weight.data_ptr(), weight.numel()):
+        if not self._checked and not self._code.all_finite(weight.data_ptr(), weight.numel()):
             raise self._not_finite(f"{name}.weight")
         return weight
 

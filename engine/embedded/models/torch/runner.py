@@ -1,24 +1,30 @@
 """The torch runner: a transformers model, on flat tokens over our KV blocks."""
 
 import ctypes
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
 from engine.checkpoints.facts import ModelFacts
-from engine.config import EmbeddedConfig
+from engine.config import EmbeddedConfig, Tag
 from engine.embedded.kv.layout import Attends, LayerGroup, ask, share
-from engine.embedded.kv.memory import KvMemory, shared_zeros
+from engine.embedded.kv.memory import KvMemory, discard, shared_zeros
 from engine.embedded.models.devices import device_of, dtype_of
 from engine.embedded.models.runner import PendingTokens, StepInput
+from engine.embedded.models.shared_weights import bytes_at
 from engine.embedded.models.torch import decoder, linear
 from engine.embedded.models.torch.attention import ATTENTION_NAME, KvCache, StepAttention, sort_decodes, zeros
 from engine.embedded.models.torch.linear import can_pack
 from engine.embedded.models.torch.norm import replace_norms
 from engine.embedded.models.transformers_models import auto_class, drop_tower, load_config, load_weights
+from engine.errors import EngineFailure
+from engine.memory.device import ReservedDeviceMemory
+from engine.memory.wire import MemoryServiceError
 
 MIB = 1 << 20
 
@@ -40,9 +46,9 @@ class TorchRunner(PendingTokens):
         self.hf_config, facts = load_config(config.model)
         self.takes_images = facts.image_tokens
         self.context_length = min(config.max_seq_len or facts.context_length, facts.context_length)
-        self.module = _load_module(config, self.hf_config, facts, self.dtype, self.device)
-        attends = ask(self.module, self.hf_config, self.context_length)
-        self._adapt(config, attends)
+        self.module: Any = None
+        self._reload = partial(self._load, config, facts)
+        attends = self._reload()
         self.vocab_size = facts.vocab_size
         self.eos_token_ids = facts.eos_token_ids
         self.groups = self._share(config, attends)
@@ -57,17 +63,37 @@ class TorchRunner(PendingTokens):
             )
             for group in self.groups
         ]
-        shared = bool(config.kv_transfer) and self.device.type == "cpu"
-        self.caches = [
-            KvCache(shared_zeros(shape, self.cache_dtype) if shared else zeros(shape, self.cache_dtype, self.device))
-            for shape in shapes
-        ]
+        self._reserved: list[ReservedDeviceMemory] = []
+        """Memory of the KV cache, on a GPU that takes it later or gives it back."""
+        self.caches = [KvCache(self._zeros(config, shape)) for shape in shapes]
+        if not config.kv_memory_later:
+            self.take_memory()
         self.memory = KvMemory("blocks of tokens", attends, [cache.data for cache in self.caches])
 
     @property
     def cache(self) -> KvCache:
         """The cache of the first group: the only one where attention is full in every layer."""
         return self.caches[0]
+
+    def take_memory(self) -> None:
+        try:
+            for reserved in self._reserved:
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+                reserved.take()
+        except MemoryServiceError as error:
+            raise EngineFailure(f"there is no memory for KV blocks: {error}") from error
+        if self._reserved:
+            for cache in self.caches:
+                cache.data.zero_()
+
+    def _reserve(self, shape: tuple[int, ...]) -> torch.Tensor:
+        size = math.prod(shape) * self.cache_dtype.itemsize
+        try:
+            self._reserved.append(ReservedDeviceMemory(size, self.device.index or 0))
+        except MemoryServiceError as error:
+            raise EngineFailure(f"no addresses can be reserved for KV blocks: {error}") from error
+        return bytes_at(self._reserved[-1].address, size, self.device).view(self.cache_dtype).view(shape)
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> torch.Tensor:
@@ -82,6 +108,57 @@ class TorchRunner(PendingTokens):
         logits: torch.Tensor = output.logits[0]
         return logits
 
+    def release_memory(self, tags: Collection[Tag], level: int) -> None:
+        if "kv_cache" in tags:
+            self._release_cache()
+        if "weights" in tags:
+            self._release_weights(level)
+
+    def resume_memory(self, tags: Collection[Tag]) -> None:
+        if "weights" in tags:  # first: while they are read they may take memory twice
+            self._resume_weights()
+        if "kv_cache" in tags and any(reserved.released for reserved in self._reserved):
+            self.take_memory()
+
+    def _zeros(self, config: EmbeddedConfig, shape: tuple[int, ...]) -> torch.Tensor:
+        """Allocate a KV cache, or reserve its addresses. On a GPU a sleep can release it unless it moves KV blocks, as
+        other processes have mapped it then."""
+        if config.kv_memory_later or (
+            self.device.type == "cuda" and config.sleep is not None and not config.kv_transfer
+        ):
+            return self._reserve(shape)
+        if self.device.type == "cpu" and config.kv_transfer:
+            return shared_zeros(shape, self.cache_dtype)
+        return zeros(shape, self.cache_dtype, self.device)
+
+    def _release_cache(self) -> None:
+        if self.device.type == "cpu" and not self._reserved:
+            for cache in self.caches:
+                discard(cache.data)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        try:
+            for reserved in self._reserved:
+                reserved.release()
+        except MemoryServiceError as error:
+            raise EngineFailure(f"the memory of KV blocks cannot be given back: {error}") from error
+
+    def _release_weights(self, level: int) -> None:
+        if level > 1:
+            self.module = None
+        elif self.device.type != "cpu":
+            self.module.to("cpu")
+        if self.device.type == "cpu":
+            _give_back_memory()
+        else:
+            torch.cuda.empty_cache()
+
+    def _resume_weights(self) -> None:
+        if self.module is None:
+            self._reload()
+        elif self.device.type != "cpu":
+            self.module.to(self.device)
+
     def _inputs_of(self, step: StepInput) -> dict[str, torch.Tensor]:
         """Return token ids [1, tokens], or embeddings [1, tokens, hidden size] if some are of images."""
         tokens = torch.tensor([self.token_ids(step)], device=self.device)
@@ -94,6 +171,13 @@ class TorchRunner(PendingTokens):
     def _positions_of(self, step: StepInput) -> torch.Tensor:
         """Return positions [1, tokens], or [3, 1, tokens] for mRoPE."""
         return torch.tensor([step.positions]) if step.rope_positions is None else step.rope_positions.unsqueeze(1)
+
+    def _load(self, config: EmbeddedConfig, facts: ModelFacts) -> Attends:
+        """Load the weights, and return how the layers attend."""
+        self.module = _load_module(config, self.hf_config, facts, self.dtype, self.device)
+        attends = ask(self.module, self.hf_config, self.context_length)
+        self._adapt(config, attends)
+        return attends
 
     def _adapt(self, config: EmbeddedConfig, attends: Attends) -> None:
         """Adapt the loaded module to the device, before memory for KV blocks is taken."""

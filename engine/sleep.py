@@ -1,0 +1,353 @@
+"""Sleep: an engine gives the memory of its weights and of its KV cache back, and takes it again when it wakes.
+
+`SleepingEngine` decides when, and what happens to requests; backends release and resume memory (`Releasable`). It lives
+where the backend lives, so that the API processes of a replica share one state; each of them follows `sleep_states`.
+"""
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from typing import Any, Literal, Protocol, get_args
+
+import msgspec
+from msgspec.structs import replace
+
+from engine.base import DeltaStream, Engine, EngineAround, Latest, Preparable
+from engine.config import SleepConfig, Tag
+from engine.errors import EngineAsleep, EngineError, EngineFailure, EngineNotReady, EngineWoken, NotSupported
+from engine.types import CANARY_SALT, GenerateRequest
+
+TAGS: tuple[Tag, ...] = get_args(Tag)
+SETTLE_SECONDS = 0.1
+"""Time after the last request within which those that queued for its place, in other processes, still come."""
+
+log = logging.getLogger(__name__)
+
+
+class SleepOrder(msgspec.Struct, frozen=True):
+    """What is to be released, and what becomes of running requests.
+
+    Level 1 keeps the weights in memory of the host, level 2 has them read from the model's files again. The KV cache is
+    dropped, but for what is in tiers. Mode `wait` lets running requests finish, `abort` ends them.
+    """
+
+    level: Literal[1, 2] = 1
+    mode: Literal["wait", "abort"] = "abort"
+    tags: tuple[Tag, ...] = TAGS
+    on_demand: bool = False
+    """Whether a request may wake the engine."""
+
+
+class SleepState(msgspec.Struct, frozen=True):
+    phase: Literal["awake", "falling_asleep", "asleep", "waking"] = "awake"
+    level: int = 0
+    """0 while awake."""
+    released: tuple[Tag, ...] = ()
+    on_demand: bool = False
+    """Whether a request wakes the engine."""
+    wake_seconds: float = 0.0
+    """How long it took to wake the last time."""
+
+    @property
+    def obstacle(self) -> str:
+        """Why no request is taken; empty if one is."""
+        if self.phase == "awake" or self.on_demand:
+            return ""
+        if self.phase == "asleep":
+            return f"The replica is asleep, at level {self.level}: POST /wake_up wakes it."
+        return "The replica is waking up." if self.phase == "waking" else "The replica is falling asleep."
+
+
+class Sleeper(Protocol):
+    """An engine that can be put to sleep, here or in another process."""
+
+    async def sleep(self, order: SleepOrder) -> SleepState:
+        """Release memory, and return the state once it is released. Does nothing for what is released already.
+
+        Goes on if the caller is cancelled. Raises EngineWoken if the engine is woken before it sleeps, NotSupported,
+        EngineNotReady and EngineFailure.
+        """
+        ...
+
+    async def wake_up(self, tags: tuple[Tag, ...] = TAGS) -> SleepState:
+        """Take memory again, and return the state once it is there; with all of it, requests are taken. Does nothing
+        for what is there. A sleep that waits for running requests is given up.
+
+        Goes on if the caller is cancelled. Raises EngineFailure, and stays asleep, if the memory or the weights cannot
+        be had.
+        """
+        ...
+
+    def sleep_states(self) -> AsyncIterator[SleepState]:
+        """Yield the state, then each newer one. Ends when the engine closes."""
+        ...
+
+
+class Releasable(Engine, Protocol):
+    """A backend whose memory can be released. It is told one thing at a time, and only while no stream is open."""
+
+    def sleep_obstacle(self, level: int) -> str:
+        """Return why memory cannot be released at a level; empty if it can."""
+        ...
+
+    async def release_memory(self, tags: Collection[Tag], level: int) -> None:
+        """Release memory. What is released at level 1 already can be at level 2. Raises EngineFailure."""
+        ...
+
+    async def resume_memory(self, tags: Collection[Tag]) -> None:
+        """Take released memory again; the KV cache is empty. May be repeated after EngineFailure."""
+        ...
+
+
+class _Delayed:
+    """A request that waits until the engine is awake. Its stream then passes the engine's on."""
+
+    def __init__(self, request: GenerateRequest, leave: "Callable[[_Delayed], object]") -> None:
+        self.request = request
+        self.context = contextvars.copy_context()
+        self._inner: DeltaStream | None = None
+        self._leave = leave
+        self.stream = DeltaStream(self._abort)
+
+    def enter(self, begin: Callable[[GenerateRequest], DeltaStream]) -> None:
+        self._inner = self.context.run(begin, self.request)
+        self._inner.pipe(self.stream.push)
+
+    def _abort(self) -> None:
+        if self._inner is not None:
+            self._inner.close()
+        else:
+            self._leave(self)
+
+
+class SleepingEngine(EngineAround):
+    """A `Sleeper` around a backend, which falls asleep by itself if the configuration says so."""
+
+    def __init__(self, inner: Releasable, config: SleepConfig) -> None:
+        super().__init__(inner)
+        self._backend = inner
+        self._config = config
+        self.state = SleepState()
+        """The newest of `sleep_states`."""
+        self._states: Latest[SleepState] = Latest()
+        self._states.publish(self.state)
+        self._turn = asyncio.Lock()
+        self._accepts = True
+        """Whether requests reach the backend: while awake, and while it waits for running ones."""
+        self._running: set[DeltaStream] = set()
+        self._quiet = asyncio.Event()
+        """Set while nothing runs."""
+        self._quiet.set()
+        self._woken = asyncio.Event()
+        """Set while a call waits for its turn to wake the engine."""
+        self._held: dict[_Delayed, None] = {}
+        self._orders: set[asyncio.Task[None]] = set()
+        self._idle: asyncio.Task[None] | None = None
+        self._active_at = 0.0
+
+    async def prepare(self) -> None:
+        if isinstance(self.inner, Preparable):
+            await self.inner.prepare()
+
+    async def start(self) -> None:
+        await super().start()
+        if self._config.idle_seconds and (reason := self._backend.sleep_obstacle(self._config.idle_level)):
+            await self.inner.close()
+            raise EngineFailure(f"SLEEP_AFTER_IDLE_SECONDS={self._config.idle_seconds:g} cannot be kept: {reason}")
+        self._active_at = asyncio.get_running_loop().time()
+        if self._config.idle_seconds:
+            self._idle = asyncio.create_task(self._sleep_when_idle(self._config.idle_seconds), name="idle")
+
+    def generate(self, request: GenerateRequest) -> DeltaStream:
+        if self._accepts:
+            return self._begin(request)
+        if not self.state.on_demand or request.cache_salt == CANARY_SALT:
+            return DeltaStream.failed(EngineAsleep(self.state.obstacle or "The replica is asleep."))
+        held = _Delayed(request, lambda held: self._held.pop(held, None))
+        self._held[held] = None
+        if not self._woken.is_set() and self.state.phase != "waking":
+            self._order(self._wake(TAGS))
+        return held.stream
+
+    async def sleep(self, order: SleepOrder) -> SleepState:
+        if reason := self._backend.sleep_obstacle(order.level):
+            raise NotSupported(reason)
+        return await self._outcome(self._order(self._fall_asleep(order)))
+
+    async def wake_up(self, tags: tuple[Tag, ...] = TAGS) -> SleepState:
+        return await self._outcome(self._order(self._wake(tags)))
+
+    def sleep_states(self) -> AsyncIterator[SleepState]:
+        return self._states.values()
+
+    async def close(self) -> None:
+        tasks = [*self._orders, *([self._idle] if self._idle is not None else [])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self._fail_held(EngineNotReady("the engine is closing"))
+        self._states.close()
+        await self.inner.close()
+
+    def _begin(self, request: GenerateRequest) -> DeltaStream:
+        stream = self.inner.generate(request)
+        self._running.add(stream)
+        self._quiet.clear()
+        stream.when_done(lambda: self._end(stream, counts=request.cache_salt != CANARY_SALT))
+        return stream
+
+    def _end(self, stream: DeltaStream, *, counts: bool) -> None:
+        self._running.discard(stream)
+        if counts:
+            self._active_at = asyncio.get_running_loop().time()
+        if not self._running:
+            self._quiet.set()
+
+    def _order(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Begin what goes on even if the caller leaves."""
+        task = asyncio.create_task(work)
+        self._orders.add(task)
+        task.add_done_callback(self._orders.discard)
+        task.add_done_callback(_note_failure)
+        return task
+
+    async def _outcome(self, order: "asyncio.Task[None]") -> SleepState:
+        try:
+            await asyncio.shield(order)
+            return self.state
+        except asyncio.CancelledError:
+            if not order.cancelled():
+                raise  # the caller has left
+            raise EngineNotReady("the engine is closing") from None
+
+    async def _fall_asleep(self, order: SleepOrder) -> None:
+        if order.mode == "abort" and self.state.phase == "falling_asleep":
+            self._abort_running()  # for which another order waits
+        async with self._turn:
+            before = self.state
+            if before.phase == "awake":
+                self._accepts = order.mode == "wait"
+                self._set(replace(before, phase="falling_asleep", on_demand=order.on_demand))
+                if order.mode == "abort":
+                    self._abort_running()
+                if not await self._rested():
+                    self._accepts = True
+                    self._set(before)
+                    raise EngineWoken("The replica was woken before it slept.")
+                self._accepts = False
+            released = tuple(tag for tag in TAGS if tag in before.released or tag in order.tags)
+            asleep = SleepState(
+                phase="asleep",
+                level=max(before.level, order.level),
+                released=released,
+                on_demand=order.on_demand and (before.on_demand or before.phase == "awake"),
+                wake_seconds=before.wake_seconds,
+            )
+            if asleep != before:
+                try:
+                    await self._backend.release_memory(order.tags, order.level)
+                except EngineError:
+                    await self._undo(before, asleep)
+                    raise
+                log.info("asleep at level %d: released %s", asleep.level, " and ".join(released))
+                self._set(asleep)
+
+    async def _undo(self, before: SleepState, asleep: SleepState) -> None:
+        """Return to the state before a release that failed, of which part may have been done. If that fails too, the
+        engine is asleep, and may be woken again."""
+        if before.phase == "awake":
+            try:
+                await self._backend.resume_memory(TAGS)
+            except EngineError as error:
+                self._set(asleep)
+                self._fail_held(error)
+                raise
+            self._accepts = True
+        self._set(before)
+        if self._accepts:
+            self._enter_held()
+
+    async def _rested(self) -> bool:
+        """Wait until nothing runs; return False if the engine is woken first."""
+        woken = asyncio.ensure_future(self._woken.wait())
+        try:
+            settled = self._quiet.is_set()
+            while not settled and not woken.done():
+                quiet = asyncio.ensure_future(self._quiet.wait())
+                await asyncio.wait([quiet, woken], return_when=asyncio.FIRST_COMPLETED)
+                quiet.cancel()
+                if self._accepts:
+                    await asyncio.wait([woken], timeout=SETTLE_SECONDS)
+                settled = self._quiet.is_set()
+            return settled and not self._woken.is_set()
+        finally:
+            woken.cancel()
+
+    def _abort_running(self) -> None:
+        self._accepts = False
+        for stream in list(self._running):
+            stream.abort(EngineAsleep("The replica was put to sleep while the request ran."))
+
+    async def _wake(self, tags: tuple[Tag, ...]) -> None:
+        self._woken.set()
+        async with self._turn:
+            self._woken.clear()
+            before = self.state
+            wanted = tuple(tag for tag in before.released if tag in tags)
+            if wanted:
+                self._set(replace(before, phase="waking"))
+                loop = asyncio.get_running_loop()
+                started = loop.time()
+                try:
+                    await self._backend.resume_memory(wanted)
+                except EngineError as error:
+                    self._set(before)
+                    self._fail_held(error)
+                    raise
+                seconds = loop.time() - started
+                left = tuple(tag for tag in before.released if tag not in wanted)
+                log.info("resumed %s in %.3f s", " and ".join(wanted), seconds)
+                if left:
+                    self._set(replace(before, released=left, wake_seconds=seconds))
+                else:
+                    self._active_at = loop.time()
+                    self._accepts = True
+                    self._set(SleepState(wake_seconds=seconds))
+            if self._accepts:
+                self._enter_held()
+
+    def _enter_held(self) -> None:
+        held, self._held = self._held, {}
+        for one in held:
+            one.enter(self.generate)
+
+    def _fail_held(self, error: Exception) -> None:
+        held, self._held = self._held, {}
+        for one in held:
+            one.stream.fail(error)
+
+    def _set(self, state: SleepState) -> None:
+        self.state = state
+        self._states.publish(state)
+
+    async def _sleep_when_idle(self, seconds: float) -> None:
+        order = SleepOrder(self._config.idle_level, "wait", on_demand=self._config.wake_on_demand)
+        loop = asyncio.get_running_loop()
+        while True:
+            left = seconds if self._running or self.state.phase != "awake" else self._active_at + seconds - loop.time()
+            if left > 0:
+                await asyncio.sleep(left)
+                continue
+            try:
+                await self.sleep(order)
+            except EngineError as error:
+                log.warning("the idle engine does not fall asleep: %s", error)
+                await asyncio.sleep(seconds)
+
+
+def _note_failure(order: "asyncio.Task[None]") -> None:
+    """Log the failure of an order, whose caller may have left."""
+    if not order.cancelled() and (error := order.exception()) is not None:
+        log.warning("%s", error)

@@ -1,0 +1,103 @@
+"""Device memory that a sleep releases while addresses stay, without a GPU: memory of the host takes its place."""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")  # tests.support.cuda needs it
+
+from engine.config import EmbeddedConfig, SleepConfig
+from engine.embedded.models.cuda import releasable
+from engine.embedded.models.cuda.releasable import ReleasableWeights
+from engine.errors import EngineFailure
+from engine.memory.device import ReservedDeviceMemory
+from engine.sleep import TAGS
+from tests.engine.embedded.models.cuda.test_cuda_model import OPTIONS, save
+from tests.support.cuda import cuda_runner, interpreter  # noqa: F401 - fixtures
+from tests.support.cuda_driver import FakeDriver
+from tests.support.steps import Part, step_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    driver = FakeDriver()
+    monkeypatch.setattr("engine.memory.device.load_driver", lambda: driver)
+    monkeypatch.setattr(releasable, "_SMALL", 1 << 10)
+    return driver
+
+
+def used(driver: FakeDriver) -> int:
+    assert not driver.handles, "the mappings alone keep the memory"
+    return sum(driver.mappings.values())
+
+
+def test_contents_are_kept_or_not_and_addresses_stay(driver: FakeDriver) -> None:
+    weights = ReleasableWeights(CPU)
+    small, large, half = torch.arange(10), torch.arange(30_000.0), torch.ones((2, 5000), dtype=torch.bfloat16)
+    assert weights.place(small) is small
+    placed, other = weights.place(large), weights.place(half)
+    assert torch.equal(placed, large) and torch.equal(other, half)
+    size, address = used(driver), placed.data_ptr()
+    assert size
+    weights.release(keep=True)
+    weights.release(keep=True)
+    assert used(driver) == 0
+    assert weights.resume() and weights.resume()
+    assert (used(driver), placed.data_ptr()) == (size, address)
+    assert torch.equal(placed, large) and torch.equal(other, half)
+    weights.release(keep=False)
+    assert not weights.resume() and used(driver) == size
+    weights.release(keep=True)
+    weights.release(keep=False)  # deeper: the copy is dropped
+    assert not weights.resume()
+
+
+def test_without_room_it_stays_released_and_may_be_tried_again(driver: FakeDriver) -> None:
+    weights = ReleasableWeights(CPU)
+    large = weights.place(torch.arange(30_000.0))
+    weights.place(torch.arange(50_000.0))
+    weights.release(keep=True)
+    room, driver.memory = driver.memory, 1 << 17
+    with pytest.raises(EngineFailure, match="cannot be had again"):
+        weights.resume()
+    assert used(driver) == 0
+    with pytest.raises(EngineFailure, match="cannot be had"):
+        weights.place(torch.arange(90_000.0))
+    driver.memory = room
+    assert weights.resume() and torch.equal(large, torch.arange(30_000.0))
+
+
+def test_memory_that_is_reserved_can_be_released_and_taken(driver: FakeDriver) -> None:
+    memory = ReservedDeviceMemory(100_000, 0)
+    memory.take()
+    assert not memory.released and used(driver)
+    memory.release()
+    assert memory.released and not used(driver)
+    memory.take()
+    assert not memory.released and used(driver)
+
+
+def test_the_runner_computes_the_same_after_both_levels(
+    cuda_runner: ModuleType,  # noqa: F811
+    driver: FakeDriver,
+    tmp_path: Path,
+) -> None:
+    """Weights are kept, then read again; the KV cache comes back empty at its address."""
+    folder = save(tmp_path / "model", 0.06)
+    config = EmbeddedConfig(model=str(folder), sleep=SleepConfig(), kv_memory_later=True, **OPTIONS)
+    runner: Any = cuda_runner.CudaRunner(config)
+    runner.take_memory()
+    step = step_of([Part([5, 9, 33, 7], [0], 0, 4)])
+    expected = runner.forward(step).clone()
+    size, address = used(driver), runner.cache.data.data_ptr()
+    for level in (1, 2):
+        runner.release_memory(TAGS, level)
+        assert used(driver) == 0
+        runner.resume_memory(TAGS)
+        assert used(driver) == size and runner.cache.data.data_ptr() == address and not runner.cache.data.any()
+        assert torch.equal(runner.forward(step), expected), level
