@@ -207,6 +207,31 @@ def test_another_replica_is_asked_before_the_first_event(server: ServerThread, f
             assert found in page
 
 
+def test_a_refusal_concerns_the_message_that_was_refused() -> None:
+    """Another one that came meanwhile is tried by itself."""
+
+    class Choosy(Scripted):
+        def _answer(self, connection: ServerConnection, request: Request) -> Response | None:
+            answer = super()._answer(connection, request)
+            if answer is None and self.asked == 1:
+                wait_for(lambda: router.replica.running == 2)
+                return connection.respond(404, '{"error": {"code": "previous_response_not_found"}}')
+            return answer
+
+    def script(connection: ServerConnection) -> None:
+        assert json.loads(connection.recv())["stream_id"] == "second"
+        connection.send('{"type":"response.completed","response":{"id":"resp_1"},"stream_id":"second"}')
+        with pytest.raises(ConnectionClosed):
+            connection.recv()
+
+    with Choosy(script) as replica, router_before(replica.url) as router, opened(router) as client:
+        ask(client, stream_id="first", previous_response_id="resp_0")
+        ask(client, stream_id="second")
+        refused = event(client)
+        assert (refused["stream_id"], refused["error"]["code"]) == ("first", "previous_response_not_found")
+        assert event(client)["type"] == "response.completed"
+
+
 @pytest.mark.slow
 def test_a_stored_response_is_found_at_its_replica(server: ServerThread) -> None:
     with ServerThread(api_keys="one") as other, router_before(other.url, server.url, api_keys="one") as router:
