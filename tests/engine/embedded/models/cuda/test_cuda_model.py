@@ -222,13 +222,9 @@ def test_a_step_ahead_changes_nothing_of_what_is_drawn(
 
 
 def test_requests_that_all_differ_get_the_tokens_of_the_reference(
-    folder: Path,
-    prompts: list[list[int]],
-    reference: LlamaForCausalLM,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, prompts: list[list[int]], reference: LlamaForCausalLM
 ) -> None:
     """Guided ones among them, which wait for their masks while the others do not; the kernels are tried before."""
-    monkeypatch.setattr("engine.embedded.models.cuda.runner.compile_together", lambda compute: compute())
     masks = {0: {5, 6, 40}, 3: set(range(0, 64, 5))}
     sampling: list[dict[str, Any]] = [
         {},
