@@ -70,10 +70,16 @@ def test_a_process_drains_when_its_launcher_is_lost(unread: bytes) -> None:
 
     async def nothing(*_: Any) -> None: ...
 
-    server = DrainingServer(uvicorn.Config(nothing), Settings(), 0.0)
+    drains = []
+
+    class Server(DrainingServer):
+        def _drain(self) -> None:
+            drains.append(self)
+
+    server = Server(uvicorn.Config(nothing), Settings(), 0.0)
     launcher, own = socket.socketpair()
     with own:
         own.sendall(unread)
         launcher.close()
         server.obey(LauncherLink(own.fileno(), speaks=True, joins=False))
-    assert server._deadline
+    assert drains == [server]
