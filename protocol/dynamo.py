@@ -2,9 +2,11 @@
 `LLMEngineOutput` of Dynamo 1.6, as far as they concern a worker. Fields that are not here are ignored.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+TokenId = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class DynamoStops(msgspec.Struct, frozen=True):
@@ -12,9 +14,9 @@ class DynamoStops(msgspec.Struct, frozen=True):
 
     max_tokens: int | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    stop_token_ids_visible: list[int] | None = None
-    stop_token_ids_hidden: list[int] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids_visible: list[TokenId] | None = None
+    stop_token_ids_hidden: list[TokenId] | None = None
     ignore_eos: bool | None = None
     max_thinking_tokens: int | None = None
 
@@ -41,8 +43,8 @@ class DynamoSampling(msgspec.Struct, frozen=True):
     seed: int | None = None
     use_beam_search: bool | None = None
     guided_decoding: DynamoGuides | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words_token_ids: list[list[int]] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words_token_ids: list[list[TokenId]] | None = None
 
 
 class DynamoOutputOptions(msgspec.Struct, frozen=True):

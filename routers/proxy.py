@@ -263,7 +263,7 @@ def path_of(scope: Scope) -> str:
 def target_of(scope: Scope) -> bytes:
     """Return what a request asks a replica for: path and query."""
     target = quote(path_of(scope), safe=_PATH_SAFE).encode()
-    query: bytes = scope["query_string"]
+    query = scope["query_string"].replace(b"#", b"%23")  # of a WebSocket, it has the fragment that a client sent
     return target + b"?" + query if query else target
 
 

@@ -205,7 +205,9 @@ class _WebSocketRelay:
 
     async def _close(self, rank: RoutedRank, code: int, reason: str) -> None:
         """Close the connection as the replica has closed the other half, or report that it was lost."""
-        if code == _ABNORMAL:
+        if code == _ABNORMAL and self._state["replica"].draining:  # the router ends its connections to replicas
+            code = _RESTART
+        elif code == _ABNORMAL:
             rank.replica.check()
             reason = "The replica was lost."
         lost = EngineDied("The replica was lost while it answered.")
@@ -216,12 +218,17 @@ class _WebSocketRelay:
             await self._websocket.close(code, reason.encode()[:_MOST_REASON].decode(errors="ignore"))
 
     async def _refuse(self, refusal: dict[str, Any] | None, error: EngineError, affinity: Affinity) -> None:
-        """Say that no replica has answered what waits; the connection stays open."""
-        self._asked.clear()
-        self._unanswered = []
+        """Say that all replicas have refused the first message that waits, or that none answers any; the connection
+        stays open.
+        """
+        assert self._unanswered is not None
+        refused = self._turns[:1] if refusal is not None else list(self._turns)
+        del self._unanswered[: len(refused)]
+        if not self._unanswered:
+            self._asked.clear()
         if refusal is not None and refusal["error"].get("code") in ELSEWHERE and self._fleet.is_away(affinity):
             refusal, error = None, EngineNotReady("The replica that stores the response is not ready.")
-        for turn in list(self._turns):
+        for turn in refused:
             if refusal is None:
                 await self._fail(turn, error)
             else:

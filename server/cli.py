@@ -15,7 +15,7 @@ from pydantic_settings import SettingsError
 from server import __version__
 from server.roles import missing_setting, role_of
 from server.settings import EngineArgsError, Settings, read_settings
-from server.settings.environment import provide, read_env_file, visible_devices
+from server.settings.environment import impose, provide, read_env_file, visible_devices
 from server.settings.flags import dashed, did_you_mean, help_page, nearest
 from server.settings.reading import misspelt_variables, unknown_in_file
 
@@ -282,13 +282,13 @@ def _check_servable(settings: Settings) -> None:
 
 
 def _provide_dynamo(settings: Settings) -> None:
-    """Set what Dynamo's runtime reads from the environment when it is imported, unless it is set. It logs as we do, but
-    not at its level `info`, which has several lines for each request.
+    """Set what Dynamo's runtime reads from the environment when it is imported, unless it is set; where etcd is, our
+    setting says. The runtime logs as we do, but not at its level `info`, which has several lines for each request.
     """
     level = {"debug": "debug", "info": "warn", "warning": "warn"}.get(settings.log_level, "error")
     provide("DYN_LOG", f"{level},request_span={level}")
     provide("DYN_LOGGING_JSONL", "1" if settings.log_format == "json" else "0")
-    provide("ETCD_ENDPOINTS", ",".join(settings.dynamo_etcd))
+    impose("ETCD_ENDPOINTS", ",".join(settings.dynamo_etcd))
 
 
 def _check_possible(settings: Settings) -> None:

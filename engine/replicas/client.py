@@ -35,8 +35,6 @@ _MAX_MESSAGE = 256 << 20
 _HANDSHAKE_SECONDS = 5.0
 _CLOSE_SECONDS = 1.0
 """How long the replica may take to answer that a WebSocket is closed."""
-_PING_SECONDS = 5.0
-"""How often a WebSocket is checked, and how long the replica may take to answer that."""
 
 
 class ConnectionFailed(EngineUnavailable):
@@ -211,11 +209,13 @@ class ReplicaClient:
         self.host = parts.hostname
         self.port = parts.port
         self.requests = 0
-        """Requests that have begun and whose connections are not released."""
+        """Requests that have begun and whose connections are not released, and open WebSockets."""
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._authority = parts.netloc.encode()
         self._idle: list[ReplicaConnection] = []
         self._busy: set[ReplicaConnection] = set()
+        self._websockets: dict[asyncio.Task[None], ClientConnection] = {}
+        """By a task that ends with it."""
 
     def head(self, method: str, target: bytes, headers: Sequence[Header], length: int = 0) -> bytes:
         """The head of a request. `headers` must have neither Host nor Content-Length."""
@@ -245,13 +245,16 @@ class ReplicaClient:
             raise
 
     async def websocket(self, target: bytes, headers: Sequence[Header]) -> "ClientConnection":
-        """Open a WebSocket, which the caller closes. Raises ConnectionFailed, WebSocketRefused."""
+        """Open a WebSocket, which the caller closes. Raises ConnectionFailed, WebSocketRefused.
+
+        It sends no pings: while its reader waits for a slow client, nobody would read what answers them.
+        """
         from websockets.asyncio.client import connect  # noqa: PLC0415 - only routers need it
         from websockets.exceptions import InvalidHandshake, InvalidStatus  # noqa: PLC0415
 
         scheme = "ws" if self._tls is None else "wss"
         try:
-            return await connect(
+            connection = await connect(
                 f"{scheme}://{self._authority.decode()}{target.decode()}",
                 additional_headers=[(name.decode(), value.decode("latin-1")) for name, value in headers],
                 user_agent_header=None,
@@ -260,14 +263,18 @@ class ReplicaClient:
                 ssl=self._tls,
                 open_timeout=_HANDSHAKE_SECONDS,
                 close_timeout=_CLOSE_SECONDS,
-                ping_interval=_PING_SECONDS,
-                ping_timeout=_PING_SECONDS,
+                ping_interval=None,
                 max_size=_MAX_MESSAGE,
             )
         except InvalidStatus as refused:
             raise WebSocketRefused(refused.response.status_code, bytes(refused.response.body or b"")) from None
         except (OSError, TimeoutError, InvalidHandshake) as error:
             raise ConnectionFailed(f"cannot open a WebSocket: {str(error) or 'timeout'}") from error
+        self.requests += 1
+        closed = asyncio.create_task(connection.wait_closed())
+        self._websockets[closed] = connection
+        closed.add_done_callback(self._websocket_closed)
+        return connection
 
     async def get(self, target: bytes, headers: Sequence[Header]) -> tuple[int, bytes]:
         """Return status and body of a short answer. Raises ConnectionFailed, AnswerTooLong."""
@@ -288,6 +295,12 @@ class ReplicaClient:
         for connection in (*self._busy, *self._idle):
             connection.abort(reason)
         self._idle.clear()
+        for websocket in self._websockets.values():
+            websocket.transport.abort()
+
+    def _websocket_closed(self, closed: asyncio.Task[None]) -> None:
+        del self._websockets[closed]
+        self.requests -= 1
 
     def _put_back(self, connection: ReplicaConnection) -> None:
         self._busy.discard(connection)

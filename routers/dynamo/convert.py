@@ -56,7 +56,7 @@ def engine_requests(
         text = "'n' must be 1 where prefill and decode are apart: a handoff continues one sequence."
         raise RequestError(text, "n", "unsupported_parameter")
     routing = asked.routing
-    bad_words = tuple(map(tuple, asked.sampling_options.bad_words_token_ids or ()))
+    bad_words = _bad_words(asked.sampling_options.bad_words_token_ids or [], info, limits)
     found = []
     for index, params in enumerate(Sampling(info, None, limits, processors).params(ask, [len(asked.token_ids)])):
         sampling = msgspec.structs.replace(params, bad_words=bad_words) if bad_words else params
@@ -100,6 +100,17 @@ def _ask(asked: DynamoRequest, prefill_only: bool) -> Ask:
         prompt_logprobs=asked.output_options.prompt_logprobs,
         **given,
     )
+
+
+def _bad_words(words: list[list[int]], info: EngineInfo, limits: Limits) -> tuple[tuple[int, ...], ...]:
+    """Return words that the frontend has tokenized, checked as other ids are. Raises RequestError."""
+    if len(words) > limits.max_logit_bias:
+        text = f"'bad_words_token_ids' may have {limits.max_logit_bias} entries at most."
+        raise RequestError(text, "bad_words_token_ids")
+    if any(token >= info.vocab_size for word in words for token in word):
+        text = f"'bad_words_token_ids' must be token ids from 0 to {info.vocab_size - 1}."
+        raise RequestError(text, "bad_words_token_ids")
+    return tuple(tuple(word) for word in words if word)
 
 
 def _guides(asked: DynamoGuides) -> Iterator[AskedGuide]:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 FIELD = "trellis_handoff"
 """The field of `disaggregated_params` that holds a handoff, in base64."""
 _TICKET_BYTES = 1 << 16
+_CLAIM_SECONDS = 5.0
+"""How long claiming a lease may take: the runtime waits without end for a worker that is gone from discovery."""
 
 log = logging.getLogger(__name__)
 
@@ -154,13 +156,15 @@ class ClaimedLease:
         """
         held = asyncio.create_task(self._held.wait())
         try:
-            await asyncio.wait({held, self.task}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({held, self.task}, timeout=_CLAIM_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             self.close()
             raise
         finally:
             held.cancel()
         if not self._held.is_set():
+            self.close()
+            self.task.cancel()
             raise EngineUnavailable("the prefill worker no longer holds the KV blocks, or cannot be reached")
 
     async def ended(self) -> None:

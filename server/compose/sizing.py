@@ -115,6 +115,8 @@ def api_processes(settings: Settings, folder: Path | None, machine: Machine) -> 
     role = role_of(settings)
     if not role.has_engine:
         return Size(1, f"the role {role.name} has one")
+    if settings.dynamo:
+        return Size(1, "a worker of a Dynamo graph has one")
     if not settings.engine_process:
         return Size(1, "the engine runs in it")
     if settings.engine == "fake" or not on_gpu(settings, machine):

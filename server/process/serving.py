@@ -229,12 +229,13 @@ class DrainingServer(uvicorn.Server):
         """Follow the launcher's orders until it ends. They may repeat signals that this process has received itself,
         since a service manager signals every process of a service, in any order.
         """
-        while orders := os.read(launcher.descriptor, 64):
-            launcher.all_ready |= ALL_READY in orders
-            if DRAIN in orders:
-                self._drain()
-            if CUT_OFF in orders:
-                self._cut_off(signal.SIGTERM)
+        with suppress(ConnectionResetError):  # it has ended without reading all that was told
+            while orders := os.read(launcher.descriptor, 64):
+                launcher.all_ready |= ALL_READY in orders
+                if DRAIN in orders:
+                    self._drain()
+                if CUT_OFF in orders:
+                    self._cut_off(signal.SIGTERM)
         self._drain()
 
     def _drain(self) -> None:

@@ -65,6 +65,11 @@ def provide(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
+def impose(name: str, value: str) -> None:
+    """Set an environment variable for this process and its children, whatever it was before."""
+    os.environ[name] = value
+
+
 def visible_devices() -> str | None:
     """Return CUDA_VISIBLE_DEVICES; None if it is not set."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -15,6 +15,7 @@ from websockets.sync.server import ServerConnection, serve
 
 from engine.replicas import client as clients
 from engine.replicas.routing import replica as replicas
+from routers.proxy import target_of
 from routers.responses import websocket as sessions
 from routers.state import RouterService
 from tests.routers.test_responses_websocket import LONG, PATH, ask, opened, wait_for
@@ -32,8 +33,7 @@ def _patience() -> Iterator[None]:
     """On a busy machine, replicas may take their time to answer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicas, "SILENCE_SECONDS", 60.0)
-        for name in ("_HANDSHAKE_SECONDS", "_PING_SECONDS"):
-            patch.setattr(clients, name, 60.0)
+        patch.setattr(clients, "_HANDSHAKE_SECONDS", 60.0)
         yield
 
 
@@ -157,6 +157,11 @@ def test_a_connection_is_passed_on(server: ServerThread, router: ServerThread) -
         wait_for(lambda: not server.replica.running)
 
 
+def test_a_fragment_is_no_fault_of_the_router() -> None:
+    scope = {"path": PATH, "query_string": b"a=%ff#x"}
+    assert target_of(scope) == f"{PATH}?a=%ff%23x".encode()
+
+
 def test_keys_are_checked_at_the_handshake(router: ServerThread) -> None:
     with pytest.raises(InvalidStatus) as refused:
         opened(router)
@@ -202,6 +207,31 @@ def test_another_replica_is_asked_before_the_first_event(server: ServerThread, f
             assert found in page
 
 
+def test_a_refusal_concerns_the_message_that_was_refused() -> None:
+    """Another one that came meanwhile is tried by itself."""
+
+    class Choosy(Scripted):
+        def _answer(self, connection: ServerConnection, request: Request) -> Response | None:
+            answer = super()._answer(connection, request)
+            if answer is None and self.asked == 1:
+                wait_for(lambda: router.replica.running == 2)
+                return connection.respond(404, '{"error": {"code": "previous_response_not_found"}}')
+            return answer
+
+    def script(connection: ServerConnection) -> None:
+        assert json.loads(connection.recv())["stream_id"] == "second"
+        connection.send('{"type":"response.completed","response":{"id":"resp_1"},"stream_id":"second"}')
+        with pytest.raises(ConnectionClosed):
+            connection.recv()
+
+    with Choosy(script) as replica, router_before(replica.url) as router, opened(router) as client:
+        ask(client, stream_id="first", previous_response_id="resp_0")
+        ask(client, stream_id="second")
+        refused = event(client)
+        assert (refused["stream_id"], refused["error"]["code"]) == ("first", "previous_response_not_found")
+        assert event(client)["type"] == "response.completed"
+
+
 @pytest.mark.slow
 def test_a_stored_response_is_found_at_its_replica(server: ServerThread) -> None:
     with ServerThread(api_keys="one") as other, router_before(other.url, server.url, api_keys="one") as router:
@@ -215,18 +245,25 @@ def test_a_stored_response_is_found_at_its_replica(server: ServerThread) -> None
             assert answer(client)["status"] == "incomplete"
 
 
-def test_a_replica_that_is_lost_ends_the_connection() -> None:
+@pytest.mark.parametrize(("draining", "code"), [(False, 1014), (True, 1012)])
+def test_a_replica_that_is_lost_ends_the_connection(*, draining: bool, code: int) -> None:
+    """A router that stops ends its connections to replicas, too."""
+    seen = threading.Event()
+
     def script(connection: ServerConnection) -> None:
         connection.recv()
         connection.send(CREATED)
+        seen.wait()
         connection.socket.close()
 
     with Scripted(script) as replica, router_before(replica.url) as router, opened(router) as client:
         ask(client, stream_id="main")
         assert client.recv() == CREATED
+        router.replica.draining = draining
+        seen.set()
         lost = event(client)
         assert (lost["error"]["code"], lost["stream_id"]) == ("engine_died", "main")
-        assert end_of(client)[0] == 1014
+        assert end_of(client)[0] == code
 
 
 def test_no_replica_answers() -> None:

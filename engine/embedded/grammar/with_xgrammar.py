@@ -26,6 +26,8 @@ _MAX_COMPILERS = 4
 _START = "start_of_output"
 _LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]', re.DOTALL)
 """A text or a class of characters in xgrammar's EBNF."""
+_CARET_FIRST = re.compile(r"(?<!\\)(?:\\\\)*\[\\(?:\^|x5[eE]|u005[eE]|u\{0*5[eE]\})")
+"""A class of a regular expression that begins with an escaped ^: xgrammar writes [^a] for it, the opposite."""
 _CALL = re.compile(r"\w+\(")
 _CHARACTER = re.compile(r"\\(x[0-9a-fA-F]{1,2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8})|\\(.)|(.)", re.DOTALL)
 _LETTERS = {"n": 10, "t": 9, "r": 13, "f": 12, "v": 11, "b": 8, "a": 7, "e": 27, "0": 0}
@@ -166,6 +168,8 @@ def ebnf_of(syntax: str, definition: str, *, in_json: bool) -> str:
     """Return a grammar, of syntax lark or regex, as EBNF. With `in_json` that is the grammar of the same texts inside a
     JSON string. Raises UnsupportedGuideError, ValueError and RuntimeError.
     """
+    if _CARET_FIRST.search(definition) is not None:
+        raise UnsupportedGuideError(r"a class of characters cannot begin with \^: put it last")
     made = xgrammar.Grammar.from_lark if syntax == "lark" else xgrammar.Grammar.from_regex
     grammar = str(made(definition))
     if (unknown := _CALL.search(_LITERAL.sub("", grammar))) is not None:

@@ -5,8 +5,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from websockets.asyncio.server import ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
 
 from engine.replicas.client import ConnectionFailed, ReplicaClient, ReplicaConnection, StaleConnection
+from tests.support.waiting import slowness
 
 SIZED = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
@@ -160,3 +163,28 @@ async def test_a_head_without_an_end_is_given_up() -> None:
         connection.data_received(b"x-long: " + b"x" * 2000 + b"\r\n")
     with pytest.raises(ConnectionFailed, match="head of the answer is too long"):
         await connection.head()
+
+
+async def test_websockets_are_requests_and_end_with_the_others() -> None:
+    """They are not pinged: of a reader that waits for a slow client nobody would see the answer."""
+
+    async def stay(connection: ServerConnection) -> None:
+        await connection.wait_closed()
+
+    async with serve(stay, "127.0.0.1", 0) as listening:
+        client = ReplicaClient(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+        first, second = [await client.websocket(b"/", []) for _ in range(2)]
+        assert first.ping_interval is None
+        assert client.requests == 2
+        await first.close()
+        await open_websockets(client, 1)
+        client.cut("the replica is silent")
+        with pytest.raises(ConnectionClosed):
+            await second.recv()
+        await open_websockets(client, 0)
+
+
+async def open_websockets(client: ReplicaClient, count: int) -> None:
+    async with asyncio.timeout(20 * slowness()):
+        while client.requests != count:  # noqa: ASYNC110
+            await asyncio.sleep(0)

@@ -14,9 +14,10 @@ from engine.fake.engine import FakeEngine
 from engine.handoff import handoff_of, prefill_info
 from engine.replicas.prefill_engine import DisaggregatedEngine
 from engine.types import Delta, GenerateRequest, Handoff
+from routers.dynamo import handoffs
 from routers.dynamo.handoffs import FIELD, DynamoPrefills, HeldBlocks, Ticket, packed, unpacked
 from tests.support.disaggregated import Seen, aggregated, all_of, request, tokens_of
-from tests.support.waiting import until
+from tests.support.waiting import slowness, until
 
 
 class StandInContext:
@@ -46,6 +47,7 @@ class Pair:
         self.held = HeldBlocks(lease_seconds, self._count)
         self.calls = 0
         self.reachable = True
+        self.found = True
         self.seen = Seen()
         source = DynamoPrefills(self._call, StandInContext)  # type: ignore[arg-type]
         self.decode = DisaggregatedEngine(FakeEngine(FakeConfig()), source, "m", 0, self.seen)
@@ -57,6 +59,8 @@ class Pair:
         self.calls += 1
         if not self.reachable:
             raise ConnectionError("no such instance")
+        if not self.found:
+            await asyncio.Event().wait()
         items: AsyncGenerator[Any, None] = self.held.claim(ticket.lease, context)
         try:
             async for item in items:
@@ -116,6 +120,17 @@ async def test_nothing_is_read_before_the_lease_is_there() -> None:
         params = await workers.hand_over(request())
         workers.reachable = False
         deltas = await workers.go_on(request(), params)
+        assert tokens_of(deltas) == tokens_of(await aggregated(request()))
+        assert workers.seen.local == {"no_peer": 1}
+
+
+async def test_a_worker_that_has_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handoffs, "_CLAIM_SECONDS", 0.01)
+    async with pair() as workers:
+        params = await workers.hand_over(request())
+        workers.found = False
+        async with asyncio.timeout(10 * slowness()):
+            deltas = await workers.go_on(request(), params)
         assert tokens_of(deltas) == tokens_of(await aggregated(request()))
         assert workers.seen.local == {"no_peer": 1}
 

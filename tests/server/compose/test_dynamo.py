@@ -1,6 +1,7 @@
 """How a replica joins a Dynamo graph, as far as it needs no package of Dynamo's."""
 
 import asyncio
+import os
 import sys
 from typing import Any
 
@@ -42,6 +43,16 @@ def test_without_the_package_the_start_fails_with_the_cure(
     assert cli.main(["serve", "--engine", "fake", "--dynamo", "true"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: --dynamo (DYNAMO): needs Dynamo's runtime (pip install 'trellis[dynamo]'")
+
+
+def test_the_runtime_gets_the_etcd_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DYN_LOG", "DYN_LOGGING_JSONL"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("ETCD_ENDPOINTS", "http://of-another-service:2379")
+    monkeypatch.setattr(cli, "run", lambda *_: 0)
+    monkeypatch.setitem(sys.modules, "routers.dynamo.worker", routers.dynamo)
+    assert cli.main(["serve", "--engine", "fake", "--dynamo", "true", "--dynamo-etcd", "http://mine:2379"]) == 0
+    assert os.environ["ETCD_ENDPOINTS"] == "http://mine:2379"
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_config_says_what_an_h200_gets(
         (16, {"engine": "fake"}, 1),
         (16, {"engine": "trtllm"}, 4), (16, {"engine_process": False}, 1), (16, {"model": "smolvision"}, 1),
         (16, {"disaggregation_mode": "decode"}, 4), (16, {"disaggregation_mode": "router"}, 1),
-        (16, {"disaggregation_mode": "encode"}, 1),
+        (16, {"disaggregation_mode": "encode"}, 1), (16, {"dynamo": True}, 1),
     ],
 )  # fmt: skip
 def test_api_processes_follow_the_cores_beside_a_gpu(cores: int, settings: dict[str, Any], count: int) -> None:

@@ -1,6 +1,7 @@
 """What an API process does to itself before it serves."""
 
 import platform
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import uvicorn
 
 from routers.state import ReplicaState
-from server.process.serving import DrainingServer
+from server.process.serving import DrainingServer, LauncherLink
 from server.settings import Settings
 from tests.support.environment import bare
 
@@ -61,3 +62,24 @@ async def test_a_drain_waits_until_the_replica_has_left_its_registry() -> None:
     assert not await server.on_tick(1) and replica.stopping.is_set()
     replica.registered = False
     assert await server.on_tick(2)
+
+
+@pytest.mark.parametrize("unread", [b"", b"ready\n"])
+def test_a_process_drains_when_its_launcher_is_lost(unread: bytes) -> None:
+    """With a report that the launcher has not read, the socket is reset."""
+
+    async def nothing(*_: Any) -> None: ...
+
+    drains = []
+
+    class Server(DrainingServer):
+        def _drain(self) -> None:
+            drains.append(self)
+
+    server = Server(uvicorn.Config(nothing), Settings(), 0.0)
+    launcher, own = socket.socketpair()
+    with own:
+        own.sendall(unread)
+        launcher.close()
+        server.obey(LauncherLink(own.fileno(), speaks=True, joins=False))
+    assert drains == [server]

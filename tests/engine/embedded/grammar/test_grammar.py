@@ -64,6 +64,7 @@ KINDS += [
     text_in_json("regex", '[^x]*"\\n', 'ab\\c"\n', '"\n'),
     text_in_json("regex", r"[\s\S]+", 'a\n"\\'),
     text_in_json("regex", r"[a\-z]{2,3}", "a-z"),
+    text_in_json("regex", r"\[\^[a^]", "[^^"),
     (*text_in_json("regex", r"[^x\n]+")[:2], [], ['{"input": "x"}', r'{"input": "\n"}', '{"input": ""}']),
     (*text_in_json("lark", PATCH)[:2], [], ['{"input": "*** Begin"}', r'{"input": "*** Begin\n*** End"}']),
 ]
@@ -101,6 +102,7 @@ REFUSED: list[tuple[GuideKind, Any, str]] = [
     ("structural_tag", {"type": "structural_tag", "format": {"type": "nonsense"}}, "."),
     (*text_in_json("lark", "start: nothing")[:2], "unknown name 'nothing'"),
     (*text_in_json("lark", "start: /a(?=b)/")[:2], "Lookahead is not supported"),
+    (*text_in_json("regex", r"\\[\^a]")[:2], "put it last"),
     (*text_in_json("lark", "start: /ab/i")[:2], "which a tool's input cannot have"),
     ("choice", [], "non-empty array"),
     ("choice", ["a", 1], "array of strings"),
