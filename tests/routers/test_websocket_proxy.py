@@ -132,6 +132,7 @@ def hang_up(connection: ServerConnection) -> None:
     connection.socket.close()
 
 
+@pytest.mark.slow
 def test_a_connection_is_passed_on(server: ServerThread, router: ServerThread) -> None:
     with opened(router, origin=router.url, additional_headers=KEY) as client:
         first = answer(client, store=False)
