@@ -536,8 +536,7 @@ async def test_live_figures(opened: Any) -> None:
             await expect(tab.answers).to_contain_text("hello")
 
 
-@pytest.mark.parametrize("colours", ["light", "dark"])
-@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
+@pytest.mark.parametrize(("size", "colours"), [(WIDE, "dark"), (PHONE, "light")], ids=["wide-dark", "phone-light"])
 async def test_the_page_is_accessible(opened: Any, colours: str, size: dict[str, int]) -> None:
     with ServerThread() as server:
         tab: Tab = await opened(server.url, viewport=size, color_scheme=colours, reduced_motion="reduce")

@@ -36,7 +36,7 @@ FLAGS = (
     "--kv-cache-memory-mb",
     "96",
 )
-STREAMS = 24
+STREAMS = 16
 LONGEST = 10.0
 """Seconds that a request may take, whatever happens."""
 _EMPTY = (
