@@ -140,7 +140,9 @@ class SleepingEngine(EngineAround):
         """Set while nothing runs."""
         self._quiet.set()
         self._woken = asyncio.Event()
-        """Set while a call waits for its turn to wake the engine."""
+        """Set while calls wait for their turn to wake the engine."""
+        self._wakers = 0
+        """The number of these calls."""
         self._held: dict[_Delayed, None] = {}
         self._orders: set[asyncio.Task[None]] = set()
         self._idle: asyncio.Task[None] | None = None
@@ -291,9 +293,12 @@ class SleepingEngine(EngineAround):
             stream.abort(EngineAsleep("The replica was put to sleep while the request ran."))
 
     async def _wake(self, tags: tuple[Tag, ...]) -> None:
+        self._wakers += 1
         self._woken.set()
         async with self._turn:
-            self._woken.clear()
+            self._wakers -= 1
+            if not self._wakers:
+                self._woken.clear()
             before = self.state
             wanted = tuple(tag for tag in before.released if tag in tags)
             if wanted:
@@ -317,6 +322,8 @@ class SleepingEngine(EngineAround):
                     self._set(SleepState(wake_seconds=seconds))
             if self._accepts:
                 self._enter_held()
+            elif self._held and not self._woken.is_set():  # requests that came meanwhile need the rest, too
+                self._order(self._wake(TAGS))
 
     def _enter_held(self) -> None:
         held, self._held = self._held, {}

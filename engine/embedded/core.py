@@ -264,8 +264,14 @@ class EngineCore:
 
     def resume_memory(self, tags: Collection[Tag]) -> None:
         """Take memory again; all KV blocks are empty. Raises EngineFailure."""
-        if "weights" in tags and self._reads_files and self._state_of_files() != self._files:
-            raise EngineFailure(f"the files in {' or '.join(self._folders)} have changed since the model was loaded")
+        if "weights" in tags and self._reads_files:
+            folders = " or ".join(self._folders)
+            try:
+                same = self._state_of_files() == self._files
+            except OSError as error:
+                raise EngineFailure(f"the files in {folders} cannot be read again: {error}") from error
+            if not same:
+                raise EngineFailure(f"the files in {folders} have changed since the model was loaded")
         for runner in self._runners:
             resume_memory(runner, tags)
         self._reads_files &= "weights" not in tags

@@ -223,6 +223,9 @@ class MemoryService:
         """Raises MemoryServiceError if there is no room, even without what nobody leases."""
         unused = [memory for memory in self._memories.values() if not memory.leases]  # the longest unused comes first
         unused.sort(key=lambda memory: memory.expiry.when() if memory.expiry is not None else 0.0)
+        leased = sum(memory.size for memory in self._memories.values() if memory.leases)
+        if self._limit and leased + size > self._limit:
+            unused.clear()  # without them there is no room either
         while True:
             taken = sum(memory.size for memory in self._memories.values())
             full = f"it holds {size_text(taken)} of at most {size_text(self._limit)}"
@@ -334,6 +337,8 @@ def _remove_dead(path: Path) -> None:
         except FileNotFoundError:
             return
         except ConnectionRefusedError:
+            if not path.is_socket():
+                raise OSError("another file is there, which is no socket") from None
             path.unlink(missing_ok=True)
             return
     raise OSError(f"a memory service already answers at {path}")

@@ -145,7 +145,8 @@ class ServiceProcess:
         host = await _Host.spawn(self._interface, self._hang_seconds, self._note_ready, again=self._was_ready)
         options = msgspec.structs.replace(self._options, standby=standby)
         if standby and self._host is not None and self._host.successor:
-            options = msgspec.structs.replace(options, config=msgspec.Raw(self._host.successor))
+            host.successor = self._host.successor  # it has that configuration itself, and will name no other
+            options = msgspec.structs.replace(options, config=msgspec.Raw(host.successor))
         host.tell(msgspec.json.encode(options))
         return host
 

@@ -251,6 +251,58 @@ class Faulty(FakeEngine):
         await super().resume_memory(tags)
 
 
+class Gated(FakeEngine):
+    """Gives memory back, and takes it, when it may."""
+
+    def __init__(self, config: FakeConfig) -> None:
+        super().__init__(config)
+        self.gate = asyncio.Event()
+
+    async def release_memory(self, tags: Collection[Tag], level: int) -> None:
+        await self.gate.wait()
+        await super().release_memory(tags, level)
+
+    async def resume_memory(self, tags: Collection[Tag]) -> None:
+        await self.gate.wait()
+        await super().resume_memory(tags)
+
+
+async def test_a_request_that_comes_while_a_part_is_woken_wakes_the_rest() -> None:
+    backend = Gated(FakeConfig())
+    backend.gate.set()
+    engine = SleepingEngine(backend, SleepConfig(idle_seconds=0.02))
+    await engine.start()
+    await until(lambda: engine.state.phase == "asleep")
+    backend.gate.clear()
+    part = asyncio.create_task(engine.wake_up(("weights",)))
+    await until(lambda: engine.state.phase == "waking")
+    request = asyncio.create_task(generate(engine, request_for(prompt_of(4), max_tokens=2)))
+    await asyncio.sleep(0)
+    backend.gate.set()
+    await part
+    assert len(tokens_of(await asyncio.wait_for(request, 20))) == 2
+    await engine.close()
+
+
+async def test_each_of_two_waking_calls_gives_up_the_sleep_before_it() -> None:
+    backend = Gated(FakeConfig(token_delay=0.001))
+    engine = SleepingEngine(backend, SleepConfig(idle_seconds=0.02))
+    await engine.start()
+    await until(lambda: engine.state.phase == "falling_asleep")
+    stream = engine.generate(request_for(prompt_of(4), max_tokens=10_000))  # wakes the engine, and runs on
+    calls = []
+    for call in (engine.sleep(WAIT), engine.wake_up()):
+        calls.append(asyncio.create_task(call))
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    backend.gate.set()
+    with pytest.raises(EngineWoken):
+        await calls[0]
+    assert (await calls[1]).phase == "awake"
+    await stream.aclose()
+    await engine.close()
+
+
 async def test_failures_leave_a_state_that_can_be_left() -> None:
     backend = Faulty(FakeConfig())
     engine = SleepingEngine(backend, SleepConfig())

@@ -62,6 +62,7 @@ class SharedWeights:
         try:
             self._pages.done()
         except MemoryServiceError as failure:
+            self._pages.close()  # others wait for this memory
             self.give_up(str(failure))
 
     def _leased(self, size: int, device: torch.device, layout: str) -> Pages:

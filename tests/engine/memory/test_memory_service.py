@@ -171,7 +171,14 @@ async def test_at_the_limit_unused_memory_makes_room_and_leased_memory_does_not(
         await to_thread(lease, service, "one more")
     with pytest.raises(MemoryServiceError, match="no room"):
         await to_thread(lease, service, "enormous", 1 << 60)
-    del used, other
+    other.close()
+    await until(lambda: len(service.status.held) == 1)
+    (await to_thread(fill, service)).close()
+    await until(lambda: not all(held.leases for held in service.status.held))
+    with pytest.raises(MemoryServiceError, match="no room"):
+        await to_thread(lease, service, "too large", 2 * SIZE)
+    assert len(service.status.held) == 2, "what would make no room stays"
+    del used
     service.close()
 
 
@@ -220,3 +227,11 @@ async def test_a_second_service_does_not_start_and_a_killed_ones_socket_is_repla
     assert dead.stat().st_mode & 0o077 == 0
     second.close()
     assert not dead.exists()
+
+
+async def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_text("weights")
+    with pytest.raises(OSError, match="no socket"):
+        MemoryService(path).start()
+    assert path.read_text() == "weights"

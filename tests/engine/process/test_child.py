@@ -10,13 +10,16 @@ import textwrap
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
 from engine.config import EmbeddedConfig, FakeConfig
 from engine.errors import EngineDied, EngineFailure, EngineNotReady
 from engine.memory.service import MemoryService
+from engine.process import wire
 from engine.process.child import EngineProcess
 from engine.process.client import EngineClient
 from engine.process.wire import SILENCE_SECONDS
@@ -341,3 +344,26 @@ async def test_a_standby_that_dies_is_replaced_and_one_that_still_prepares_may_s
     assert (await collect(client.generate(request_for())))[-1].finish_reason == "length"
     await client.close()
     await process.close()
+
+
+async def test_each_standby_has_the_configuration_that_the_first_host_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[wire.HostOptions] = []
+
+    class Told:
+        successor = b""
+
+        def tell(self, line: bytes) -> None:
+            told.append(msgspec.json.decode(line, type=wire.HostOptions))
+
+    async def spawn(*_: object, **__: object) -> Told:
+        return Told()
+
+    monkeypatch.setattr("engine.process.child._Host.spawn", spawn)
+    process: Any = EngineProcess(CONFIG, standby=True)
+    process._host = await process._spawn()
+    process._host.successor = msgspec.json.encode(msgspec.structs.replace(CONFIG, context_length=7))
+    for _ in range(2):  # the second takes the place of the first, which names no other
+        process._host = await process._spawn(standby=True)
+    configs = [msgspec.json.decode(options.config, type=FakeConfig) for options in told]
+    assert [config.context_length for config in configs] == [CONFIG.context_length, 7, 7]
+    process._folder.close()

@@ -13,6 +13,7 @@ from engine.config import EmbeddedConfig
 from engine.embedded.models.load import load_runner
 from engine.embedded.models.native.runner import NativeRunner
 from engine.errors import EngineFailure
+from engine.memory.client import HostPages
 from engine.memory.service import MemoryService
 from tests.engine.embedded.models.native.test_native import load, make_folder, tokens_of
 from tests.support.steps import Part, step_of
@@ -75,6 +76,19 @@ async def test_memory_that_was_not_filled_is_given_up(service: MemoryService, fo
     save_file(weights | {"lm_head.weight": right}, folder / "model.safetensors", {"format": "pt"})
     runner = await to_thread(load, folder, memory_service=str(service.path))
     assert service.status.filled == 1 and runner.shared_weights.bytes
+
+
+async def test_memory_that_cannot_be_shared_is_left_to_the_next_engine(
+    service: MemoryService, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(HostPages, "_protect", lambda _: None)
+        first = await to_thread(load, folder, memory_service=str(service.path))
+    assert "still mapped for writing" in first.shared_weights.failure
+    await until(lambda: not service.status.held)
+    second = await to_thread(load, folder, memory_service=str(service.path))
+    assert service.status.filled == 1 and second.shared_weights.bytes
+    assert torch.equal(logits(first), logits(second)), "what is mapped stays"
 
 
 async def test_without_its_service_an_engine_loads_by_itself_and_says_so_once(
