@@ -360,10 +360,11 @@ async def test_each_standby_has_the_configuration_that_the_first_host_named(monk
 
     monkeypatch.setattr("engine.process.child._Host.spawn", spawn)
     process: Any = EngineProcess(CONFIG, standby=True)
-    process._host = await process._spawn()
-    process._host.successor = msgspec.json.encode(msgspec.structs.replace(CONFIG, context_length=7))
-    for _ in range(2):  # the second takes the place of the first, which names no other
-        process._host = await process._spawn(standby=True)
+    spawn = process._spawn
+    for standby in (False, True, True):  # the last takes the place of the second, which names no other
+        process._host = host = await spawn(standby=standby)
+        if not standby:
+            host.successor = msgspec.json.encode(msgspec.structs.replace(CONFIG, context_length=7))
     configs = [msgspec.json.decode(options.config, type=FakeConfig) for options in told]
     assert [config.context_length for config in configs] == [CONFIG.context_length, 7, 7]
     process._folder.close()

@@ -87,7 +87,11 @@ async def test_the_deadline_counts_while_images_are_encoded() -> None:
             await prepare(prepared, body)
         with pytest.raises(DeadlineExceeded):
             await prepared.tokenize(ask_of(body))
-        assert not encoder._running
+        assert idle(encoder)
+
+
+def idle(encoder: FakeEncoder) -> bool:
+    return not encoder._running
 
 
 async def test_images_that_wait_to_be_encoded_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +99,7 @@ async def test_images_that_wait_to_be_encoded_are_bounded_by_bytes(monkeypatch: 
     encoder = FakeEncoder(seconds=0.2)
     async with processor(encoder) as (prepared, _):
         first = asyncio.create_task(prepare(prepared, chat(data_url(PNG))))
-        await until(lambda: encoder._running)
+        await until(lambda: not idle(encoder))
         with pytest.raises(QueueFull):
             await prepare(prepared, chat(data_url(OTHER)))
         await asyncio.gather(first, prepare(prepared, chat(data_url(PNG))))  # what is on its way needs no more

@@ -84,10 +84,11 @@ class Own:
 
     def __init__(self, folder: Path) -> None:
         self.compiler = GrammarCompiler(folder, VOCAB, (EOS,), timeout=60.0)
+        self.pool = self.compiler._pools["llguidance"]
         self._before = {process.pid for process in workers()}
 
     async def __aenter__(self) -> "Own":
-        await self.compiler._pools["llguidance"].start(2)
+        await self.pool.start(2)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -99,7 +100,7 @@ class Own:
 
     async def busy(self, stopped: list[psutil.Process]) -> psutil.Process:
         """Wait until one of the stopped processes has been asked something, and return it."""
-        pool = self.compiler._pools["llguidance"]
+        pool = self.pool
 
         def asked() -> list[psutil.Process]:
             running = {worker._process.pid for worker in pool._workers if worker not in pool._idle and worker._process}
