@@ -237,6 +237,7 @@ async def test_without_replicas_it_is_not_ready() -> None:
     assert bare.url.removeprefix("http://") not in ready.text + answer.text
 
 
+@pytest.mark.slow
 async def test_requests_at_a_replica_that_hangs_go_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_module, "SILENCE_SECONDS", 1.0)
     async with (
@@ -250,6 +251,7 @@ async def test_requests_at_a_replica_that_hangs_go_elsewhere(monkeypatch: pytest
     assert {(answer.status_code, answer.headers["x-trellis-replica"]) for answer in answers} == {(200, "1")}
 
 
+@pytest.mark.slow
 async def test_requests_at_a_replica_whose_host_is_gone_go_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody ends its connections, and there are no others."""
     monkeypatch.setattr(replica_module, "SILENCE_SECONDS", 1.0)

@@ -235,6 +235,7 @@ async def test_a_front_without_its_first_encode_replica_is_not_ready_and_says_so
             assert await state["replica"].service.encoder.encode(pages(1)) == await expected(pages(1))
 
 
+@pytest.mark.slow
 async def test_killed_replicas_cost_no_image_and_all_of_them_a_clear_error() -> None:
     """Three under load: one is killed, then another; every request ends well within ten seconds. Then the last one."""
     flags = ("--disaggregation-mode", "encode", "--fake-token-delay-ms", "30", "--encode-inline-kb", "0")

@@ -149,6 +149,9 @@ class LLM(BaseLLM):
             raise ValueError(f"Unknown memory tag '{unknown.pop()}'.")
         if not self.args.enable_sleep:
             raise ValueError("Sleep feature is not enabled, please set enable_sleep=True in the LLM arguments.")
+        deadline = time.monotonic() + 10
+        while self._executor.jobs and time.monotonic() < deadline:  # a job ends a moment after its last answer
+            time.sleep(0.001)
         assert call.method in ("sleep", "wakeup") and not self._executor.jobs
         released = self._executor.released
         self._executor.released = released | set(tags) if call.method == "sleep" else released - set(tags)

@@ -154,6 +154,7 @@ def test_client_gone_frees_the_engine(slow: ServerProcess, stream: bool) -> None
     assert slow.metric("trtllm_engine_aborted_requests_total") == aborted + 10
 
 
+@pytest.mark.slow
 def test_client_gone_before_the_first_token() -> None:
     """Its sequence waits in the queue, since another has the engine's only place."""
     with serving("--fake-token-delay-ms", "200", "--engine-process", "false", "--queue-timeout-seconds", "2") as server:
