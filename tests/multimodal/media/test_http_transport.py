@@ -39,7 +39,6 @@ async def errors(url: str, transport: httpx.AsyncHTTPTransport) -> Counter[type]
     return found
 
 
-@pytest.mark.slow
 def test_a_connection_lost_at_once_is_an_error_of_the_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=resetting, args=(listener,), daemon=True).start()
