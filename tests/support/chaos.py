@@ -21,6 +21,7 @@ from benchmarks.gpu.model import FIRST_WORD, Shape, write_folder, write_weights
 from deploy.disaggregated import free_port
 from tests.support.disaggregated import SECRET, servers
 from tests.support.servers import ServerProcess
+from tests.support.waiting import slowness
 
 SHAPE = Shape(256, 12, 4, 2, 512, vocabulary=2048, max_position=2048, spread=0.1)
 """12 KiB of keys and values for each token, and a step in a few milliseconds."""
@@ -104,7 +105,7 @@ class Cluster:
         for replica in self.replicas:
             if not replica.alive:
                 replica.restart()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 60 * slowness()
         with httpx.Client() as client:
             while not all(_serves(client, replica) for replica in self.replicas):
                 assert time.monotonic() < deadline, "\n".join(replica.server.log[-1000:] for replica in self.replicas)
