@@ -34,8 +34,8 @@ class FakePipeline:
             inpaints=True,
             width=64,
             height=64,
-            steps=4,
-            guidance=5.0,
+            steps=self._config.steps or 4,
+            guidance=self._config.guidance if self._config.guidance >= 0 else 5.0,
             frames=8,
         )
 
