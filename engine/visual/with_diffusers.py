@@ -137,7 +137,7 @@ class DiffusersPipeline:
 
     def _prepare_steps(self) -> None:
         """Apply the settings of steps. Raises EngineFailure for what this pipeline cannot do."""
-        denoiser = self._denoiser
+        denoiser = self.denoiser
         if not self._config.cfg_batching:
             denoiser.forward = _in_halves(denoiser.forward)
         if not self._config.step_cache:
@@ -156,23 +156,24 @@ class DiffusersPipeline:
             return
         from diffusers.hooks.hooks import CacheContext, _set_cache_context  # noqa: PLC0415
 
-        registry = HookRegistry.check_if_exists_or_initialize(self._denoiser)
+        registry = HookRegistry.check_if_exists_or_initialize(self.denoiser)
         registry.reset_stateful_hooks(recurse=True)
-        if not isinstance(self._denoiser, diffusers.CacheMixin):  # else the pipeline names the contexts
-            _set_cache_context(self._denoiser, CacheContext("all"))
+        if not isinstance(self.denoiser, diffusers.CacheMixin):  # else the pipeline names the contexts
+            _set_cache_context(self.denoiser, CacheContext("all"))
         try:
             yield
         finally:
             registry.reset_stateful_hooks(recurse=True)
 
     @property
-    def _denoiser(self) -> Any:
+    def denoiser(self) -> Any:
+        """The network whose steps remove noise."""
         return getattr(self._pipe, "transformer", None) or self._pipe.unet
 
     def _facts(self, device: str, dtype: str) -> VisualInfo:
         config, parameters = self._config, self._parameters
         scale = int(getattr(self._pipe, "vae_scale_factor", None) or getattr(self._pipe, "vae_scale_factor_spatial", 8))
-        sizes = self._denoiser.config
+        sizes = self.denoiser.config
         patch = sizes.get("patch_size", 1)
         sample = sizes.get("sample_size")
         side = sample * scale if isinstance(sample, int) else 0

@@ -1,11 +1,10 @@
 """Settings of pictures and videos out."""
 
-import json
 from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from server.settings.types import Section
+from server.settings.types import JsonObject, Section
 
 
 class VisualSettings(Section):
@@ -51,19 +50,8 @@ class VisualSettings(Section):
     media_store_hours: float = Field(24.0, gt=0)
     """Hours for which these are kept."""
 
-    visual_engine_args: str = ""
+    visual_engine_args: JsonObject = ""
     """JSON object with arguments of TensorRT-LLM's VisualGenArgs, which only ENGINE=trtllm takes."""
-
-    @field_validator("visual_engine_args", mode="after")
-    @classmethod
-    def _json_object(cls, value: str) -> str:
-        try:
-            valid = isinstance(json.loads(value or "{}"), dict)
-        except ValueError:
-            valid = False
-        if not valid:
-            raise ValueError("must be a JSON object")
-        return value
 
     @field_validator("visual_cfg_batching", mode="after")
     @classmethod

@@ -136,7 +136,9 @@ def bomb() -> bytes:
     """A PNG of a gigapixel, a few bytes long."""
     head = struct.pack(">IIBBBBB", 32768, 32768, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(b"\0")), (b"IEND", b""))
-    parts = (struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks)
+    parts = (
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
@@ -179,7 +181,7 @@ async def test_files_outlive_a_restart_and_expire(tmp_path: Path, monkeypatch: p
         assert (await client.get(url)).status_code == 200
     async with application(modality="visual", cache_dir=tmp_path, media_store_hours=1e-9) as (client, _):
         assert (await client.get(url)).status_code == 404
-        await until(lambda: not list(tmp_path.rglob("*.png")))
+        await until(lambda: not stored(tmp_path, "*.png"))
 
 
 async def test_the_oldest_files_make_room(tmp_path: Path) -> None:
@@ -193,16 +195,20 @@ async def test_the_oldest_files_make_room(tmp_path: Path) -> None:
     await store.close()
 
 
+def stored(folder: Path, pattern: str) -> list[Path]:
+    return list(folder.rglob(pattern))
+
+
 async def test_half_a_file_is_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = MediaStore(tmp_path, 100, 60)
     monkeypatch.setattr(media_module.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "disk full")))
     with pytest.raises(media_module.EngineUnavailable):
         await store.put("me", b"1", "png")
-    assert not list(tmp_path.rglob("*.png"))
+    assert not stored(tmp_path, "*.png")
     monkeypatch.undo()
     monkeypatch.setattr(media_module, "_STRAY_SECONDS", -1.0)
     await store.clean()
-    assert not list(tmp_path.rglob("*.partial")), "what was left is removed"
+    assert not stored(tmp_path, "*.partial"), "what was left is removed"
     await store.close()
 
 

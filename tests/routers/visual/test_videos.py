@@ -233,7 +233,7 @@ async def test_a_job_that_kills_the_engine_is_given_up(tmp_path: Path) -> None:
     worker = VideoWorker(jobs, engine, 60, render_event, lambda: True, pause=0.01)
     working = asyncio.create_task(worker.run())
     async with asyncio.timeout(20 * slowness()):
-        while (found := await jobs.get("me", job.id)).state != "failed":
+        while (found := await jobs.get("me", job.id)).state != "failed":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     working.cancel()
     await asyncio.wait([working])
