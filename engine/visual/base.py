@@ -20,7 +20,7 @@ class Stopped(Exception):
 
 
 Tick = Callable[[int, int], None]
-"""Called after each step, with its number and that of all steps. May raise Stopped."""
+"""Called after each step, with its number and that of all steps, or in between with 0. May raise Stopped."""
 
 
 class VisualPipeline(Protocol):

@@ -168,7 +168,8 @@ class QueuedVisualEngine:
         jobs = {job for job, _ in batch}
 
         def tick(step: int, steps: int) -> None:
-            loop.call_soon_threadsafe(self._stepped, jobs, step / max(steps, 1))
+            if step:
+                loop.call_soon_threadsafe(self._stepped, jobs, step / max(steps, 1))
             if all(job.stream.ended for job in jobs):
                 raise Stopped
 
