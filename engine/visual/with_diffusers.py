@@ -54,7 +54,7 @@ class DiffusersPipeline:
         auto = "bfloat16" if device.startswith("cuda") else "float32"
         dtype = auto if config.dtype == "auto" else config.dtype
         diffusers.utils.logging.disable_progress_bar()
-        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         try:
             self._pipe = diffusers.DiffusionPipeline.from_pretrained(
                 config.model, torch_dtype=getattr(torch, dtype), local_files_only=True, use_safetensors=True
@@ -127,10 +127,10 @@ class DiffusersPipeline:
         self, asked: VisualRequest, arguments: dict[str, Any], parameters: dict[str, Any]
     ) -> dict[str, Any]:
         size = asked.width, asked.height
-        image = decode(MediaInput(bytes(asked.image)), self._config.max_image_pixels).resize(size)
+        image = decode(MediaInput(asked.image), self._config.max_image_pixels).resize(size)
         changed: dict[str, Any] = {**arguments, "image": image, "width": asked.width, "height": asked.height}
         if asked.mask:
-            changed["mask_image"] = _mask(bytes(asked.mask), self._config.max_image_pixels).resize(size)
+            changed["mask_image"] = _mask(asked.mask, self._config.max_image_pixels).resize(size)
         if asked.strength is not None:
             changed["strength"] = asked.strength
         return {name: value for name, value in changed.items() if name in parameters}
@@ -172,7 +172,7 @@ class DiffusersPipeline:
 
     def _facts(self, device: str, dtype: str) -> VisualInfo:
         config, parameters = self._config, self._parameters
-        scale = int(getattr(self._pipe, "vae_scale_factor", None) or getattr(self._pipe, "vae_scale_factor_spatial", 8))
+        scale = int(getattr(self._pipe, "vae_scale_factor", 0) or getattr(self._pipe, "vae_scale_factor_spatial", 8))
         sizes = self.denoiser.config
         patch = sizes.get("patch_size", 1)
         sample = sizes.get("sample_size")
