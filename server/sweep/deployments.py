@@ -4,7 +4,6 @@ import json
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 
+from engine.process.sockets import free_port
 from server.commands.remote import Remote
 from server.settings import read_settings
 from server.settings.environment import child_environment
@@ -45,11 +45,6 @@ def text_of(value: object) -> str:
     if isinstance(value, list | tuple):
         return ",".join(map(text_of, value))
     return json.dumps(value) if isinstance(value, dict) else str(value)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class RunningDeployment:

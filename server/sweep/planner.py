@@ -24,7 +24,9 @@ from typing import Any, Protocol
 from urllib.error import HTTPError
 from urllib.parse import quote
 
-from server.sweep.deployments import free_port
+from engine.process import tree
+from engine.process.sockets import free_port
+from server.sweep.results import write_whole
 
 METRICS = {
     "aggregated": {"trtllm_num_requests_waiting": 4.0, "trtllm_kv_cache_utilization": 0.8},
@@ -176,14 +178,20 @@ def _get(url: str, headers: Mapping[str, str]) -> bytes:
 
 @dataclass
 class LocalReplica:
-    """A process of this machine. `born` is its start in clock ticks, which tells it from a later one with its id."""
+    """A process of this machine; `born` as in `RunningProcess.started`."""
 
     url: str
     pid: int
-    born: str
+    born: int
     draining_since: float | None = None
     stopped: bool = False
     ready: bool = False
+
+    @property
+    def alive(self) -> bool:
+        with contextlib.suppress(ChildProcessError):  # that of another planner
+            os.waitpid(self.pid, os.WNOHANG)
+        return tree.runs(tree.RunningProcess(self.pid, self.born))
 
 
 class LocalReplicas:
@@ -249,7 +257,7 @@ class LocalReplicas:
 
     def settle(self) -> None:
         for replica in list(self.replicas):
-            if not _alive(replica.pid, replica.born):
+            if not replica.alive:
                 self._lost(replica)
             elif replica.draining_since is not None:
                 self._drain(replica)
@@ -300,7 +308,8 @@ class LocalReplicas:
             except OSError as error:
                 raise ScaleError(f"a replica cannot be started: {error}") from error
         process.returncode = 0  # it outlives us: Popen shall not wait for it, nor warn
-        return LocalReplica(f"http://127.0.0.1:{port}", process.pid, _born(process.pid))
+        started = tree.find(process.pid)
+        return LocalReplica(f"http://127.0.0.1:{port}", process.pid, started.started if started else 0)
 
     def _read(self) -> tuple[int, list[LocalReplica]]:
         try:
@@ -313,29 +322,8 @@ class LocalReplicas:
 
     def _write(self) -> None:
         state = {"wanted": self._wanted, "replicas": [asdict(replica) for replica in self.replicas]}
-        _replace(self._state, json.dumps(state, indent=1) + "\n")
-        _replace(self.urls, "".join(f"{replica.url}\n" for replica in self._serving() if replica.ready))
-
-
-def _replace(file: Path, text: str) -> None:
-    new = file.with_name(f".{file.name}.new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(file)
-
-
-def _born(pid: int) -> str:
-    """Return when a process started, in clock ticks since boot; "" if it has ended."""
-    try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if state in "ZX" else rest[18]
-
-
-def _alive(pid: int, born: str) -> bool:
-    with contextlib.suppress(ChildProcessError):  # that of another planner
-        os.waitpid(pid, os.WNOHANG)
-    return bool(born) and _born(pid) == born
+        write_whole(self._state, json.dumps(state, indent=1) + "\n")
+        write_whole(self.urls, "".join(f"{replica.url}\n" for replica in self._serving() if replica.ready))
 
 
 class KubernetesReplicas:

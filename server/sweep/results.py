@@ -143,10 +143,10 @@ class ResultFolder:
         """Write `sweep.json`, `results.csv` and `index.html`, and return the page's path."""
         content = {"about": dict(about), "points": [result.asdict() for result in results]}
         text = json.dumps(content, indent=1, default=str, allow_nan=False)
-        _replace(self.path / "sweep.json", text + "\n")
-        _replace(self.path / "results.csv", table(results))
+        write_whole(self.path / "sweep.json", text + "\n")
+        write_whole(self.path / "results.csv", table(results))
         page = self.path / "index.html"
-        _replace(page, page_of(content))
+        write_whole(page, page_of(content))
         return page
 
 
@@ -165,7 +165,7 @@ def _read(file: Path) -> Iterator[Measured]:
             continue
 
 
-def _replace(file: Path, text: str) -> None:
+def write_whole(file: Path, text: str) -> None:
     """Write a file as a whole or not at all."""
     new = file.with_name(f".{file.name}.new")
     new.write_text(text, encoding="utf-8")

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from benchmarks.gpu.model import FIRST_WORD, Shape, write_folder, write_weights
-from deploy.disaggregated import free_port
+from engine.process.sockets import free_port
 from tests.support.disaggregated import SECRET, servers
 from tests.support.servers import ServerProcess
 from tests.support.waiting import slowness
