@@ -21,8 +21,8 @@ class Affinity:
 
 
 class Sessions:
-    """The replica of each session, conversation and response; at most `capacity` of them, forgotten `seconds` after
-    their last request.
+    """The replica of each session and conversation, or of each response; at most `capacity` of them, forgotten
+    `seconds` after their last request.
     """
 
     def __init__(self, capacity: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -30,7 +30,7 @@ class Sessions:
         self._seconds = seconds
         self._clock = clock
         self._replicas: OrderedDict[int, tuple[str, float]] = OrderedDict()
-        """URL and expiry by the hash of the session's name, which may be long."""
+        """URL and expiry by the hash of a name, which may be long."""
 
     def __len__(self) -> int:
         return len(self._replicas)

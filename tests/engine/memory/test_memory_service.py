@@ -2,10 +2,13 @@
 
 import asyncio
 import ctypes
+import errno
 import mmap
 import os
+import socket
 from asyncio import to_thread
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import pytest
@@ -18,8 +21,6 @@ from engine.transfer.shared_memory import MemfdMapping
 from tests.support.waiting import slowness, until
 
 SIZE = 3 << 12
-
-
 MEMORY_GRACE_SECONDS = 60.0
 
 
@@ -208,6 +209,24 @@ async def test_a_service_that_does_not_answer_is_given_up(tmp_path: Path, monkey
         silent.listen(1)
         with pytest.raises(MemoryServiceError, match="connection to it failed"):
             await to_thread(acquire, tmp_path / "silent", SIZE, "", b"", lambda: b"")
+
+
+async def test_a_service_without_descriptors_waits_and_goes_on(
+    memory_service: MemoryService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("engine.memory.service._ACCEPT_PAUSE", 0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "accept", _no_descriptor)
+        asked = asyncio.create_task(to_thread(status, memory_service.path))
+        await until(lambda: "no descriptor" in caplog.text)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert caplog.text.count("no descriptor") == 1
+    assert (await asked).granted == 0
+
+
+def _no_descriptor(_: socket.socket) -> NoReturn:
+    raise OSError(errno.EMFILE, "no descriptor")
 
 
 async def test_a_second_service_does_not_start_and_a_killed_ones_socket_is_replaced(
