@@ -1,6 +1,7 @@
 """Start what a sweep measures as processes of this machine, wait until it is ready, and stop it."""
 
 import json
+import os
 import re
 import secrets
 import signal
@@ -11,9 +12,10 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 
 from engine.process.sockets import free_port
 from server.commands.remote import Remote
@@ -85,14 +87,14 @@ class RunningDeployment:
             except HTTPError as error:
                 hint = "; set its INTERNAL_SECRET here, too" if error.code == HTTPStatus.UNAUTHORIZED else ""
                 return f"HTTP {error.code}: {error.read(200).decode(errors='replace')}{hint}"
-            except OSError as error:
+            except (OSError, HTTPException) as error:
                 return str(error)
         return ""
 
     def settings(self) -> dict[str, Any]:
         """Return what /server_info says of the first replica, without secrets; empty if it has none."""
         request = urllib.request.Request(f"{self.replicas[0]}/server_info", headers=Remote(self.url, self.key).headers)
-        with suppress(OSError, ValueError), urllib.request.urlopen(request, timeout=30) as response:
+        with suppress(OSError, ValueError, HTTPException), urllib.request.urlopen(request, timeout=30) as response:
             return dict(json.load(response))
         return {}
 
@@ -105,7 +107,7 @@ class RunningDeployment:
         """Raises DeploymentFailed."""
         deadline = time.monotonic() + START_SECONDS
         while True:
-            with suppress(URLError, OSError):
+            with suppress(OSError, HTTPException):
                 urllib.request.urlopen(f"{self.url}/health/ready", timeout=10).close()
                 return
             if not self.alive:
@@ -119,10 +121,12 @@ class RunningDeployment:
             return
         self._process.send_signal(signal.SIGTERM)
         try:
-            self._process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_SECONDS)
+        finally:  # also after a second Ctrl-C
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)  # a launcher would leave its replicas behind
+                self._process.wait()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,7 +160,7 @@ class AiperfClient:
             "--warmup-request-count": str(point.concurrency or 4),
             "--isl": str(point.length.prompt),
             "--osl": str(point.length.answer),
-            "--random-seed": str(sum(seed.encode())),
+            "--random-seed": str(zlib.crc32(seed.encode())),
             "--tokenizer": self._tokenizer,
             "--artifact-dir": str(folder),
             "--ui": "none",
@@ -170,8 +171,9 @@ class AiperfClient:
         command += [part for name, value in extra.items() for part in ("--extra-inputs", f"{name}:{json.dumps(value)}")]
         if self._target.api_key:
             command += ["--api-key", self._target.api_key]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
         records = folder / "profile_export.jsonl"
+        records.unlink(missing_ok=True)  # of a measurement that failed
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode or not records.is_file():
             raise MeasurementFailed(f"aiperf ended with exit code {done.returncode}: {_error_of(folder, done.stdout)}")
         return read_records(records)

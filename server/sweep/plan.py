@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -153,10 +153,14 @@ class SweepPlan(Strict):
     def settings_of(self, deployment: Deployment) -> dict[str, Any]:
         return {**self.settings, **deployment.settings}
 
-    def digest(self, point: Point) -> str:
-        """Identify what a measurement of `point` depends on besides its repetition: another plan measures again."""
+    def digest(self, point: Point, environment: Mapping[str, Any] | None = None) -> str:
+        """Identify what a measurement of `point` depends on besides its repetition: another plan measures again.
+
+        `environment` has settings that started servers find there.
+        """
+        settings = {**(environment or {}), **self.settings_of(point.deployment)}
         parts = [
-            point.deployment.model_dump(), self.settings_of(point.deployment), str(point.length), point.load,
+            point.deployment.model_dump(), settings, str(point.length), point.load,
             self.requests(point), self.client, self.model, self.tokenizer, self.seed, self.timeout,
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]

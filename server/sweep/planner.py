@@ -19,6 +19,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.error import HTTPError
@@ -159,13 +160,14 @@ def read_metrics(url: str, names: Sequence[str], key: str = "") -> dict[str, flo
     try:
         _get(f"{url}/health/ready", headers)
         text = _get(f"{url}/metrics", headers).decode(errors="replace")
-    except OSError:
+    except (OSError, HTTPException):
         return None
     found: dict[str, float] = {}
     for line in text.splitlines():
         match = _LINE.match(line)
         if match and match[1] in names:
-            found[match[1]] = found.get(match[1], 0.0) + float(match[2])
+            with contextlib.suppress(ValueError):
+                found[match[1]] = found.get(match[1], 0.0) + float(match[2])
     return found
 
 
@@ -267,10 +269,12 @@ class LocalReplicas:
         serving = self._serving()
         for replica in serving[self._wanted :]:  # the newest
             replica.draining_since = self._clock()
-        if self._clock() >= self._not_before:
-            for _ in range(self._wanted - len(serving)):
-                self.replicas.append(self._start())
-        self._write()
+        try:
+            if self._clock() >= self._not_before:
+                for _ in range(self._wanted - len(serving)):
+                    self.replicas.append(self._start())
+        finally:  # those before one that cannot be started run
+            self._write()
 
     def _serving(self) -> list[LocalReplica]:
         return [replica for replica in self.replicas if replica.draining_since is None]
@@ -337,12 +341,14 @@ class KubernetesReplicas:
         namespace: str,
         name: str,
         *,
-        token: str = "",
+        token: Callable[[], str] = str,
         ca: Path | None = None,
         port: int = 8000,
         key: str = "",
     ) -> None:
-        """`name` is RESOURCE/NAME, such as deployments/trellis-decode. Raises ScaleError."""
+        """`name` is RESOURCE/NAME, such as deployments/trellis-decode. `token` is called for each request, since
+        Kubernetes replaces a pod's token within the hour. Raises ScaleError.
+        """
         resource, slash, own = name.partition("/")
         groups = {
             "deployments": "apps/v1", "statefulsets": "apps/v1",
@@ -378,7 +384,9 @@ class KubernetesReplicas:
         return f"http://[{address}]:{self._port}" if ":" in address else f"http://{address}:{self._port}"
 
     def _ask(self, url: str, patch: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {self._token}"} if self._token else {})
+        headers = {"Accept": "application/json"}
+        if token := self._token():
+            headers["Authorization"] = f"Bearer {token}"
         body = None if patch is None else json.dumps(patch).encode()
         if patch is not None:
             headers["Content-Type"] = "application/merge-patch+json"
@@ -389,7 +397,7 @@ class KubernetesReplicas:
         except HTTPError as error:
             said = error.read(300).decode(errors="replace")
             raise ScaleError(f"{url}: HTTP {error.code}: {said}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             raise ScaleError(f"{url}: {error}") from error
 
 
