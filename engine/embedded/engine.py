@@ -61,10 +61,10 @@ class EmbeddedEngine:
         self._new_events: list[KvEvent] = []
         self._compiling: set[asyncio.Task[None]] = set()
         self._asked: set[asyncio.Future[Any]] = set()
-        """What the engine's thread has been asked for."""
+        """Results of calls in the engine's thread that have not returned yet."""
         self._thread: threading.Thread | None = None
         self._started = threading.Event()
-        """Set by `start`, and by `close`: what only one engine may do waits for it."""
+        """Set by `start` and `close`. The thread waits for it before it takes memory that a second engine has no room for."""
         self._closing = False
 
     @property
@@ -155,8 +155,10 @@ class EmbeddedEngine:
             raise EngineFailure(f"the profile cannot be written to {trace}")
 
     async def _ask(self, function: Callable[[EngineCore], T]) -> T:
-        """Have the engine's thread call a function, and return its result. Raises EngineNotReady, and EngineFailure if
-        the function does."""
+        """Call a function in the engine's thread, and return its result.
+
+        Raises EngineNotReady, and the function's EngineFailure.
+        """
         if not self.healthy:
             raise EngineNotReady("the engine is not running")
         done: asyncio.Future[T] = self._loop.create_future()

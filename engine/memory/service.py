@@ -293,11 +293,11 @@ class MemoryService:
 
 
 class _ConnectedEngine:
-    """One engine."""
+    """The connection of one engine."""
 
     def __init__(self, service: MemoryService, connected: socket.socket) -> None:
         self.memory: _Memory | None = None
-        """What it leases, fills or waits for."""
+        """The memory that this engine leases, fills or waits for."""
         self._service = service
         self._socket = connected
         self._loop = asyncio.get_running_loop()

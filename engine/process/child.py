@@ -157,7 +157,7 @@ class ServiceProcess:
         self._serving.set()
 
     def _take_standby(self) -> "_Host | None":
-        """Let the standby host serve, and return it; None if none is prepared. One that still prepares may hang."""
+        """Let the standby host serve and return it; None if none is prepared. One that is still preparing may hang."""
         if (host := self._standby) is None or not host.prepared:
             return None
         self._standby = None

@@ -1,4 +1,4 @@
-"""Start what a sweep measures as processes of this machine, wait until it is ready, and stop it."""
+"""Start the deployments of a sweep as processes of this machine, wait until they are ready, and stop them."""
 
 import json
 import os
@@ -32,7 +32,7 @@ _TAIL_CHARACTERS = 400
 
 
 class DeploymentFailed(Exception):
-    """What was to be measured did not start, or has ended."""
+    """The deployment did not start, or has ended."""
 
 
 def flags_of(settings: Mapping[str, Any]) -> list[str]:
@@ -41,7 +41,7 @@ def flags_of(settings: Mapping[str, Any]) -> list[str]:
 
 
 def text_of(value: object) -> str:
-    """Return the value of a setting as a flag or a variable has it."""
+    """Return the value of a setting as the text of a flag or variable."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
@@ -77,7 +77,7 @@ class RunningDeployment:
         return [url for name, url in found.items() if not name.startswith(("router", "encode"))] or [self.url]
 
     def reset(self) -> str:
-        """Forget cached prompts on every replica; return why that was not possible, or ""."""
+        """Clear the prefix caches of all replicas; return why that failed, or ""."""
         for url in self.replicas:
             request = urllib.request.Request(
                 f"{url}/reset_prefix_cache", b"", {"Authorization": f"Bearer {self._secret}"}, method="POST"
@@ -92,7 +92,7 @@ class RunningDeployment:
         return ""
 
     def settings(self) -> dict[str, Any]:
-        """Return what /server_info says of the first replica, without secrets; empty if it has none."""
+        """Return the /server_info of the first replica, which has no secrets; empty if it does not answer."""
         request = urllib.request.Request(f"{self.replicas[0]}/server_info", headers=Remote(self.url, self.key).headers)
         with suppress(OSError, ValueError, HTTPException), urllib.request.urlopen(request, timeout=30) as response:
             return dict(json.load(response))
@@ -161,7 +161,7 @@ def running(
 
 
 def _command(deployment: Deployment) -> list[str]:
-    """Return what starts a deployment, after the interpreter."""
+    """Return the command that starts a deployment, without the interpreter."""
     if deployment.replicas:
         launcher, counts = "routed.py", {"replicas": deployment.replicas}
     elif deployment.decode:

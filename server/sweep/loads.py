@@ -18,23 +18,23 @@ from server.sweep.plan import Point, Slo, SweepPlan
 
 AIPERF = "aiperf>=0.13,<0.14"
 _PROMPT_TOLERANCE = 0.1
-"""Fraction by which the mean prompt may miss the length that was asked for."""
+"""Fraction by which the mean length of prompts may differ from the requested one."""
 _WARM_UP_TOKENS = 8
 
 
 class MeasurementFailed(Exception):
-    """There are no figures: the client could not measure."""
+    """The client could not measure."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What clients saw: samples of all requests, and the seconds from the first request to the last token."""
+    """Samples of all requests, and the seconds from the first request to the last token."""
 
     samples: Sequence[Sample]
     seconds: float
 
     def fault(self, point: Point, *, check_prompts: bool) -> str:
-        """Return why the answers are no good, or "". Prompts of aiperf have the lengths of its own tokenizer."""
+        """Return why the answers cannot be used, or "". aiperf counts prompts itself, so they are not checked for it."""
         failed = [sample for sample in self.samples if sample.error]
         if failed:
             return f"{len(failed)} of {len(self.samples)} requests failed: {failed[0].error}"

@@ -1,8 +1,8 @@
 """Scale the replicas of a role by metrics: processes of this machine, or Kubernetes' scale subresource.
 
-A policy is arithmetic on what replicas report. It changes nothing within a tolerance, adds replicas at once, and
-removes one at a time after the load has been lower for a while, so that it does not flap. What does not report counts
-against a change in either direction.
+A policy computes the number of replicas from their metrics. It changes nothing within a tolerance, adds replicas at
+once, and removes one at a time after the load has been lower for a while, so that the number does not swing. Replicas
+that report nothing count against a change in either direction.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ METRICS = {
     "prefill": {"trtllm_prefill_tokens_waiting": 16384.0},
     "encode": {"trtllm_encode_requests_waiting": 4.0},
 }
-"""Metrics of each role, and the value of each for a replica that has enough to do."""
+"""Metrics of each role, with the value of each at which a replica has enough work."""
 _BUSY = ("trtllm_num_requests_running", "trtllm_num_requests_waiting")
 _TIMEOUT_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 60.0
@@ -46,7 +46,7 @@ Load = Mapping[str, float]
 
 
 class ScaleError(Exception):
-    """What is scaled does not answer, or refuses."""
+    """Kubernetes, or the folder of local replicas, does not answer or refuses."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ScalingPolicy:
     """How many replicas a load needs."""
 
     targets: Mapping[str, float]
-    """For each replica, by metric; the one that needs most decides."""
+    """Target of each metric for one replica; the metric that needs most replicas decides."""
     least: int = 1
     most: int = 4
     tolerance: float = 0.1
@@ -62,10 +62,10 @@ class ScalingPolicy:
     up_seconds: float = 15.0
     """Pause after a change before replicas are added: new ones need time to take load."""
     down_seconds: float = 300.0
-    """For so long fewer replicas must have been enough before one is removed."""
+    """Seconds for which fewer replicas must have been enough before one is removed."""
 
     def needed(self, current: int, loads: Sequence[Load]) -> int:
-        """Return the replicas for these loads of those that report, within the bounds, cooldowns aside.
+        """Return how many replicas these loads need, within the bounds and without cooldowns. Some may report no load.
 
         Those that do not report count as idle when there would be more, and as busy when there would be fewer.
         """
@@ -92,7 +92,7 @@ class ScalingPolicy:
 
 @dataclass
 class Decider:
-    """A policy over time."""
+    """Applies a policy over time."""
 
     policy: ScalingPolicy
     _history: deque[tuple[float, int]] = field(default_factory=deque)
@@ -125,7 +125,7 @@ class Scaled(Protocol):
     """Replicas of one role. Methods raise ScaleError."""
 
     def count(self) -> int:
-        """Return the number of replicas that there should be, as far as was said before."""
+        """Return the number of replicas that `scale` was last called with."""
         ...
 
     def loads(self, names: Sequence[str]) -> list[Load]:
@@ -133,16 +133,16 @@ class Scaled(Protocol):
         ...
 
     def scale(self, count: int) -> None:
-        """Say how many replicas there should be."""
+        """Set the number of replicas."""
         ...
 
     def settle(self) -> None:
-        """Do what is due: start, drain, stop."""
+        """Start, drain and stop replicas as needed."""
         ...
 
 
 def plan(scaled: Scaled, decider: Decider, say: Callable[[str], object], now: float) -> None:
-    """Look once, and change the number of replicas if that is due."""
+    """Read the metrics once, and change the number of replicas if needed."""
     scaled.settle()
     current = scaled.count()
     loads = scaled.loads(list(decider.policy.targets))
@@ -243,7 +243,7 @@ class LocalReplicas:
         self._wanted, self.replicas = self._read()
 
     def close(self) -> None:
-        """Let another planner have the folder. The replicas go on."""
+        """Release the folder for another planner. The replicas keep running."""
         self._lock.close()
 
     def count(self) -> int:
@@ -280,14 +280,14 @@ class LocalReplicas:
         return [replica for replica in self.replicas if replica.draining_since is None]
 
     def _lost(self, replica: LocalReplica) -> None:
-        """Forget a replica that has ended. One that ended by itself delays the next start, each time longer."""
+        """Forget a replica that has ended. If it ended by itself, the next start is delayed, each time longer."""
         self.replicas.remove(replica)
         if not replica.stopped:
             self._failures += 1
             self._not_before = self._clock() + min(_LONGEST_PAUSE_SECONDS, 2.0 ** (self._failures - 1))
 
     def _drain(self, replica: LocalReplica) -> None:
-        """Stop a replica once nobody can choose it any more, and it has finished its requests, or has had the time."""
+        """Stop a replica that routers no longer choose, once it is idle or `drain_seconds` have passed."""
         assert replica.draining_since is not None, "it drains"
         waited = self._clock() - replica.draining_since
         if replica.stopped and waited > 3 * self._drain_seconds:
@@ -377,7 +377,7 @@ class KubernetesReplicas:
         self._ask(self._url, {"spec": {"replicas": count}})
 
     def settle(self) -> None:
-        """The cluster does."""
+        """Do nothing: the cluster starts and stops pods."""
 
     def _address(self, pod: Mapping[str, Any]) -> str:
         address = pod["status"]["podIP"]
@@ -402,7 +402,7 @@ class KubernetesReplicas:
 
 
 def _serves(pod: Mapping[str, Any]) -> bool:
-    """Whether a pod is ready and stays."""
+    """Whether a pod is ready and not being deleted."""
     status = pod.get("status", {})
     ready = any(entry["type"] == "Ready" and entry["status"] == "True" for entry in status.get("conditions", ()))
     return ready and bool(status.get("podIP")) and "deletionTimestamp" not in pod.get("metadata", {})

@@ -31,7 +31,7 @@ _LINES = "measurements.jsonl"
 
 
 class Measured(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One measurement of a point. `digest` identifies everything that the figures depend on but the repetition."""
+    """One measurement of a point. `digest` identifies everything else that the figures depend on, except the repetition."""
 
     deployment: str
     length: str
@@ -50,7 +50,7 @@ class Measured(msgspec.Struct, frozen=True, omit_defaults=True):
     """Why there are no figures."""
     note: str = ""
     commit: str = ""
-    """What was measured."""
+    """Commit of the code that measured."""
 
     @property
     def point(self) -> str:
@@ -130,7 +130,7 @@ class ResultFolder:
         path.mkdir(parents=True, exist_ok=True)
         self.records = list(_read(path / _LINES))
         self.about: dict[str, Any] = {}
-        """What an earlier run has written of itself."""
+        """The `about` of an earlier run: its machine, plan and deployments."""
         with suppress(OSError, ValueError, KeyError):
             self.about = json.loads((path / "sweep.json").read_text(encoding="utf-8"))["about"]
 
@@ -166,7 +166,7 @@ def _ends_a_line(file: Path) -> bool:
 
 
 def _read(file: Path) -> Iterator[Measured]:
-    """Yield the measurements of a file; a line that was cut is none."""
+    """Yield the measurements of a file, without lines that an interruption has cut."""
     for line in file.read_bytes().splitlines() if file.is_file() else ():
         try:
             yield msgspec.json.decode(line, type=Measured)

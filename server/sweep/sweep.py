@@ -1,4 +1,4 @@
-"""The loop over deployments, repetitions and loads. A failed point is named, and the rest goes on."""
+"""The loop over deployments, repetitions and loads. A point that fails is reported, and the sweep continues."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ from server.sweep.plan import Deployment, Point, Slo, SweepPlan
 from server.sweep.results import Measured, PointResult, ResultFolder, requests_of, summarised
 
 _MAX_STARTS = 2
-"""Of a deployment that does not start, or ends by itself."""
+"""Starts of one deployment before it is given up: it may fail to start, or end by itself."""
 _OWN_SETTINGS = {"api_keys", "host", "internal_secret", "port"}
 """Settings of started servers that are chosen here."""
 _PAGE_EVERY = 10
-"""Measurements between two versions of the page."""
+"""Measurements after which the page is written again."""
 
 
 class Sweep:
@@ -115,7 +115,7 @@ class Sweep:
                 self._keep(record)
 
     def _give_up(self, deployment: Deployment, points: Sequence[Point], reason: str) -> None:
-        """Name what is not measured, each point once."""
+        """Record the reason for each point that has not been measured."""
         _say(f"{deployment.name}: given up after {_MAX_STARTS} starts")
         known = {(record.digest, record.repeat) for record in self.folder.records}
         for point in points:
@@ -190,7 +190,7 @@ def _say(line: str) -> None:
 
 
 def said(record: Measured) -> str:
-    """Return a measurement in a few words."""
+    """Return a one-line summary of a measurement."""
     if record.error:
         return f"FAILED: {record.error}"
     tokens = sum(answer for *_, answer in record.requests)

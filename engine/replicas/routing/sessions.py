@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Affinity:
-    """What ties a request to one replica; the first of these that is known there decides."""
+    """What ties a request to a replica. The first field for which the router knows a replica decides."""
 
     responses: tuple[str, ...] = ()
-    """Ids of the stored responses that it continues or asks for."""
+    """Ids of the stored responses that the request continues or asks for."""
     conversation: str = ""
-    """The conversation that it continues, and whose it is; empty for none."""
+    """The conversation that the request continues, with its owner; empty for none."""
     session: str = ""
-    """The session that its client names; empty for none."""
+    """The session that the client names; empty for none."""
 
 
 class Sessions:
