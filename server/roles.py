@@ -58,6 +58,11 @@ class Role:
         return self.core == "engine"
 
     @property
+    def is_public(self) -> bool:
+        """Whether clients send it requests."""
+        return self.entrance == "/v1"
+
+    @property
     def has_model(self) -> bool:
         """Whether weights are loaded here; a router takes only the tokenizer of its model."""
         return self.core != "router"

@@ -77,6 +77,9 @@ class QueuedVisualEngine:
         self._info: VisualInfo | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._hangs = False
+        self._progress = 0.0
+        """When a step ended last."""
         self._figures = VisualStats()
         self._stats: Latest[VisualStats] = Latest()
 
@@ -88,7 +91,7 @@ class QueuedVisualEngine:
 
     @property
     def healthy(self) -> bool:
-        return self._info is not None and not self._closed and not self._pipeline.broken
+        return self._info is not None and not (self._closed or self._hangs or self._pipeline.broken)
 
     async def start(self) -> None:
         self._info = await self._in_thread(self._pipeline.load)
@@ -120,7 +123,8 @@ class QueuedVisualEngine:
             stream.fail(EngineNotReady("the engine is closing"))
         self._jobs.clear()
         await cancel(self._tasks)
-        await self._in_thread(self._pipeline.close)
+        if not self._hangs:
+            await self._in_thread(self._pipeline.close)
         self._thread.shutdown(wait=False)
         self._encoders.shutdown(wait=False)
         self._stats.close()
@@ -168,6 +172,7 @@ class QueuedVisualEngine:
         jobs = {job for job, _ in batch}
 
         def tick(step: int, steps: int) -> None:
+            self._progress = time.monotonic()
             if step:
                 loop.call_soon_threadsafe(self._stepped, jobs, step / max(steps, 1))
             if all(job.stream.ended for job in jobs):
@@ -176,6 +181,7 @@ class QueuedVisualEngine:
         began = time.monotonic()
         error: Exception | None = None
         pixels: list[Any] = []
+        watch = self._watch()
         pictures = [Picture(job.request, job.request.seeds[index]) for job, index in batch]
         try:
             if not all(job.stream.ended for job in jobs):
@@ -187,6 +193,9 @@ class QueuedVisualEngine:
         except Exception as found:  # of any kind: the others go on
             log.exception("a batch of pictures failed")
             error = EngineFailure(f"the pipeline failed: {type(found).__name__}")
+        finally:
+            if watch is not None:
+                watch.cancel()
         seconds = time.monotonic() - began
         self._note(running=-len(batch), batches=bool(pixels), busy_seconds=seconds)
         if error is not None:
@@ -202,6 +211,19 @@ class QueuedVisualEngine:
             await self._unwritten.acquire()
             self._note(encoding=1)
             self._spawn(self._write(job, index, frames, seconds))
+
+    def _watch(self) -> asyncio.Task[None] | None:
+        """Watch a batch that begins: the process has to be replaced if it makes no progress."""
+        self._progress = time.monotonic()
+        hang = self._config.hang_seconds
+
+        async def watch() -> None:
+            while (left := self._progress + hang - time.monotonic()) > 0:  # noqa: ASYNC110 - a thread sets it
+                await asyncio.sleep(left)
+            log.error("no step of a batch has ended for %g s", hang)
+            self._hangs = True
+
+        return asyncio.create_task(watch()) if hang else None
 
     def _failed(self, batch: Batch, jobs: set[_Drawing], error: Exception) -> None:
         """Report a failure to the request that has caused it. Of several, each is tried alone."""

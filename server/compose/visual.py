@@ -76,6 +76,7 @@ def visual_config(settings: Settings, folder: Path | None) -> VisualConfig:
         cfg_batching=settings.visual_cfg_batching,
         max_image_pixels=settings.max_image_pixels,
         arguments=json.loads(settings.visual_engine_args or "{}"),
+        hang_seconds=settings.engine_hang_seconds,
         step_seconds=settings.fake_token_delay_ms / 1e3,
     )
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from PIL import Image
 
 from engine.errors import EngineFailure, EngineNotReady, InvalidRequest, QueueFull
@@ -245,6 +246,16 @@ async def test_closing_the_engine_ends_all_requests(pipeline: Recording) -> None
             await task
     with pytest.raises(EngineNotReady):
         await files(engine, asked())
+
+
+async def test_a_step_that_hangs_makes_the_engine_unhealthy(pipeline: Recording) -> None:
+    pipeline.held = True
+    async with running(pipeline, replace(CONFIG, hang_seconds=0.01)) as engine:
+        reader = asyncio.create_task(files(engine, asked(steps=1)))
+        await stepping(pipeline)
+        await until(lambda: not engine.healthy, 10 * slowness())
+        reader.cancel()
+        pipeline.go.set()
 
 
 async def test_a_model_that_cannot_be_loaded_stops_the_start() -> None:
