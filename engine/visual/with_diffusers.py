@@ -55,9 +55,10 @@ class DiffusersPipeline:
         dtype = auto if config.dtype == "auto" else config.dtype
         diffusers.utils.logging.disable_progress_bar()
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        transformers.utils.logging.set_verbosity_error()  # it warns of processors that no pipeline here uses
         try:
             self._pipe = diffusers.DiffusionPipeline.from_pretrained(
-                config.model, torch_dtype=getattr(torch, dtype), local_files_only=True, use_safetensors=True
+                config.model, dtype=getattr(torch, dtype), local_files_only=True, use_safetensors=True
             ).to(device)
         except Exception as error:  # of any kind: a folder may lack anything
             raise EngineFailure(f"diffusers cannot load {config.model}: {error}") from error
