@@ -51,7 +51,7 @@ def load_judge(path: Path, device: str) -> Judge:
 def load_pipeline(folder: Path, device: str) -> DiffusionPipeline:
     """Load a folder with diffusers, in bfloat16 on a GPU."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    pipeline: DiffusionPipeline = DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype)
+    pipeline: DiffusionPipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtype)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(device)
 

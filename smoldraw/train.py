@@ -55,7 +55,7 @@ def parse(flags: Sequence[str] | None) -> argparse.Namespace:
         "python -m smoldraw", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help=f"folder for weights and {RESULTS}")
-    parser.add_argument("--minutes", type=float, default=7.5, help="total duration, evaluation included")
+    parser.add_argument("--minutes", type=float, default=7.4, help="total duration, evaluation included")
     parser.add_argument("--evaluation-seconds", type=float, default=35.0, help="seconds of --minutes for evaluation")
     parser.add_argument("--pictures", type=int, default=600_000, help="pictures to train on")
     parser.add_argument("--clips", type=int, default=40_000, help="clips to train on")
@@ -198,7 +198,7 @@ class Training:
 
     def _train_autoencoder(self) -> None:
         """Train on latents of mean 0 and variance 1 in each channel, which the last layer is then scaled to give."""
-        trainer = Trainer([self.vae], 1e-3, self.half)
+        trainer = Trainer([self.vae], 1.5e-3, self.half)
 
         def loss() -> torch.Tensor:
             images, _ = self._pictures(self.args.batch // 8)
