@@ -1,0 +1,56 @@
+"""Folders of `diffusers`: a model_index.json names the pipeline, whose parts are in folders below."""
+
+import json
+import logging
+from pathlib import Path
+
+from engine.checkpoints.conversions import ModelError
+from engine.checkpoints.hub import is_hub_id, snapshot
+
+INDEX = "model_index.json"
+_PATTERNS = [INDEX, "*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors"]
+_VARIANTS = ["*.fp16.*", "*.bf16.*", "*.non_ema.*"]
+"""Files of the same weights in another form."""
+
+log = logging.getLogger(__name__)
+
+
+def pipeline_class(folder: Path) -> str:
+    """Return the class of the pipeline in a folder; empty if that is no folder of diffusers."""
+    try:
+        return str(json.loads((folder / INDEX).read_bytes())["_class_name"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+
+
+def present_pipeline(model: str) -> Path | None:
+    """Return the folder of a pipeline, if the model setting names one that is here."""
+    path = Path(model).expanduser()
+    if pipeline_class(path):
+        return path
+    found = None if path.exists() or "/" not in model or not is_hub_id(model) else snapshot(model)
+    return found if found is not None and pipeline_class(found) else None
+
+
+def resolve_pipeline(model: str) -> Path:
+    """Return the folder of a pipeline, downloaded first if needed. Raises ModelError."""
+    found = present_pipeline(model)
+    if found is None and not Path(model).expanduser().exists() and is_hub_id(model):
+        found = _downloaded(model)
+    if found is None or not pipeline_class(found):
+        raise ModelError(
+            f"{model} has no {INDEX}, so that it is no folder of diffusers; name one, or its Hugging Face id"
+        )
+    if not any(found.glob("*/*.safetensors")):
+        raise ModelError(f"the folder {found} has no */*.safetensors: weights that can run code are not read")
+    return found
+
+
+def _downloaded(model: str) -> Path:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow to import
+
+    log.info("downloading %s from the Hugging Face hub", model)
+    try:
+        return Path(snapshot_download(model, allow_patterns=_PATTERNS, ignore_patterns=_VARIANTS))
+    except Exception as error:  # of any kind: the hub's library has many
+        raise ModelError(f"cannot get {model} from the Hugging Face hub ({type(error).__name__}: {error})") from error
