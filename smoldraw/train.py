@@ -36,13 +36,14 @@ from smoldraw.architecture import (
     parameters,
 )
 from smoldraw.evaluate import JUDGE, WEIGHTS, evaluate, held_out, load_judge, load_pipeline
-from smoldraw.judge import Judge
+from smoldraw.judge import Judge, is_right
 from smoldraw.pool import Pool, make_pool
+from smoldraw.prompts import table
 from smoldraw.render import FRAMES, Renderer, frames
 from smolvision.images import COLOURS, SHAPES
 
 RESULTS = "results.json"
-SHARES = {"autoencoder": 0.15, "judge": 0.06, "image": 0.44, "clip": 0.35}
+SHARES = {"autoencoder": 0.15, "judge": 0.08, "image": 0.43, "clip": 0.34}
 """Shares of the time for training."""
 NO_SIZES = {"resolution": None, "aspect_ratio": None}
 """What PixArtAlphaPipeline says of the size of pictures if they are small."""
@@ -244,12 +245,19 @@ class Training:
             images[: size // 2] = rebuilt
             return images + 0.1 * torch.randn_like(images[:, :, :1, :1]) + 0.05 * torch.randn_like(images), rows
 
-        self.found["judge"] = trainer.run("judge", self.clock, lambda: self.judge.loss(*pictures()))
+        facts = trainer.run("judge", self.clock, lambda: self.judge.loss(*pictures()))
         with torch.no_grad():
             for _ in range(20):  # statistics of normalisation that fit the averaged weights
                 self.judge(pictures()[0])
         state = {name: value.half().contiguous() for name, value in self.judge.state_dict().items()}
         save_file(state, self.args.out / JUDGE)
+        drawings = held_out("image", self.args.held_out)
+        judge = load_judge(self.args.out / JUDGE, self.args.device)
+        seen = judge.see(self.renderer(torch.from_numpy(table([it.scene for it in drawings])).to(self.device)))
+        right = sum(map(is_right, drawings, seen))
+        facts |= {"parameters": parameters(judge), "drawn": len(seen), "right": right}
+        print(f"{self.clock.seconds:4.0f} s judge: {right} of {len(seen)} pictures as they should be", flush=True)
+        self.found["judge"] = facts
 
     @torch.no_grad()
     def _latents(self, chunk: int, rows_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
