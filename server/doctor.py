@@ -108,7 +108,7 @@ def findings(settings: Settings) -> Iterator[Finding]:
         yield from check_role(settings)
     if settings.engine != "fake":
         pictures = role_of(settings).core == "visual"
-        yield from check_pipeline(settings.model) if pictures else check_model(settings.model)
+        yield from check_pipeline(settings.model, settings.cache_dir) if pictures else check_model(settings.model)
         folder = model_here(settings) or Path(settings.model).expanduser()
         if gpus or not needs_gpu:  # else that is the problem
             yield from impossible(settings, machine, folder if folder.is_dir() else None)
@@ -229,9 +229,9 @@ def check_parallelism(gpus: int, needs: Parallelism) -> Finding:
     return Finding("ok", text)
 
 
-def check_pipeline(model: str) -> Iterator[Finding]:
+def check_pipeline(model: str, cache_dir: Path) -> Iterator[Finding]:
     """Check that a folder of diffusers is here, or can be fetched."""
-    folder = present_pipeline(model)
+    folder = present_pipeline(model, cache_dir)
     if folder is None:
         yield from check_model(model)
     elif not pipeline_bytes(folder):

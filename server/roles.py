@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from engine.checkpoints.pipelines import present_pipeline
+from engine.checkpoints.pipelines import is_pipeline
 from server.settings import Settings
 from server.settings.engine import RoleName
 
@@ -89,7 +89,7 @@ def makes_pictures(settings: Settings) -> bool:
 
 @cache
 def _is_pipeline(model: str) -> bool:
-    return present_pipeline(model) is not None
+    return is_pipeline(model)
 
 
 def missing_setting(settings: Settings) -> tuple[str, str] | None:

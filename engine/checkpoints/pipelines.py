@@ -4,10 +4,11 @@ import json
 import logging
 from pathlib import Path
 
-from engine.checkpoints.conversions import ModelError
+from engine.checkpoints.conversions import INDEX, ModelError
 from engine.checkpoints.hub import is_hub_id, snapshot
+from engine.checkpoints.packaged import PACKAGED
+from engine.checkpoints.store import present_model, resolve_model
 
-INDEX = "model_index.json"
 _PATTERNS = [INDEX, "*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors"]
 _VARIANTS = ["*.fp16.*", "*.bf16.*", "*.non_ema.*"]
 """Files of the same weights in another form."""
@@ -23,8 +24,17 @@ def pipeline_class(folder: Path) -> str:
         return ""
 
 
-def present_pipeline(model: str) -> Path | None:
-    """Return the folder of a pipeline, if the model setting names one that is here."""
+def is_pipeline(model: str) -> bool:
+    """Return whether the model setting names a pipeline that is built in or here."""
+    return PACKAGED[model].pipeline if model in PACKAGED else _here(model) is not None
+
+
+def present_pipeline(model: str, cache_dir: Path) -> Path | None:
+    """Return the folder of a pipeline, if the model setting names one that is here. Raises ModelError."""
+    return present_model(model, cache_dir) if model in PACKAGED else _here(model)
+
+
+def _here(model: str) -> Path | None:
     path = Path(model).expanduser()
     if pipeline_class(path):
         return path
@@ -37,9 +47,9 @@ def pipeline_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*/*.safetensors"))
 
 
-def resolve_pipeline(model: str) -> Path:
-    """Return the folder of a pipeline, downloaded first if needed. Raises ModelError."""
-    found = present_pipeline(model)
+def resolve_pipeline(model: str, cache_dir: Path) -> Path:
+    """Return the folder of a pipeline, unpacked into `cache_dir` or downloaded first if needed. Raises ModelError."""
+    found = resolve_model(model, cache_dir) if model in PACKAGED else _here(model)
     if found is None and not Path(model).expanduser().exists() and is_hub_id(model):
         found = _downloaded(model)
     if found is None or not pipeline_class(found):

@@ -153,10 +153,10 @@ def test_models_that_are_no_folder(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_folder_of_diffusers(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
-    assert [finding.level for finding in doctor.check_pipeline(str(tmp_path))] == ["problem"]
+    assert [finding.level for finding in doctor.check_pipeline(str(tmp_path), tmp_path)] == ["problem"]
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer/model.safetensors").write_bytes(b"weights")
-    (finding,) = doctor.check_pipeline(str(tmp_path))
+    (finding,) = doctor.check_pipeline(str(tmp_path), tmp_path)
     assert finding.level == "ok"
     assert "FluxPipeline" in finding.text
 

@@ -163,11 +163,11 @@ def test_clips(tmp_path: Path) -> None:
 
 def test_folders_that_are_no_pipelines(tmp_path: Path, pixart: Path) -> None:
     with pytest.raises(ModelError, match=r"model_index\.json"):
-        resolve_pipeline(str(tmp_path))
-    assert resolve_pipeline(str(pixart)) == pixart
+        resolve_pipeline(str(tmp_path), tmp_path)
+    assert resolve_pipeline(str(pixart), tmp_path) == pixart
     (tmp_path / "model_index.json").write_bytes((pixart / "model_index.json").read_bytes())
     with pytest.raises(ModelError, match="safetensors"):
-        resolve_pipeline(str(tmp_path))
+        resolve_pipeline(str(tmp_path), tmp_path)
     with pytest.raises(EngineFailure, match="cannot load"):
         loaded(tmp_path)
 
