@@ -271,7 +271,8 @@ class QueuedVisualEngine:
 
     def _abort(self, job: _Drawing) -> None:
         """Forget the pictures of a request that wait; what is being computed notices after its step."""
-        if self._jobs.pop(job, job) is None:
+        if job in self._jobs:
+            del self._jobs[job]
             self._note(waiting=-len(job.waiting), aborted=len(job.waiting))
             job.waiting.clear()
 

@@ -172,6 +172,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_frames": 8, "seconds": 1, "fps": 8}, "num_frames"),
     ({"fps": 0.5}, "fps"),
     ({"size": "8192x8192"}, "size"),
+    ({"num_frames": 250, "size": "2048x2048"}, "num_frames"),
     ({"input_reference": {"image_url": "http://x"}}, "input_reference"),
 ]
 
@@ -186,6 +187,7 @@ LIMITS = VisualLimits(
     visual_max_pixels=1 << 20,
     visual_max_steps=100,
     visual_max_frames=256,
+    visual_max_video_pixels=1 << 28,
     max_image_bytes=1,
     max_image_pixels=1,
 )
