@@ -125,8 +125,8 @@ _DYNAMO_NEEDS = (
     ),
     Need(
         "disaggregation_mode",
-        lambda settings: not settings.dynamo or settings.disaggregation_mode in ("aggregated", "prefill", "decode"),
-        "a worker of a Dynamo graph is aggregated, prefill or decode",
+        lambda settings: not settings.dynamo or settings.disaggregation_mode != "router",
+        "a worker of a Dynamo graph is no router: the graph has its own",
     ),
     Need(
         "prefill_urls",
@@ -224,7 +224,7 @@ ROLES: Mapping[str, Role] = {
             has_text=False,
             serves_encodings=True,
             needs=(
-                _given("encode", "internal_secret", _WHY_SECRET),
+                _given_over_http("encode", "internal_secret", _WHY_SECRET),
                 _one_api_process("encode", "each would load the model's vision tower"),
             ),
         ),
