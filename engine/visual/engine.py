@@ -209,8 +209,9 @@ class QueuedVisualEngine:
             return
         if not pixels:
             self._note(aborted=len(batch))
-        for (job, index), frames, job.prompt_tokens in zip(batch, pixels, tokens, strict=False):
+        for (job, index), frames, count in zip(batch, pixels, tokens, strict=False):
             job.computed += 1
+            job.prompt_tokens = count
             if job.stream.ended:
                 self._note(aborted=1)
                 continue
