@@ -55,7 +55,7 @@ class Fetcher:
         self._transport = transport or Transport(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
     async def fetch(self, url: Url, most: int) -> bytes:
-        """Return the body of a response with status 200, of `most` bytes, after following redirects. Raises MediaError."""
+        """Return the body of a response with status 200 and `most` bytes, after redirects. Raises MediaError."""
         try:
             async with asyncio.timeout(self._limits.timeout_seconds):
                 for _ in range(MAX_REDIRECTS + 1):
