@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.config import VideoOptions
 from engine.errors import InvalidRequest
-from engine.media import MediaInput, Sampling
+from engine.media import FrameSampling, MediaInput
 
 _PARAM = "video"
 _DEFAULT_FPS = 24.0
@@ -122,11 +122,11 @@ class VideoFile:
         return np.ascontiguousarray(frame[:, :, ::-1])
 
 
-Choose = Callable[[int, float, Sampling], Sequence[int]]
+Choose = Callable[[int, float, FrameSampling], Sequence[int]]
 """Return the indices of the frames to take of a video with so many frames, and so many a second."""
 
 
-def evenly(total: int, fps: float, sampling: Sampling) -> list[int]:
+def evenly(total: int, fps: float, sampling: FrameSampling) -> list[int]:
     """As vLLM chooses them: from the first frame to the last."""
     count = min(sampling.num_frames, total)
     if sampling.fps:
@@ -134,7 +134,7 @@ def evenly(total: int, fps: float, sampling: Sampling) -> list[int]:
     return _unique(np.linspace(0, total - 1, count))
 
 
-def as_smolvlm(total: int, fps: float, sampling: Sampling) -> list[int]:
+def as_smolvlm(total: int, fps: float, sampling: FrameSampling) -> list[int]:
     """As SmolVLM's processor chooses them: from the first frame to the last, without the first and last second of a
     long video."""
     count = sampling.num_frames
@@ -146,7 +146,7 @@ def as_smolvlm(total: int, fps: float, sampling: Sampling) -> list[int]:
     return _unique(np.linspace(first, last, count))
 
 
-def as_qwen(total: int, fps: float, sampling: Sampling, patch: int = 2, least: int = 4) -> list[int]:
+def as_qwen(total: int, fps: float, sampling: FrameSampling, patch: int = 2, least: int = 4) -> list[int]:
     """As Qwen2-VL's processor chooses them: an even number (`patch` is the patches' length in time), so many a second,
     but `least`; each stands at the beginning of its share of the video."""
     if sampling.fps:

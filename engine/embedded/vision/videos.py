@@ -22,7 +22,7 @@ from engine.config import EncoderConfig
 from engine.errors import EngineFailure, InvalidRequest
 from engine.kit.video_file import VideoFile, as_qwen, as_smolvlm, evenly
 from engine.kit.video_text import video_text
-from engine.media import MediaInput, Sampling
+from engine.media import ANY_FRAMES, FrameSampling, MediaInput
 
 _FPS = 2.0
 """Frames a second that are taken where neither request, server nor model says: as Qwen's own tools do."""
@@ -77,10 +77,11 @@ class VideoProcessing:
         except ValueError as error:
             raise InvalidRequest("the model takes no video of this shape", "video") from error
 
-    def _sampling(self, asked: Sampling) -> Sampling:
+    def _sampling(self, asked: FrameSampling) -> FrameSampling:
         """Return what is asked for, else what the server or the model says, within the server's limit."""
         most = self._options.max_frames
-        found = next((one for one in (asked, self._options.sampling, self._own) if one != Sampling()), Sampling(_FPS))
+        sources = (asked, self._options.sampling, self._own)
+        found = next((one for one in sources if one != ANY_FRAMES), FrameSampling(_FPS))
         return replace(found, num_frames=min(found.num_frames or most, most))
 
     def _image(self, frame: np.ndarray) -> dict[str, Any]:
@@ -193,7 +194,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _own_sampling(settings: Mapping[str, Any]) -> Sampling:
+def _own_sampling(settings: Mapping[str, Any]) -> FrameSampling:
     """Return which frames the model's folder asks for."""
     fps, count = settings.get("fps") or 0, settings.get("num_frames") or 0
-    return Sampling(float(fps), int(count)) if settings.get("do_sample_frames") or fps or count else Sampling()
+    return FrameSampling(float(fps), int(count))
