@@ -86,7 +86,8 @@ class VideoFile:
             raise InvalidRequest("no frame of the video can be decoded", _PARAM)
 
     def _open(self) -> Any:
-        capture = self._cv2.VideoCapture(io.BytesIO(self._data), self._cv2.CAP_FFMPEG, [])
+        file: Any = io.BytesIO(self._data)
+        capture = self._cv2.VideoCapture(file, self._cv2.CAP_FFMPEG, [])
         if not capture.isOpened():
             raise InvalidRequest(_UNREADABLE, _PARAM)
         return capture

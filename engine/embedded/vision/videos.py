@@ -91,7 +91,7 @@ class VideoProcessing:
         if "do_image_splitting" in self._image_processor.valid_kwargs.__annotations__:
             options["do_image_splitting"] = False
         picture = Image.fromarray(frame)
-        return dict(self._image_processor([picture], return_tensors="pt", **self._arguments | options))
+        return dict(self._image_processor([picture], return_tensors="pt", **self._arguments, **options))
 
     def _images(self, file: VideoFile, frames: list[tuple[int, dict[str, Any]]]) -> Prepared:
         """Join frames that were processed as images."""
@@ -113,7 +113,8 @@ class VideoProcessing:
         pixels = torch.from_numpy(frame).permute(2, 0, 1)
         size = self._settings.get("size", {})
         height, width = resized(
-            *pixels.shape[1:],
+            frame.shape[0],
+            frame.shape[1],
             self._number("patch_size", 14) * self._number("merge_size", 2),
             self._settings.get("min_pixels") or size.get("shortest_edge", 128 * 28 * 28),
             self._settings.get("max_pixels") or size.get("longest_edge", 768 * 28 * 28),
