@@ -13,19 +13,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 from PIL import Image
 from torch.nn import functional
 
 from engine.checkpoints.facts import ModelFacts
 from engine.config import EncoderConfig
 from engine.errors import EngineFailure, InvalidRequest
-from engine.kit.video_file import VideoFile, as_qwen, as_smolvlm, evenly
+from engine.kit.video_file import VideoFile, as_qwen, as_smolvlm, evenly, sampling_of
 from engine.kit.video_text import video_text
-from engine.media import ANY_FRAMES, FrameSampling, MediaInput
+from engine.media import FrameSampling, MediaInput
 
-_FPS = 2.0
-"""Frames a second that are taken where neither request, server nor model says: as Qwen's own tools do."""
 _CHOOSE = {None: evenly, "frames": as_smolvlm, "patches": as_qwen}
 _RESAMPLING = {2: "bilinear", 3: "bicubic"}
 
@@ -68,7 +65,8 @@ class VideoProcessing:
     def prepare(self, video: MediaInput) -> Prepared:
         """Decode and process a file. Raises InvalidRequest."""
         file = VideoFile(video, self._options)
-        wanted = _CHOOSE[self._kind](file.total, file.fps, self._sampling(video.sampling))
+        sampling = sampling_of(video.sampling, self._options, self._own)
+        wanted = _CHOOSE[self._kind](file.total, file.fps, sampling)
         frames = file.frames(wanted)
         try:
             if self._kind == "patches":
@@ -76,13 +74,6 @@ class VideoProcessing:
             return self._images(file, [(index, self._image(frame)) for index, frame in frames])
         except ValueError as error:
             raise InvalidRequest("the model takes no video of this shape", "video") from error
-
-    def _sampling(self, asked: FrameSampling) -> FrameSampling:
-        """Return what is asked for, else what the server or the model says, within the server's limit."""
-        most = self._options.max_frames
-        sources = (asked, self._options.sampling, self._own)
-        found = next((one for one in sources if one != ANY_FRAMES), FrameSampling(_FPS))
-        return replace(found, num_frames=min(found.num_frames or most, most))
 
     def _image(self, frame: np.ndarray) -> dict[str, Any]:
         """Process a frame as an image, which is not split."""

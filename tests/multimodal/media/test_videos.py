@@ -1,4 +1,4 @@
-"""Videos in chats: fetched and checked as images are, cached by file and frames, refused by the part that names them."""
+"""Videos in chats: fetched and checked as images are, cached by file and frames, refused by the part at fault."""
 
 from typing import Any
 
