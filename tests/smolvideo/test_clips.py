@@ -1,4 +1,4 @@
-"""smolvideo's clips and questions: what training sees is what the server makes of a file, and weights merge as trained."""
+"""smolvideo's clips and questions: training sees what the server makes of a file, and weights merge as trained."""
 
 import json
 import shutil
