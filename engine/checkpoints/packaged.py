@@ -43,6 +43,8 @@ class Packaged(NamedTuple):
     """Description for people: the model, its author and its licence."""
     base: str = ""
     """The model that the weights are trained on top of; empty for weights of a whole model."""
+    pipeline: bool = False
+    """Whether the file holds a folder of diffusers."""
 
     @property
     def install(self) -> str:
@@ -85,6 +87,20 @@ PACKAGED = {
         (),
         about=f"{VISION} trained further here, Apache-2.0; understands clips of moving shapes",
         base=VISION,
+    ),
+    "smoldraw": Packaged(
+        ("smoldraw",),
+        "smoldraw.safetensors",
+        (),
+        about="a diffusion transformer trained here, Apache-2.0; draws coloured shapes",
+        pipeline=True,
+    ),
+    "smoldraw-clips": Packaged(
+        ("smoldraw",),
+        "smoldraw-clips.safetensors",
+        (),
+        about="smoldraw trained further, Apache-2.0; makes clips of moving shapes",
+        pipeline=True,
     ),
 }
 
