@@ -1,11 +1,12 @@
 """Make model folders of files with trained weights, without torch.
 
 `merge` makes a model of another one and of weights trained on top of it. The tensors of the trained file are named as
-in the new folder. A pair `.lora_down` [rank, inputs] and `.lora_up` [outputs, rank] changes a matrix by its product; all
-other tensors are new, or replace one. The file's metadata has `files`, a JSON object of the new folder's other files by
-name, and what is added to the vocabulary: `tokens`, a JSON list, or one `image_token`. `renamed` is a JSON object: the
-base's tensors that begin with one of its keys are kept, under names that begin with the value instead; without it, the
-base is the language model of a LLaVA. `text_config` in config.json overrides the language model's own configuration.
+in the new folder. A pair `.lora_down` [rank, inputs] and `.lora_up` [outputs, rank] changes a matrix by its product;
+all other tensors are new, or replace one. The file's metadata has `files`, a JSON object of the new folder's other
+files by name, and what is added to the vocabulary: `tokens`, a JSON list, or one `image_token`. `renamed` is a JSON
+object: the base's tensors that begin with one of its keys are kept, under names that begin with the value instead;
+without it, the base is the language model of a LLaVA. `text_config` in config.json overrides the language model's own
+configuration.
 
 `unpack` makes a diffusers folder of a file that holds all of it.
 """
