@@ -100,6 +100,7 @@ SLOW = (
     "server/http/test_openapi_fuzz.py",
     "server/process/",
     "server/test_tracing_export.py",
+    "smolvideo/",
     "smolvision/",
 )
 """Files and folders that `make test` leaves to `make test-slow`: what starts fleets of processes, breaks them,
@@ -109,6 +110,7 @@ LONGEST = (
     "e2e/",
     "engine/checkpoints/test_fuzz.py",
     "engine/embedded/test_smollm2_tokens.py",
+    "smolvideo/",
     "smolvision/",
     "benchmarks/",
 )

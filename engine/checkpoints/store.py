@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from engine.checkpoints.conversions import FORMAT, ModelError, converted, converted_gguf, known_gguf, make_room
 from engine.checkpoints.hub import download, is_hub_id, snapshot
-from engine.checkpoints.packaged import BUILTIN, PACKAGED, VISION, installed_files, weights_file
+from engine.checkpoints.packaged import PACKAGED, installed_files, weights_file
 from engine.errors import EngineFailure
 
 if TYPE_CHECKING:
@@ -94,9 +94,8 @@ def weight_bytes(folder: Path) -> int:
 
 def packaged_folder(model: str, cache_dir: Path) -> Path:
     """Return where a packaged model is, or will be. Raises ModelError if its package is not installed and cannot be."""
-    if model != VISION:
-        return cache_dir / f"{model}-{_name(model, b'')}"
-    return cache_dir / f"{model}-{_name(model, packaged_folder(BUILTIN, cache_dir).name.encode())}"
+    base = PACKAGED[model].base
+    return cache_dir / f"{model}-{_name(model, packaged_folder(base, cache_dir).name.encode() if base else b'')}"
 
 
 def _name(model: str, base: bytes) -> str:
@@ -112,7 +111,7 @@ def _packaged(model: str, cache_dir: Path) -> Path:
     folder = packaged_folder(model, cache_dir)
     if folder.is_dir():
         return folder
-    base = _packaged(BUILTIN, cache_dir) if model == VISION else None
+    base = _packaged(PACKAGED[model].base, cache_dir) if PACKAGED[model].base else None
 
     def make(made: Path, progress: "Progress") -> None:
         from engine.checkpoints.gguf.convert import convert  # noqa: PLC0415 - imports libraries only for converting
