@@ -37,7 +37,7 @@ from engine.transfer.base import TransferError
 STOP_SECONDS = 2.0
 """Time a host may take to stop, plus what its service asks for."""
 SWITCH_SECONDS = 0.0005
-"""How long one thread may keep the interpreter from another: a tenth of Python's default."""
+"""Seconds after which a thread must hand the interpreter to another: a tenth of Python's default."""
 _HIGH_WATER_MARK = 4096
 """Batches queued for a client before it counts as stuck."""
 _MOST_INHERITED = 256
