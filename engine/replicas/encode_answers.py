@@ -28,7 +28,7 @@ from protocol import internal
 ARENA_BYTES = 1 << 30
 """Maximum bytes of embeddings that wait to be read, or are being read, at one time."""
 ROOM_SECONDS = 0.5
-"""How long an answer waits for room before it is sent with its embeddings in it."""
+"""Seconds that an answer waits for shared memory before it is sent with its embeddings inside."""
 _PARAM = "embeddings"
 
 log = logging.getLogger(__name__)

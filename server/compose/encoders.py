@@ -26,8 +26,8 @@ from server.compose.composition import Composition, Failed, never
 from server.compose.config import engine_config, video_options
 from server.compose.model import load_text
 from server.health.canary import encoder_probe
-from server.metrics.embedding_cache import watch_cache
 from server.metrics.peers import EncodeMetrics, PeerMetrics
+from server.metrics.replica import watch_cache
 from server.settings import Settings
 
 log = logging.getLogger(__name__)

@@ -160,7 +160,7 @@ _CONDITIONS: dict[str, Schema] = {
         ]
     },
 }
-"""What fields of an object have to do with each other."""
+"""Rules between the fields of an object."""
 _DEPENDENT: Schema = {
     "top_logprobs": _needs(logprobs={"const": True}),
     "stream_options": _needs(stream={"const": True}),
