@@ -70,6 +70,13 @@ class FakeEncoder:
         for work in self._running:
             work.cancel()
 
+    async def release_weights(self) -> None:
+        assert not self._running, "it is told so while nothing is encoded"
+        self._closed = True
+
+    async def resume_weights(self) -> None:
+        self._closed = False
+
     def _encode(self, file: MediaInput) -> EncodedMedia:
         seed = blake3(file.detail.encode()).update(file.data)
         data = (seed.digest(1024) * (self._rows * HIDDEN_SIZE * 4 // 1024 + 1))[: self._rows * HIDDEN_SIZE * 4]
