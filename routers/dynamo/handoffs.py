@@ -33,7 +33,7 @@ FIELD = "trellis_handoffs"
 """The field of `disaggregated_params` that holds the handoffs of a request, one for each choice, in base64."""
 _TICKET_BYTES = 1 << 16
 _CLAIM_SECONDS = 5.0
-"""How long claiming a lease may take: the runtime waits without end for a worker that is gone from discovery."""
+"""Seconds that claiming a lease may take: the runtime would wait forever for a worker that has left discovery."""
 
 log = logging.getLogger(__name__)
 
