@@ -431,7 +431,8 @@ class _EncoderTurn:
 
     async def wait(self, work: "asyncio.Future[Encoded] | None" = None) -> None:
         """Return when it may go on, or when `work` is done. Raises what it was ended with."""
-        await asyncio.wait([self._done] if work is None else [self._done, work], return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [self._done] if work is None else [self._done, work]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._done.done():
             self._done.result()
 
