@@ -129,9 +129,10 @@ def read_weights(model: Any, folder: str, device: torch.device) -> bool:
         return False
 
     def read(name: str) -> torch.Tensor:
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream), safe_open(stored[name].path, framework="pt", device=str(device)) as file:
-            return file.get_tensor(name).to(wanted[name].dtype)
+            stored_values: torch.Tensor = file.get_tensor(name)
+            return stored_values.to(wanted[name].dtype)
 
     with ThreadPoolExecutor(_READERS) as pool:
         weights = dict(zip(wanted, pool.map(read, wanted), strict=True))
