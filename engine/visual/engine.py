@@ -7,7 +7,6 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -37,6 +36,7 @@ class _Drawing:
     """Indices of its pictures that are to be computed."""
     computed: int = 0
     delivered: int = 0
+    prompt_tokens: int = 0
     alone: bool = False
     """Whether it shares no batch: one in which it was has failed."""
 
@@ -181,11 +181,17 @@ class QueuedVisualEngine:
         began = time.monotonic()
         error: Exception | None = None
         pixels: list[Any] = []
+        tokens: list[int] = []
         watch = self._watch()
         pictures = [Picture(job.request, job.request.seeds[index]) for job, index in batch]
+
+        def work() -> tuple[list[Any], list[int]]:
+            found = self._pipeline.generate(pictures, tick)
+            return found, [self._pipeline.prompt_tokens(picture.request.prompt) for picture in pictures]
+
         try:
             if not all(job.stream.ended for job in jobs):
-                pixels = await self._in_thread(partial(self._pipeline.generate, pictures, tick))
+                pixels, tokens = await self._in_thread(work)
         except Stopped:
             pass
         except EngineError as found:
@@ -203,7 +209,7 @@ class QueuedVisualEngine:
             return
         if not pixels:
             self._note(aborted=len(batch))
-        for (job, index), frames in zip(batch, pixels, strict=False):
+        for (job, index), frames, job.prompt_tokens in zip(batch, pixels, tokens, strict=False):
             job.computed += 1
             if job.stream.ended:
                 self._note(aborted=1)
@@ -261,8 +267,8 @@ class QueuedVisualEngine:
         video = bool(job.request.frames)
         self._note(images=not video, videos=video, frames=len(frames))
         last = job.delivered == len(job.request.seeds)
-        tokens = self._pipeline.prompt_tokens(job.request.prompt) if last else 0
-        job.stream.put(VisualDelta("file", 100 if last else job.progress(0), index, data, last, tokens, seconds))
+        progress = 100 if last else job.progress(0)
+        job.stream.put(VisualDelta("file", progress, index, data, last, job.prompt_tokens, seconds))
 
     def _stepped(self, jobs: set[_Drawing], share: float) -> None:
         self._note(steps=1)

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
@@ -172,7 +173,10 @@ class DiffusersPipeline:
     @property
     def denoiser(self) -> Any:
         """The network whose steps remove noise."""
-        return getattr(self._pipe, "transformer", None) or self._pipe.unet
+        found = getattr(self._pipe, "transformer", None) or getattr(self._pipe, "unet", None)
+        if found is None:
+            raise EngineFailure(f"{type(self._pipe).__name__} has neither a transformer nor a unet")
+        return found
 
     def _facts(self, device: str, dtype: str) -> VisualInfo:
         config, parameters = self._config, self._parameters
@@ -184,6 +188,8 @@ class DiffusersPipeline:
         frames = next((name for name in _FRAMES if name in parameters), None)
         fixed = sizes.get("video_length", 0)
         accepts = {"negative_prompt": "negative_prompt", "guidance": "guidance_scale"}
+        if (parameters.get("true_cfg_scale") or math.inf) <= 1:  # of Flux: without it the prompt would be ignored
+            del accepts["negative_prompt"]
         return VisualInfo(
             pipeline=type(self._pipe).__name__,
             backend="diffusers",
@@ -212,7 +218,8 @@ def _counterpart(family: Any, pipe: Any) -> Any:
     """Return the pipeline with the same weights that changes pictures; None if the family has none."""
     try:
         found = family.from_pipe(pipe)
-    except (ValueError, TypeError):
+    except Exception as error:  # ValueError for a family without one, anything for pipelines that nobody has tried
+        log.debug("%s has no counterpart among %s", type(pipe).__name__, family.__name__, exc_info=error)
         return None
     found.set_progress_bar_config(disable=True)
     return found
