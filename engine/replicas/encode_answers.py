@@ -144,6 +144,11 @@ class EmbeddingStore:
         self._arena.free(place)
         self._count()
 
+    def trim(self) -> None:
+        """Give memory that is not in use back."""
+        if self._arena is not None:
+            self._arena.trim()
+
     async def close(self) -> None:
         if self._arena is not None:
             await self._arena.close()
