@@ -71,7 +71,7 @@ class NativeRunner(PendingTokens):
         )
         cache = whole[:-_TAIL].view(blocks)
         self.memory = KvMemory("blocks of heads", _attends(shape), [cache])
-        self._frequencies = shape.frequencies
+        self._frequencies = shape.frequencies.numpy()
         threads = compute_threads(config.threads)
         self._decoder = code.decoder_new(self._weights.describe(cache, config.kv_block_size), threads)
         self._forward, self._threads = code.decoder_forward, code.decoder_threads
@@ -95,8 +95,9 @@ class NativeRunner(PendingTokens):
 
     def forward(self, step: StepInput) -> torch.Tensor:
         tokens = np.array(self.token_ids(step), np.int32)
-        angles = torch.tensor(step.positions, dtype=torch.float32).unsqueeze(1) * self._frequencies
-        cos, sin = angles.cos(), angles.sin()
+        # By numpy: torch's own start threads for a few values, which take turns with those of the decoder.
+        angles = np.array(step.positions, np.float32)[:, None] * self._frequencies
+        cos, sin = np.cos(angles), np.sin(angles)
         places: list[tuple[int, int, int, int]] = []
         tables: list[int] = []
         row = 0
@@ -110,8 +111,8 @@ class NativeRunner(PendingTokens):
         inputs = [
             tokens.ctypes.data,
             None if embeddings is None else embeddings.ctypes.data,
-            cos.data_ptr(),
-            sin.data_ptr(),
+            cos.ctypes.data,
+            sin.ctypes.data,
             *(array.ctypes.data for array in arrays),
         ]
         sizes = len(tokens), len(places), len(step.rows)
