@@ -12,24 +12,27 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-CONFIG: dict[str, Any] = json.loads(Path(__file__).with_name("config.json").read_text())
+Config = dict[str, Any]
+CONFIG: Config = json.loads(Path(__file__).with_name("config.json").read_text())
 
 
 class Norm(nn.Module):
-    def __init__(self, size: int) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.ones(config["hidden_size"]))
+        self.epsilon = config["rms_norm_eps"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.float()
-        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + CONFIG["rms_norm_eps"]) * self.weight).to(x.dtype)
+        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.epsilon) * self.weight).to(x.dtype)
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
-        hidden, dim = CONFIG["hidden_size"], CONFIG["head_dim"]
-        self.heads, self.kv_heads, self.dim = CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"], dim
+        hidden, dim = config["hidden_size"], config["head_dim"]
+        self.heads, self.kv_heads, self.dim = config["num_attention_heads"], config["num_key_value_heads"], dim
+        self.theta = config["rope_theta"]
         self.q_proj = nn.Linear(2 * hidden, self.heads * dim, bias=False)
         self.k_proj = nn.Linear(2 * hidden, self.kv_heads * dim, bias=False)
         self.v_proj = nn.Linear(2 * hidden, self.kv_heads * dim, bias=False)
@@ -40,8 +43,8 @@ class Attention(nn.Module):
         passes: of the first one those up to a position are seen, of each later one those of the position alone."""
         batch, length, _ = x.shape
         group = self.heads // self.kv_heads
-        query = _turned(self.q_proj(x).view(batch, length, self.heads, self.dim), first)
-        key = _turned(self.k_proj(x).view(batch, length, self.kv_heads, self.dim), first)
+        query = _turned(self.q_proj(x).view(batch, length, self.heads, self.dim), first, self.theta)
+        key = _turned(self.k_proj(x).view(batch, length, self.kv_heads, self.dim), first, self.theta)
         value = self.v_proj(x).view(batch, length, self.kv_heads, self.dim)
         key, value = (y.repeat_interleave(group, 2).transpose(1, 2) for y in (key, value))
         past.append((key, value))
@@ -57,9 +60,9 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
-        hidden, width = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+        hidden, width = config["hidden_size"], config["intermediate_size"]
         self.gate_proj = nn.Linear(hidden, width, bias=False)
         self.up_proj = nn.Linear(hidden, width, bias=False)
         self.down_proj = nn.Linear(width, hidden, bias=False)
@@ -69,12 +72,11 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
-        hidden = CONFIG["hidden_size"]
-        self.self_attn, self.mlp = Attention(), Mlp()
-        self.hidden_norm, self.input_layernorm = Norm(hidden), Norm(hidden)
-        self.post_attention_layernorm = Norm(hidden)
+        self.self_attn, self.mlp = Attention(config), Mlp(config)
+        self.hidden_norm, self.input_layernorm = Norm(config), Norm(config)
+        self.post_attention_layernorm = Norm(config)
 
     def forward(
         self, embedded: torch.Tensor, x: torch.Tensor, first: int, past: list[tuple[torch.Tensor, torch.Tensor]]
@@ -87,12 +89,12 @@ class Layer(nn.Module):
 class Head(nn.Module):
     """The head's trained parts, under their published names; embeddings and output rows are the target's."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config = CONFIG) -> None:
         super().__init__()
-        hidden = CONFIG["hidden_size"]
+        hidden = config["hidden_size"]
         self.fc = nn.Linear(3 * hidden, hidden, bias=False)
-        self.midlayer = Layer()
-        self.norm = Norm(hidden)
+        self.midlayer = Layer(config)
+        self.norm = Norm(config)
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
@@ -114,10 +116,10 @@ class Head(nn.Module):
         return found
 
 
-def _turned(x: torch.Tensor, first: int) -> torch.Tensor:
+def _turned(x: torch.Tensor, first: int, theta: float) -> torch.Tensor:
     """Rotate [batch, positions, heads, dim] by position."""
     half = x.shape[-1] // 2
-    frequencies = CONFIG["rope_theta"] ** (-torch.arange(half, device=x.device) / half)
+    frequencies = theta ** (-torch.arange(half, device=x.device) / half)
     angles = torch.arange(first, first + x.shape[1], device=x.device)[:, None, None] * frequencies
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     low, high = x.chunk(2, -1)

@@ -53,22 +53,23 @@ def parse(flags: Sequence[str] | None) -> argparse.Namespace:
 class Target:
     """The model that is drafted for, its hidden states and its output rows of the draft vocabulary."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, draft_vocab_size: int = CONFIG["draft_vocab_size"]) -> None:
         self._model = model.model
         self.embedding = model.model.embed_tokens.weight.detach()
         layers = model.config.num_hidden_layers
         self._taken = 2, layers // 2, layers - 3
-        self.drafted = torch.arange(CONFIG["draft_vocab_size"], device=model.device)
+        self._outputs = model.get_output_embeddings().weight.detach()
+        self.drafted = torch.arange(draft_vocab_size, device=model.device)
         """Ids of the draft vocabulary, rising."""
-        self.output = self.embedding
+        self.output = self._outputs[:draft_vocab_size]
 
     def choose(self, texts: list[Texts]) -> float:
         """Draft the most frequent tokens of what was written; return their share."""
         size = len(self.embedding)
         counts = sum(torch.bincount(part.tokens[part.written], minlength=size) for part in texts)
         assert isinstance(counts, torch.Tensor)
-        self.drafted = counts.topk(CONFIG["draft_vocab_size"]).indices.sort().values
-        self.output = self.embedding[self.drafted]
+        self.drafted = counts.topk(len(self.drafted)).indices.sort().values
+        self.output = self._outputs[self.drafted]
         return float(counts[self.drafted].sum() / counts.sum())
 
     @torch.no_grad()

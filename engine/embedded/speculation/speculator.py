@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from engine.embedded.sequence import Sequence, SequenceStatus
-from engine.embedded.speculation.drafter import CLASSES, NOTHING, Draft, Drafter
+from engine.embedded.speculation.drafter import CLASSES, NOTHING, Draft, Drafter, Reader
+from engine.embedded.step import Chunk
 from engine.stats import SpecDecodingStats
 
 _EXPECTED = (0.2, 0.4, 0.6, 0.8, 0.9)
@@ -159,6 +161,11 @@ class Speculator:
         if usual := self._costs.fit().of(len(decoding), False):
             self._rest = min(int((time.thread_time() - started) / (_OVERHEAD * usual)), _LONGEST_REST)
         return False
+
+    def read(self, chunks: Many[Chunk], hidden: torch.Tensor) -> None:
+        """Pass a step's hidden states on to the drafter."""
+        if isinstance(self.drafter, Reader):
+            self.drafter.read(chunks, hidden)
 
     def note_step(self, rows: int, drafted: bool, seconds: float) -> None:
         """Note how long a step took that computed no prompts."""
