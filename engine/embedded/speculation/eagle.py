@@ -76,7 +76,7 @@ class Eagle:
         """Load the head. Raises EngineFailure if that fails, or if it is of another model."""
         if target.groups[0].window is not None:
             raise EngineFailure("SPECULATIVE=eagle3 needs a model with layers that attend to everything")
-        head = read_eagle_head(Path(config.speculative_model), read_model_facts(config.model))
+        head = read_eagle_head(Path(config.speculative_model), read_model_facts(Path(config.model)))
         self._size, self._blocks = config.kv_block_size, target.groups[0].num_blocks
         self._spare = -(-config.speculative_tokens // self._size) + 1
         """Blocks of a slot for drafted positions."""

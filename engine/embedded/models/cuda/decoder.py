@@ -142,7 +142,7 @@ class LlamaDecoder:
         for index, (layer, following) in enumerate(zip(self._layers, [*norms[1:], None], strict=True)):
             if index in self.taken:
                 entered[index] = x.clone()
-                if len(entered) == len(self.taken):
+                if index == max(self.taken):
                     self.hidden = torch.cat([entered[taken] for taken in self.taken], -1)
             attended = self._attend(products.product(normed, layer.qkv), index, positions, attention, step)
             if rows is not None and following is None:  # nothing else of the last layer is looked at

@@ -134,12 +134,12 @@ class Decoder {
 
   // Write what enters a layer to `hidden`, if it is one of those taken.
   void keep(int& phase, int layer) {
-    const auto found = std::find(taken_.begin(), taken_.end(), layer);
-    if (!step_->hidden || found == taken_.end()) return;
-    const long hidden = model_.embedding.inputs, place = found - taken_.begin(), count = taken_.size();
-    team_.each(phase, step_->num_tokens, [&](int i) {
-      std::memcpy(step_->hidden + (i * count + place) * hidden, &x_[i * hidden], hidden * sizeof(float));
-    });
+    const long hidden = model_.embedding.inputs, count = taken_.size();
+    for (long place = 0; place < count; place++)
+      if (step_->hidden && taken_[place] == layer)
+        team_.each(phase, step_->num_tokens, [&](int i) {
+          std::memcpy(step_->hidden + (i * count + place) * hidden, &x_[i * hidden], hidden * sizeof(float));
+        });
   }
 
   // What the layer of a head reads: embeddings of tokens, then hidden states, each normalised.

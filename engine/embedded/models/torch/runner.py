@@ -51,6 +51,8 @@ class TorchRunner(PendingTokens):
         self.context_length = min(config.max_seq_len or facts.context_length, facts.context_length)
         self.module: Any = None
         self._entered: dict[int, torch.Tensor] = {}
+        self._output: torch.Tensor | None = None
+        """Output rows until a head has taken its own of them; layers of the module may be laid out otherwise."""
         self._reload = partial(self._load, config, facts)
         attends = self._reload()
         self.vocab_size = facts.vocab_size
@@ -117,7 +119,9 @@ class TorchRunner(PendingTokens):
     def load_head(self, head: EagleHead, spare_blocks: int) -> TorchHead:
         """See `ModelRunner`."""
         blocks, size = self.groups[0].num_blocks + spare_blocks, self.cache.block_size
-        return TorchHead(head, self._embeddings_of, self.module.get_output_embeddings().weight, blocks, size)
+        assert self._output is not None, "loaded once, for a configuration with a head"
+        output, self._output = self._output, None
+        return TorchHead(head, self._embeddings_of, output, blocks, size)
 
     def _embeddings_of(self, tokens: torch.Tensor) -> torch.Tensor:
         embeddings: torch.Tensor = self.module.get_input_embeddings()(tokens)
@@ -205,6 +209,8 @@ class TorchRunner(PendingTokens):
 
     def _adapt(self, config: EmbeddedConfig, attends: Attends) -> None:
         """Adapt the loaded module to the device, before memory for KV blocks is taken."""
+        if self._taken:
+            self._output = self.module.get_output_embeddings().weight.detach()
         if self.device.type == "cpu":
             _replace_for_cpu(self.module)
             _give_back_memory()

@@ -135,10 +135,10 @@ def test_a_head_computes_what_it_was_trained_to(
     """Positions in chunks beside another sequence, then a draft that leaves the sequence's blocks."""
     asked = {"speculative": "eagle3", "speculative_model": str(head_folder)}
     runner = load_runner(config_of(folder, attention=attention, **asked))
-    read = read_eagle_head(head_folder, read_model_facts(str(folder)))
+    read = read_eagle_head(head_folder, read_model_facts(folder))
     loaded = runner.load_head(read, spare_blocks=4)
     tokens, table, start = PROMPTS[1][:30], [3, 1, 2, 5], 22
-    runner.forward(step_of([Part(tokens, table)]))
+    runner.forward(step_of([Part(tokens, table, 0, len(tokens))]))
     assert runner.hidden is not None
     entered = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     features = torch.cat([entered[layer][0] for layer in (2, 3, 3)], -1)
@@ -174,6 +174,6 @@ def test_a_head_changes_nothing(
         assert answers(core, temperature=1.0, seed=7) == answers(EngineCore(config_of(folder), lambda _: None), temperature=1.0, seed=7)
         stats = core.stats().spec_decoding_stats
         assert stats is not None and stats.num_drafts > 10
-        print(stats, core.stats().iteration)
+        print(stats, core.stats().iteration, plain)
         assert core.speculator is not None and isinstance(core.speculator.drafter, Eagle)
         assert not core.speculator.drafter._readers
