@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.checkpoints.store import resolve_model
+from engine.checkpoints.store import resolve_head, resolve_model
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
 from engine.embedded.sampling.state import SamplerState
@@ -186,8 +186,11 @@ def run(core: EngineCore, tokenizer: Tokenizer, asked: list[Case], tokens: int, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=Settings.model_fields["model"].default)
-    parser.add_argument("--modes", nargs="+", default=["ngram", "suffix"], choices=["ngram", "suffix", "draft"])
+    parser.add_argument(
+        "--modes", nargs="+", default=["ngram", "suffix"], choices=["ngram", "suffix", "draft", "eagle3"]
+    )
     parser.add_argument("--draft-model", default="", help="folder, for the mode draft")
+    parser.add_argument("--head", default="", help="folder, for the mode eagle3")
     parser.add_argument("--workloads", nargs="+", default=["edit", "predicted", "story"])
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--tokens", type=int, default=200)
@@ -200,6 +203,10 @@ def main() -> None:
     threads = compute_threads(0)
     torch.set_num_threads(threads)
 
+    models = {"draft": options.draft_model}
+    if "eagle3" in options.modes:
+        models["eagle3"] = options.head or str(resolve_head(options.model))
+
     def core(mode: str) -> EngineCore:
         most = max(options.streams)
         config = EmbeddedConfig(
@@ -209,7 +216,7 @@ def main() -> None:
             kv_block_size=BLOCK,
             cache_dir=str(settings.cache_dir),
             speculative=mode,
-            speculative_model=options.draft_model if mode == "draft" else "",
+            speculative_model=models.get(mode, ""),
             speculative_tokens=options.draft_tokens,
         )
         return EngineCore(config, lambda _: None)

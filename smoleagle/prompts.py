@@ -10,44 +10,55 @@ from collections.abc import Sequence
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 """What the model's chat template puts before a chat without a system message."""
 
-TOPICS = """photosynthesis; the water cycle; black holes; volcanoes; the Roman Empire; the French Revolution; jazz music;
-chess openings; machine learning; neural networks; databases; operating systems; compilers; the internet; solar power;
-wind turbines; electric cars; bicycles; coffee; tea; bread; chocolate; cheese; honey bees; ants; whales; penguins;
-elephants; wolves; cats; dogs; rain forests; deserts; coral reefs; glaciers; earthquakes; tides; the moon; Mars; Jupiter;
-comets; gravity; magnetism; electricity; light; sound; atoms; the periodic table; vaccines; antibiotics; the heart; the
-brain; sleep; memory; exercise; yoga; nutrition; vitamins; budgets; savings; inflation; taxes; trade; marketing; teamwork;
-leadership; job interviews; public speaking; time management; gardening; tomatoes; roses; oak trees; mushrooms; fishing;
-sailing; mountain climbing; running; swimming; football; tennis; painting; photography; poetry; theatre; opera; the piano;
-the guitar; the violin; castles; bridges; skyscrapers; trains; aeroplanes; rockets; satellites; maps; clocks; paper;
-printing; glass; steel; plastic; recycling; climate change; oceans; rivers; lakes; islands; Japan; India; Brazil; Egypt;
-Kenya; Canada; Italy; Greece; Mexico; Norway; democracy; human rights; philosophy; ethics; logic; probability; statistics;
-algebra; geometry; calculus; prime numbers; fractions; the Fibonacci sequence; encryption; passwords; robots; drones;
-3D printing; virtual reality; video games; board games; puzzles; folk tales; mythology; dragons; pirates; detectives""".replace(
-    "\n", " "
-).split("; ")
-PEOPLE = """a young girl; an old sailor; a tired teacher; a curious robot; two brothers; a lonely king; a baker; a
-shepherd; a travelling musician; a nurse; a lost astronaut; a shy dragon; a clever fox; a retired detective; a boy who
-cannot sleep; a gardener; a clockmaker; three friends; a librarian; a taxi driver; a painter; a fisherman""".replace(
-    "\n", " "
-).split("; ")
-PLACES = """a small village; a big city; the edge of a forest; a lighthouse; an old castle; a space station; a busy market;
-the mountains; a quiet library; a train; a desert; an island; a snowy town; the bottom of the sea; a farm""".replace(
-    "\n", " "
-).split("; ")
-THINGS = """a letter; a golden key; a broken watch; a map; a secret door; an old book; a mysterious box; a lamp; a song; a
-promise; a stolen painting; a strange signal; a lost dog; a storm; a wooden boat""".replace("\n", " ").split("; ")
-TASKS = """reverses a string; checks whether a number is prime; computes the factorial of a number; sorts a list of numbers;
-counts the words in a text; finds the largest element of a list; merges two sorted lists; removes duplicates from a list;
-computes the greatest common divisor; converts Celsius to Fahrenheit; checks whether a word is a palindrome; reads a CSV
-file; writes a dictionary to a JSON file; computes the nth Fibonacci number; finds the most common letter in a string;
-validates an email address; implements a stack; implements a queue; implements binary search; flattens a nested list;
-computes the average of a list; generates a random password; counts vowels; transposes a matrix; sums the digits of a
-number; draws a triangle of stars; downloads a web page; parses a date; groups words by length; rotates a list""".replace(
-    "\n", " "
-).split("; ")
+
+def _words(text: str) -> list[str]:
+    return " ".join(text.split()).split("; ")
+
+
+TOPICS = _words("""
+    photosynthesis; the water cycle; black holes; volcanoes; the Roman Empire; the French Revolution; jazz music;
+    chess openings; machine learning; neural networks; databases; operating systems; compilers; the internet; solar
+    power; wind turbines; electric cars; bicycles; coffee; tea; bread; chocolate; cheese; honey bees; ants; whales;
+    penguins; elephants; wolves; cats; dogs; rain forests; deserts; coral reefs; glaciers; earthquakes; tides; the
+    moon; Mars; Jupiter; comets; gravity; magnetism; electricity; light; sound; atoms; the periodic table; vaccines;
+    antibiotics; the heart; the brain; sleep; memory; exercise; yoga; nutrition; vitamins; budgets; savings;
+    inflation; taxes; trade; marketing; teamwork; leadership; job interviews; public speaking; time management;
+    gardening; tomatoes; roses; oak trees; mushrooms; fishing; sailing; mountain climbing; running; swimming;
+    football; tennis; painting; photography; poetry; theatre; opera; the piano; the guitar; the violin; castles;
+    bridges; skyscrapers; trains; aeroplanes; rockets; satellites; maps; clocks; paper; printing; glass; steel;
+    plastic; recycling; climate change; oceans; rivers; lakes; islands; Japan; India; Brazil; Egypt; Kenya; Canada;
+    Italy; Greece; Mexico; Norway; democracy; human rights; philosophy; ethics; logic; probability; statistics;
+    algebra; geometry; calculus; prime numbers; fractions; the Fibonacci sequence; encryption; passwords; robots;
+    drones; 3D printing; virtual reality; video games; board games; puzzles; folk tales; mythology; dragons;
+    pirates; detectives
+""")
+PEOPLE = _words("""
+    a young girl; an old sailor; a tired teacher; a curious robot; two brothers; a lonely king; a baker; a shepherd;
+    a travelling musician; a nurse; a lost astronaut; a shy dragon; a clever fox; a retired detective; a boy who
+    cannot sleep; a gardener; a clockmaker; three friends; a librarian; a taxi driver; a painter; a fisherman
+""")
+PLACES = _words("""
+    a small village; a big city; the edge of a forest; a lighthouse; an old castle; a space station; a busy market;
+    the mountains; a quiet library; a train; a desert; an island; a snowy town; the bottom of the sea; a farm
+""")
+THINGS = _words("""
+    a letter; a golden key; a broken watch; a map; a secret door; an old book; a mysterious box; a lamp; a song; a
+    promise; a stolen painting; a strange signal; a lost dog; a storm; a wooden boat
+""")
+TASKS = _words("""
+    reverses a string; checks whether a number is prime; computes the factorial of a number; sorts a list of
+    numbers; counts the words in a text; finds the largest element of a list; merges two sorted lists; removes
+    duplicates from a list; computes the greatest common divisor; converts Celsius to Fahrenheit; checks whether a
+    word is a palindrome; reads a CSV file; writes a dictionary to a JSON file; computes the nth Fibonacci number;
+    finds the most common letter in a string; validates an email address; implements a stack; implements a queue;
+    implements binary search; flattens a nested list; computes the average of a list; generates a random password;
+    counts vowels; transposes a matrix; sums the digits of a number; draws a triangle of stars; downloads a web
+    page; parses a date; groups words by length; rotates a list
+""")
 LANGUAGES = ["Python", "Python", "Python", "JavaScript", "Java", "C", "Rust", "Go", "SQL", "Bash"]
-ADJECTIVES = """short; long; simple; detailed; funny; formal; friendly; professional; clear; creative; technical;
-beginner's""".replace("\n", " ").split("; ")
+ADJECTIVES = _words("""
+    short; long; simple; detailed; funny; formal; friendly; professional; clear; creative; technical; beginner's
+""")
 NAMES = ["Anna", "Ben", "Clara", "David", "Emma", "Farid", "Grace", "Hiro", "Ines", "Jonas", "Kofi", "Lena", "Mei"]
 
 TRAINING = (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoints.facts import ModelFacts
-from engine.checkpoints.headers import Headers, check_shapes, read_headers
+from engine.checkpoints.headers import Headers, read_headers
 from engine.errors import EngineFailure
 
 _LAYERS = ("midlayer.", "layers.0.")
@@ -128,4 +128,9 @@ def _check_tensors(head: EagleHead, stored: Headers) -> None:
         raise EngineFailure(f"the tensor {name} in {stored[name].path} is unknown: this head is not computed")
     if "d2t" not in head.names and head.draft_vocab_size != head.facts.vocab_size:
         raise EngineFailure(f"the files in {head.folder} lack the tensor d2t, which draft_vocab_size needs")
-    check_shapes(stored, {head.names[plain]: shape for plain, shape in shapes.items() if plain in head.names})
+    for plain, name in head.names.items():
+        if (found := stored[name]).shape != shapes[plain]:
+            raise EngineFailure(
+                f"the tensor {name} in {found.path} has the shape {list(found.shape)}, and config.json asks for "
+                f"{list(shapes[plain])}"
+            )

@@ -25,7 +25,7 @@ NOTHING = Draft([], [])
 
 
 @runtime_checkable
-class Reader(Protocol):
+class HiddenStatesReader(Protocol):
     """A drafter that reads the model's hidden states."""
 
     def read(self, chunks: Many[Chunk], hidden: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ _CATCH_UP = 64
 """Most positions of a sequence that are read before it is drafted for."""
 
 
-class _Reader:
+class Reader:
     """What the head has read of a sequence."""
 
     def __init__(self, admission: int, start: int, size: int) -> None:
@@ -82,18 +82,18 @@ class Eagle:
         """Blocks of a slot for drafted positions."""
         self._on_cpu = target.device.type == "cpu"
         self._head = target.load_head(head, config.max_batch_size * self._spare)
-        self._readers: dict[Sequence, _Reader] = {}
+        self._readers: dict[Sequence, Reader] = {}
         log.info("the EAGLE-3 head in %s drafts for the model in %s", head.folder, config.model)
 
     def read(self, chunks: Many[Chunk], hidden: torch.Tensor) -> None:
-        """See `Reader`."""
+        """See `HiddenStatesReader`."""
         if not self._on_cpu:
             hidden = hidden[: sum(chunk.length for chunk in chunks)].clone()
         row = 0
         for chunk in chunks:
             reader = self._readers.get(chunk.sequence)
             if reader is None or reader.admission != chunk.admission:
-                reader = self._readers[chunk.sequence] = _Reader(chunk.admission, chunk.start, self._size)
+                reader = self._readers[chunk.sequence] = Reader(chunk.admission, chunk.start, self._size)
             reader.keep(chunk.start, hidden[row : row + chunk.length])
             row += chunk.length
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.embedded.sequence import Sequence, SequenceStatus
-from engine.embedded.speculation.drafter import CLASSES, NOTHING, Draft, Drafter, Reader
+from engine.embedded.speculation.drafter import CLASSES, NOTHING, Draft, Drafter, HiddenStatesReader
 from engine.embedded.step import Chunk
 from engine.stats import SpecDecodingStats
 
@@ -164,7 +164,7 @@ class Speculator:
 
     def read(self, chunks: Many[Chunk], hidden: torch.Tensor) -> None:
         """Pass a step's hidden states on to the drafter."""
-        if isinstance(self.drafter, Reader):
+        if isinstance(self.drafter, HiddenStatesReader):
             self.drafter.read(chunks, hidden)
 
     def note_step(self, rows: int, drafted: bool, seconds: float) -> None:
