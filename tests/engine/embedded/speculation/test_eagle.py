@@ -19,7 +19,7 @@ from engine.embedded.models.heads import HeadStep
 from engine.embedded.models.load import load_runner
 from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence
-from engine.embedded.speculation.eagle import Reader
+from engine.embedded.speculation.eagle import Reading
 from engine.errors import EngineFailure
 from engine.types import Delta, GenerateRequest, SamplingParams
 from smoleagle.model import Head
@@ -218,7 +218,7 @@ def test_layers_are_counted_as_each_project_does(folder: Path, head_folder: Path
 
 
 def test_what_waits_to_be_read_is_bounded() -> None:
-    reader = Reader(1, 0, BLOCK)
+    reader = Reading(1, 0, BLOCK)
     for start in range(0, 2000, 100):
         reader.keep(start, torch.arange(start, start + 100)[:, None])
     assert reader.end % BLOCK == 0 and reader.end > 1400 and reader.first == reader.end
