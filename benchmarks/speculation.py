@@ -4,14 +4,16 @@
 
 Engines without and with speculation run in this process, in turns, on the same requests. `edit`: chats that ask for a
 changed file, most of which the answer repeats. `predicted`: the same with the file as `prediction`. `story`: sampled
-text of its own. Rates are of output tokens, from when every stream has its first one; ratios are medians over the
-repetitions, each against the plain engine in the same one. Processor time says more than time where others use the
-machine. Every answer is compared with the plain engine's.
+text of its own. `held-out`: greedy answers to prompts that the head in `smoleagle/` was not trained on. Rates are of
+output tokens, from when every stream has its first one; ratios are medians over the repetitions, each against the plain
+engine in the same one. Processor time says more than time where others use the machine. Every answer is compared with
+the plain engine's.
 """
 
 import argparse
 import itertools
 import os
+import random
 import statistics
 import time
 from pathlib import Path
@@ -28,6 +30,7 @@ from engine.embedded.threads import compute_threads
 from engine.types import Delta, GenerateRequest, SamplingParams
 from multimodal.text.tokenizer import Tokenizer
 from server.settings import Settings
+from smoleagle.prompts import message
 
 REPORT = """def read_rows(path):
     rows = []
@@ -138,6 +141,9 @@ class Rate(NamedTuple):
 
 def cases(workload: str, streams: int, repeat: int) -> list[Case]:
     """Return the requests of a run, no two of which are the same."""
+    if workload == "held-out":
+        rng = random.Random(repeat)
+        return [Case(message(rng, held_out=True)) for _ in range(streams)]
     if workload == "story":
         sampling = {"temperature": 1.0}
         return [

@@ -12,7 +12,9 @@ from smoleagle.prompts import prompt
 
 END = 2
 """Id of `<|im_end|>`."""
-TEMPERATURES = (0.0, 0.0, 0.0, 0.3, 0.5, 0.7, 0.8, 1.0)
+TEMPERATURES = (0.0, 0.0, 0.0, 0.0, 0.3, 0.5, 0.7, 1.0)
+_ASKING = 0.8
+"""Temperature of what the model writes in the place of the user."""
 
 
 class Writer:
@@ -33,6 +35,8 @@ class Writer:
         self._tokens = torch.zeros((rows, length), dtype=torch.int64, device=self._device)
         self._given = torch.zeros(rows, dtype=torch.int64, device=self._device)
         self._temperatures = torch.zeros((rows, 1), device=self._device)
+        self._answering = torch.zeros((rows, 1), device=self._device)
+        """Temperature after the user's turn has ended."""
         self._at = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._graph: torch.cuda.CUDAGraph | None = None
         if self._device.type == "cuda":
@@ -47,11 +51,13 @@ class Writer:
         given = torch.zeros((self._rows, self._length), dtype=torch.int64)
         for row, ids in enumerate(prompts):
             given[row, : len(ids)] = torch.tensor(ids)
-        chosen = [1.0 if turn == 2 else rng.choice(temperatures) for turn in turns]
+        chosen = torch.tensor([rng.choice(temperatures) for _ in turns])
+        asking = torch.tensor([_ASKING if turn == 2 else 0.0 for turn in turns])
         with torch.no_grad():
             self._tokens.copy_(given)
             self._given.copy_(torch.tensor([len(ids) for ids in prompts]))
-            self._temperatures.copy_(torch.tensor(chosen)[:, None])
+            self._answering.copy_(chosen[:, None])
+            self._temperatures.copy_(torch.where(asking > 0, asking, chosen)[:, None])
             self._at.zero_()
             for _ in range(self._length - 1):
                 self._graph.replay() if self._graph is not None else self._step()
@@ -97,8 +103,11 @@ class Writer:
         noise = torch.empty_like(logits).exponential_().clamp_(min=1e-20).log_().neg_()
         drawn = (logits + self._temperatures * noise).argmax(1)
         following = at + 1
+        given = following < self._given
+        ends = ((drawn == END) & ~given)[:, None]
+        self._temperatures.copy_(torch.where(ends, self._answering, self._temperatures))
         present = self._tokens.index_select(1, following)[:, 0]
-        self._tokens.index_copy_(1, following, torch.where(following < self._given, present, drawn)[:, None])
+        self._tokens.index_copy_(1, following, torch.where(given, present, drawn)[:, None])
         at.add_(1)
 
 

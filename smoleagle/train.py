@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from engine.checkpoints.gguf.convert import convert
@@ -26,6 +26,8 @@ from smoleagle.model import CONFIG, Head
 
 WEIGHTS = "model.safetensors"
 RESULTS = "results.json"
+_SHARPER = 0.6
+"""Temperature of the distribution that is learnt: drafts are the likeliest tokens, whatever comes after them."""
 _PASS_WEIGHT = 0.8
 """What the loss of a pass weighs, relative to that of the pass before."""
 
@@ -36,6 +38,7 @@ def parse(flags: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--base", type=Path, required=True, help="SmolLM2-135M-Instruct: GGUF file or model folder")
     parser.add_argument("--out", type=Path, required=True, help=f"folder for {WEIGHTS} and {RESULTS}")
+    parser.add_argument("--start", type=Path, help="weights to continue from instead of random ones")
     parser.add_argument("--minutes", type=float, default=7.0, help="total duration, evaluation included")
     parser.add_argument("--write-share", type=float, default=0.35, help="share of the time in which texts are written")
     parser.add_argument("--evaluation-seconds", type=float, default=20.0, help="seconds reserved for the evaluation")
@@ -79,16 +82,24 @@ class Target:
         return torch.cat([found.hidden_states[layer] for layer in self._taken], -1), found.last_hidden_state
 
 
-def loss_of(head: Head, target: Target, tokens: torch.Tensor, written: torch.Tensor, passes: int) -> torch.Tensor:
-    """Return the cross entropy with the target's distribution over the draft vocabulary, of tokens the target wrote."""
-    features, last = target.read(tokens)
+def loss_of(
+    head: Head,
+    target: Target,
+    tokens: torch.Tensor,
+    written: torch.Tensor,
+    read: tuple[torch.Tensor, torch.Tensor],
+    passes: int,
+) -> torch.Tensor:
+    """Return the cross entropy with the target's distribution over the draft vocabulary, of tokens the target wrote.
+    `read`: what `Target.read` says of the tokens."""
+    features, last = read
     known = torch.isin(tokens, target.drafted) & written
     total = torch.zeros((), device=tokens.device)
     for index, output in enumerate(head(features, tokens, target.embedding, passes)):
         # At position i pass `index` drafts token i + 2 + index, of which the target thinks at the one before.
         ahead = 2 + index
         wanted = known[:, ahead:]
-        expected = functional.linear(last[:, ahead - 1 : -1][wanted], target.output).float().softmax(-1)
+        expected = functional.linear(last[:, ahead - 1 : -1][wanted], target.output).float().div(_SHARPER).softmax(-1)
         guessed = functional.linear(output[:, :-ahead][wanted], target.output).float().log_softmax(-1)
         total = total - _PASS_WEIGHT**index * (expected * guessed).sum(-1).mean()
     return total
@@ -149,9 +160,18 @@ def train(args: argparse.Namespace, base: Path, started: float) -> dict[str, Any
     covered = target.choose(texts)
     count = sum(int(part.written.sum()) for part in texts)
     tokens, written = (torch.cat([getattr(part, name) for part in texts]) for name in ("tokens", "written"))
+    torch.cuda.empty_cache() if device.type == "cuda" else None
     print(f"{count} tokens in {len(tokens)} texts, {covered:.2%} of them in the draft vocabulary", flush=True)
 
+    stored = None
+    if device.type == "cuda" and torch.cuda.mem_get_info()[0] > 3 * tokens.numel() * 2 * 4 * CONFIG["hidden_size"]:
+        parts = [target.read(part) for part in tokens.split(args.batch)]
+        stored = tuple(torch.cat(kind) for kind in zip(*parts, strict=True))
+        del parts
     head = Head().to(device)
+    if args.start is not None:
+        known = load_file(args.start)
+        head.load_state_dict({name: known[name].float() for name in head.state_dict()})
     optimizer = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     begin, shown, steps = time.monotonic(), 0.0, 0
     order = torch.randperm(len(tokens), device=device)
@@ -166,7 +186,8 @@ def train(args: argparse.Namespace, base: Path, started: float) -> dict[str, Any
             order = torch.randperm(len(tokens), device=device)
         chosen = order[first : first + args.batch]
         with torch.autocast(device.type, torch.bfloat16, enabled=half == torch.bfloat16):
-            loss = loss_of(head, target, tokens[chosen], written[chosen], args.passes)
+            read = target.read(tokens[chosen]) if stored is None else (stored[0][chosen], stored[1][chosen])
+            loss = loss_of(head, target, tokens[chosen], written[chosen], read, args.passes)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 0.5)
         optimizer.step()

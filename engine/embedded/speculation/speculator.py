@@ -25,7 +25,7 @@ _ASSUMED = 4.0
 """Tokens that an assumption counts as."""
 _MEMORY_OF_ALL, _MEMORY_OF_ONE = 0.998, 0.95
 """What an observation counts for after the next one of its class, in the engine and in a sequence."""
-_ROW_SHARE = 0.3
+_ROW_SHARE = 0.15
 """Assumed share of a step of one row by which each further row makes it longer."""
 _CERTAINTY: NDArray[np.float64] = np.array([0.5, 20.0, 4.0])
 """What the assumptions of a base, a row and a draft weigh: one step of several rows must not overthrow them."""
