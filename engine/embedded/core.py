@@ -458,7 +458,7 @@ class EngineCore:
         try:
             with torch.inference_mode():
                 if states:
-                    logits = step.logits if step.rows is None else step.logits[step.rows]
+                    logits = step.logits if step.rows is None else _rows(step.logits, step.rows)
                     step.drawn = self._sampler.draw(logits, states, step.slots, step.rows)
                     if self._overlap:
                         self.runner.remember(step.slots, step.drawn.tokens)
@@ -537,7 +537,7 @@ class EngineCore:
             chunks, rows = [chunk for chunk, _ in going_on], [row for _, row in going_on]
             states = [chunk.sequence.sampler for chunk in chunks]
             slots = [chunk.sequence.slot for chunk in chunks]
-            drawn = self._sampler.draw(step.logits[rows], states, slots, rows)
+            drawn = self._sampler.draw(_rows(step.logits, rows), states, slots, rows)
 
     def _verified(self, chunks: list[Chunk], taken: dict[Sequence, _Taken]) -> list[Chunk]:
         """Return what is left of chunks once it is known which drafted tokens are right."""
@@ -605,6 +605,13 @@ class EngineCore:
         for sequence in alive:
             self._drop(sequence)
         return [(sequence.request.request_id, error()) for sequence in alive]
+
+
+def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Return rows of logits. On a CPU without torch's threads, which go on to take turns with those that compute."""
+    if len(rows) == 1:
+        return logits[rows[0] : rows[0] + 1]
+    return torch.from_numpy(logits.numpy()[rows]) if logits.device.type == "cpu" else logits[rows]
 
 
 def _report_prompts(reported: list[PromptRows], logits: torch.Tensor) -> int:

@@ -29,6 +29,10 @@ _CATCH_UP = 64
 """Most positions of a sequence that are read before it is drafted for."""
 
 
+_LEAST = 0.2
+"""A draft ends where it is less likely right than this."""
+
+
 class Reading:
     """What the head has read of a sequence."""
 
@@ -102,11 +106,14 @@ class Eagle:
         self._catch_up(sequences)
         drafts = [Draft([], []) for _ in sequences]
         ahead: dict[int, torch.Tensor] = {}
+        sure = [0.0] * len(sequences)
+        """Probability that all of a draft is right, as the head sees it."""
         for index, sequence in enumerate(sequences):
             reader = self._readers.get(sequence)
             if reader is not None and reader.last is not None and reader.end == len(sequence.tokens) - 1:
-                token, probability, hidden = reader.last
-                if self._note(drafts[index], token, probability, limits[index]):
+                token, sure[index], hidden = reader.last
+                _add(drafts[index], token, sure[index])
+                if limits[index] > 1 and sure[index] > _LEAST:
                     ahead[index] = hidden
         while ahead:
             places = [(sequences[i], len(sequences[i].tokens) - 2 + len(drafts[i].tokens)) for i in ahead]
@@ -114,7 +121,9 @@ class Eagle:
             found = self._head.forward(self._step(places, tokens, hidden, drafted=True))
             following = {}
             for row, index in enumerate(ahead):
-                if self._note(drafts[index], found.tokens[row], found.probabilities[row], limits[index]):
+                _add(drafts[index], found.tokens[row], found.probabilities[row])
+                sure[index] *= found.probabilities[row]
+                if len(drafts[index].tokens) < limits[index] and sure[index] > _LEAST:
                     following[index] = found.hidden[row]
             ahead = following
         return [draft if draft.tokens else NOTHING for draft in drafts]
@@ -122,12 +131,6 @@ class Eagle:
     def forget(self, sequence: Sequence) -> None:
         """See `Drafter`."""
         self._readers.pop(sequence, None)
-
-    def _note(self, draft: Draft, token: int, probability: float, limit: int) -> bool:
-        """Add a token to a draft; return whether another one may follow."""
-        draft.tokens.append(token)
-        draft.classes.append(class_of_probability(probability))
-        return len(draft.tokens) < limit and draft.classes[-1] > 0
 
     def _catch_up(self, sequences: Many[Sequence]) -> None:
         """Read positions whose hidden states wait and whose next token is known: others were computed for tokens of
@@ -176,3 +179,8 @@ class Eagle:
             inputs=inputs,
             own=drafted,
         )
+
+
+def _add(draft: Draft, token: int, probability: float) -> None:
+    draft.tokens.append(token)
+    draft.classes.append(class_of_probability(probability))

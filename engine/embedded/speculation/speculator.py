@@ -125,6 +125,8 @@ class Speculator:
         self._acceptance = Acceptance(_MEMORY_OF_ALL)
         self._costs = StepCosts()
         self._followed: dict[Sequence, _Followed] = {}
+        self._fruitless = 0
+        """Number of drafts in a row that were made by a drafter that costs, and not computed."""
         self._rest = 0
         """Steps for which nothing is drafted, as it would take too long for nothing."""
 
@@ -157,7 +159,12 @@ class Speculator:
             followed.draft, followed.known = draft, len(sequence.tokens)
             sequence.draft = draft.tokens[:length]
         if any(lengths):
+            self._fruitless = 0
             return True
+        if not self.drafter.free:
+            self._fruitless += 1
+            self._rest = min(2 ** (self._fruitless - 1), _PROBE_AFTER) - 1
+            return False
         if usual := self._costs.fit().of(len(decoding), False):
             self._rest = min(int((time.thread_time() - started) / (_OVERHEAD * usual)), _LONGEST_REST)
         return False
@@ -212,8 +219,8 @@ class Speculator:
                 break
 
     def _draft_worthwhile(self, sequences: Many[Sequence], rooms: Many[int], rows: int) -> list[Draft]:
-        """Have drafts made where they are likely to be worth it, or have not been tried for long."""
-        guesses = [Draft([0] * room, [CLASSES // 2] * room) for room in rooms]
+        """Have drafts made where they are worth it if the drafter is sure, or have not been tried for long."""
+        guesses = [Draft([0] * room, [CLASSES - 1] * room) for room in rooms]
         limits = self._lengths(sequences, guesses, rows)
         for index, sequence in enumerate(sequences):
             followed = self._followed[sequence]
