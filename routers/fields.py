@@ -11,6 +11,7 @@ from multimodal.errors import ModelNotFound, RequestError, shown
 from multimodal.request import Ask, AskedGuide, Conversation
 from protocol.common import GenerationFields, ModelFields, Prediction, ResponseFormat, SamplingFields, Wire
 from protocol.messages import PromptFields
+from protocol.visual import DrawingFields
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ def refused(body: type[ModelFields]) -> dict[str, tuple[object, ...]]:
     accepted = {"echo", "prompt"} if "echo" in fields and "messages" not in fields else set()
     if issubclass(body, PromptFields):
         accepted = {"context_management"}  # Claude Code asks for nothing else than to keep all
+    if issubclass(body, DrawingFields):
+        accepted = {"prompt"}
     return {name: harmless for name, harmless in _REFUSED.items() if name in fields - accepted}
 
 

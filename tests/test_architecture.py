@@ -34,12 +34,14 @@ HOMES = {
     "dynamo": ("routers/dynamo",),
     "tensorrt_llm": ("engine/trtllm",),
     "opentelemetry": ("server/http/tracing.py",),
-    "torch": ("engine/embedded", "engine/trtllm"),
+    "av": ("engine/visual/files.py",),
+    "diffusers": ("engine/visual/with_diffusers.py",),
+    "torch": ("engine/embedded", "engine/trtllm", "engine/visual/with_diffusers.py", "engine/visual/graphs.py"),
     "xgrammar": ("engine/embedded",),
     "llguidance": ("engine/embedded",),
     "triton": ("engine/embedded/models/cuda",),
     "flashinfer": ("engine/embedded/models/cuda",),
-    "transformers": ("engine/embedded", "multimodal"),
+    "transformers": ("engine/embedded", "engine/visual/with_diffusers.py", "multimodal"),
 }
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load"}
@@ -172,7 +174,7 @@ def test_the_environment_is_read_in_one_place() -> None:
 
 @pytest.mark.parametrize("module", ["server.app", "server.cli", "engine.fake", "engine.process.host"])
 def test_no_model_library_is_loaded_before_a_backend_is_chosen(module: str) -> None:
-    heavy = {"torch", "transformers", "xgrammar", "llguidance", "gguf", "tensorrt_llm"}
+    heavy = {"torch", "transformers", "diffusers", "av", "xgrammar", "llguidance", "gguf", "tensorrt_llm"}
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert result.stdout.strip() == "[]"

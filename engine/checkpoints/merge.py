@@ -1,9 +1,12 @@
-"""Merge a language model with the weights trained on top of it into a vision-language model's folder, without torch.
+"""Make model folders of files with trained weights, without torch.
 
-The trained file's tensors are named as in the new folder. A pair `.lora_down` [rank, inputs] and `.lora_up` [outputs,
-rank] changes a matrix by its product; all other tensors are new. The file's metadata has `files`, a JSON object of the
-new folder's other files by name, and `image_token`, a token that is added to the vocabulary. `text_config` in its
-config.json overrides the language model's own configuration.
+`merge` makes a vision-language model of a language model and of weights trained on top of it. The tensors of the
+trained file are named as in the new folder. A pair `.lora_down` [rank, inputs] and `.lora_up` [outputs, rank] changes a
+matrix by its product; all other tensors are new. The file's metadata has `files`, a JSON object of the new folder's
+other files by name, and `image_token`, a token that is added to the vocabulary. `text_config` in its config.json
+overrides the language model's own configuration.
+
+`unpack` makes a diffusers folder of a file that holds all of it.
 """
 
 import json
@@ -70,3 +73,24 @@ def _write_weights(base: Path, added: TensorFile, rows: int, path: Path, progres
             yield added.bits(name).tobytes()
 
     write_tensors(path, shapes | new, blocks(), progress)
+
+
+def unpack(packed: Path, folder: Path, progress: Progress) -> None:
+    """Write the diffusers folder that a file holds into an existing `folder`.
+
+    Tensors are named by their file in the folder and their name there, as in `vae/model.safetensors/encoder.weight`.
+    The file's metadata has `files`, a JSON object of the folder's other files by name. Raises OSError if the folder
+    cannot be written.
+    """
+    held = TensorFile(packed)
+    for name, text in json.loads(held.metadata["files"]).items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    parts: dict[str, dict[str, list[int]]] = {}
+    for name, shape in held.shapes.items():
+        part, tensor = name.rsplit("/", 1)
+        parts.setdefault(part, {})[tensor] = shape
+    for part, shapes in parts.items():
+        blocks = (held.bits(f"{part}/{tensor}").tobytes() for tensor in shapes)
+        write_tensors(folder / part, shapes, blocks, progress)

@@ -39,6 +39,8 @@ class Packaged(NamedTuple):
     """Digest of the whole file; empty if the weights are part of this server's own distribution."""
     about: str = ""
     """Description for people: the model, its author and its licence."""
+    pipeline: bool = False
+    """Whether the file holds a folder of diffusers."""
 
     @property
     def install(self) -> str:
@@ -73,6 +75,20 @@ PACKAGED = {
         "*.safetensors",
         (),
         about=f"{BUILTIN} with a vision tower trained here, Apache-2.0; sees simple images",
+    ),
+    "smoldraw": Packaged(
+        ("smoldraw",),
+        "smoldraw.safetensors",
+        (),
+        about="a diffusion transformer trained here, Apache-2.0; draws coloured shapes",
+        pipeline=True,
+    ),
+    "smoldraw-clips": Packaged(
+        ("smoldraw",),
+        "smoldraw-clips.safetensors",
+        (),
+        about="smoldraw trained further, Apache-2.0; makes clips of moving shapes",
+        pipeline=True,
     ),
 }
 

@@ -64,7 +64,7 @@ class EmbeddedEngine:
         """Results of calls in the engine's thread that have not returned yet."""
         self._thread: threading.Thread | None = None
         self._started = threading.Event()
-        """Set by `start` and `close`. The thread waits for it before it takes memory that a second engine has no room for."""
+        """Set by `start` and `close`. The thread waits for it before it takes memory for which a second has no room."""
         self._closing = False
 
     @property

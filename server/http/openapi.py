@@ -14,6 +14,7 @@ from routers.batches import routes as batches
 from routers.endpoints import ENDPOINTS
 from routers.responses import routes as responses
 from routers.state import state_of
+from routers.visual import images, videos
 from server.compose.model import served_name
 from server.http.middleware import LIVENESS, PROBES
 from server.settings import Settings
@@ -24,6 +25,8 @@ _BODIES: tuple[type[BaseModel], ...] = (
     *batches.BODIES,
     *responses.BODIES,
     *tokenize.BODIES,
+    *images.BODIES,
+    *videos.BODIES,
 )
 _REFERENCE = "#/components/schemas/{model}"
 _DESCRIPTION = """\

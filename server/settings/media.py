@@ -1,12 +1,11 @@
 """Settings of images: what a request may contain, and where images are encoded."""
 
-import json
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from multimodal.media.limits import MAX_REQUEST_PIXELS, MediaLimits
-from server.settings.types import Names, PathOrNone, Section, Urls
+from server.settings.types import JsonObject, Names, PathOrNone, Section, Urls
 
 
 class MediaSettings(Section):
@@ -36,19 +35,8 @@ class MediaSettings(Section):
     """Folder that file:// images may be in; empty allows none."""
     embedding_cache_mb: float = Field(256.0, ge=0)
     """Memory of each API process for the embeddings of images in MiB; a cached image is not encoded again."""
-    image_processor_options: str = ""
+    image_processor_options: JsonObject = ""
     """JSON object with options for the model's image processor."""
-
-    @field_validator("image_processor_options", mode="after")
-    @classmethod
-    def _json_object(cls, value: str) -> str:
-        try:
-            valid = isinstance(json.loads(value or "{}"), dict)
-        except ValueError:
-            valid = False
-        if not valid:
-            raise ValueError("must be a JSON object")
-        return value
 
 
 class EncodeSettings(Section):

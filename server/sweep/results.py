@@ -31,7 +31,7 @@ _LINES = "measurements.jsonl"
 
 
 class Measured(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One measurement of a point. `digest` identifies everything else that the figures depend on, except the repetition."""
+    """One measurement of a point. `digest` identifies all else that the figures depend on, except the repetition."""
 
     deployment: str
     length: str
