@@ -611,7 +611,9 @@ def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """Return rows of logits. On a CPU without torch's threads, which go on to take turns with those that compute."""
     if len(rows) == 1:
         return logits[rows[0] : rows[0] + 1]
-    return torch.from_numpy(logits.numpy()[rows]) if logits.device.type == "cpu" else logits[rows]
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        return torch.from_numpy(logits.numpy()[rows])
+    return logits[rows]
 
 
 def _report_prompts(reported: list[PromptRows], logits: torch.Tensor) -> int:

@@ -33,7 +33,7 @@ _LEAST = 0.2
 """A draft ends where it is less likely right than this."""
 
 
-class Reading:
+class HeadReading:
     """What the head has read of a sequence."""
 
     def __init__(self, admission: int, start: int, size: int) -> None:
@@ -86,7 +86,7 @@ class Eagle:
         """Blocks of a slot for drafted positions."""
         self._on_cpu = target.device.type == "cpu"
         self._head = target.load_head(head, config.max_batch_size * self._spare)
-        self._readers: dict[Sequence, Reading] = {}
+        self._readers: dict[Sequence, HeadReading] = {}
         log.info("the EAGLE-3 head in %s drafts for the model in %s", head.folder, config.model)
 
     def read(self, chunks: Many[Chunk], hidden: torch.Tensor) -> None:
@@ -97,7 +97,7 @@ class Eagle:
         for chunk in chunks:
             reader = self._readers.get(chunk.sequence)
             if reader is None or reader.admission != chunk.admission:
-                reader = self._readers[chunk.sequence] = Reading(chunk.admission, chunk.start, self._size)
+                reader = self._readers[chunk.sequence] = HeadReading(chunk.admission, chunk.start, self._size)
             reader.keep(chunk.start, hidden[row : row + chunk.length])
             row += chunk.length
 
