@@ -1,4 +1,5 @@
 import io
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -83,7 +84,5 @@ def test_damaged_files_raise_nothing_else() -> None:
         for _ in range(20):
             damaged = whole.copy()
             damaged[rng.integers(len(whole), size=8)] = rng.integers(256, size=8)
-            try:
+            with suppress(InvalidRequest):
                 assert np.isfinite(decode_audio(damaged.tobytes(), 10)).all()
-            except InvalidRequest:
-                pass
