@@ -32,6 +32,8 @@ HOMES = {
     "websockets": ("engine/replicas/client.py", "routers/websocket_proxy.py"),
     "httptools": ("engine/replicas/client.py", "server/http/connection.py", "server/bench/client.py"),
     "dynamo": ("routers/dynamo",),
+    "soundfile": ("engine/kit/audio_file.py",),
+    "soxr": ("engine/kit/audio_file.py",),
     "tensorrt_llm": ("engine/trtllm",),
     "opentelemetry": ("server/http/tracing.py",),
     "torch": ("engine/embedded", "engine/trtllm"),
