@@ -46,7 +46,8 @@ class ModelFacts:
             self.text_type = vision.text_type
         self.text_family = family_of(self.text_type)
         defaults = self.text_family.defaults if self._part or vision else {}
-        self.text: Config = {**config, **defaults, **part, "model_type": self.text_type}
+        renamed = {key: part[name] for key, name in self.text_family.names.items() if name in part}
+        self.text: Config = {**config, **defaults, **part, **renamed, "model_type": self.text_type}
         """The language part's keys, then those of the whole model, such as `quantization_config`."""
 
     def completed(self, config: Config) -> "ModelFacts":

@@ -64,6 +64,10 @@ class Family:
     """None for models that cannot be served with images."""
     no_images: str = ""
     """Reason why images cannot be served although the model takes them."""
+    transcribes: bool = False
+    """Whether the model writes down speech, and does nothing else (`engine/embedded/whisper/`)."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Keys that config.json spells in another way, by the name that `ModelFacts` reads."""
 
 
 def _llava_settings(config: Config) -> dict[str, Any]:
@@ -137,6 +141,15 @@ FAMILIES = {
     "smolvlm": Family(compiled=True, vision=_IDEFICS3),
     "gemma3": Family(no_images=f"its image tokens attend to each other in both directions, {_BOTH_DIRECTIONS}"),
     "paligemma": Family(no_images=f"its prompts attend in both directions, {_BOTH_DIRECTIONS}"),
+    "whisper": Family(
+        transcribes=True,
+        names={
+            "hidden_size": "d_model",
+            "max_position_embeddings": "max_target_positions",
+            "num_attention_heads": "decoder_attention_heads",
+            "intermediate_size": "decoder_ffn_dim",
+        },
+    ),
     "mllama": Family(no_images="it attends to images by layers of their own, which the engine does not have"),
 }
 _OTHER = Family()

@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from engine.checkpoints.conversions import FORMAT, ModelError, converted, converted_gguf, known_gguf, make_room
 from engine.checkpoints.hub import download, is_hub_id, snapshot
-from engine.checkpoints.packaged import BUILTIN, PACKAGED, VISION, installed_files, weights_file
+from engine.checkpoints.packaged import BUILTIN, PACKAGED, VISION, WHISPER, installed_files, weights_file
 from engine.errors import EngineFailure
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ def _packaged(model: str, cache_dir: Path) -> Path:
     base = _packaged(BUILTIN, cache_dir) if model == VISION else None
 
     def make(made: Path, progress: "Progress") -> None:
+        from engine.checkpoints.ctranslate2 import convert_whisper  # noqa: PLC0415 - as below
         from engine.checkpoints.gguf.convert import convert  # noqa: PLC0415 - imports libraries only for converting
         from engine.checkpoints.gguf.file import GgufFile  # noqa: PLC0415
         from engine.checkpoints.merge import merge  # noqa: PLC0415
@@ -122,6 +123,9 @@ def _packaged(model: str, cache_dir: Path) -> Path:
         with weights_file(model, cache_dir) as source:
             if base is not None:
                 merge(base, source, made, progress)
+                return
+            if model == WHISPER:
+                convert_whisper(source, made, progress)
                 return
             file = GgufFile(source)
             make_room(cache_dir, 2 * file.weights)

@@ -1,4 +1,5 @@
-"""Read and write bfloat16 safetensors files without torch: a header, then the bytes of the tensors in order."""
+"""Write safetensors files of 16-bit floats, and read those of bfloat16, without torch: a header, then the bytes of the
+tensors in order."""
 
 import json
 import struct
@@ -12,13 +13,15 @@ Progress = Callable[[int, int], None]
 """Called repeatedly with the bytes written so far, and the total."""
 
 
-def write_tensors(path: Path, shapes: dict[str, list[int]], blocks: Iterable[bytes], progress: Progress) -> None:
-    """Write tensors of these names and shapes. `blocks` are their bytes in order, split anywhere."""
+def write_tensors(
+    path: Path, shapes: dict[str, list[int]], blocks: Iterable[bytes], progress: Progress, dtype: str = "BF16"
+) -> None:
+    """Write tensors of these names and shapes, in BF16 or F16. `blocks` are their bytes in order, split anywhere."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     total = 0
     for name, shape in shapes.items():
         end = total + 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [total, end]}
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [total, end]}
         total = end
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
