@@ -18,7 +18,7 @@ class Batch(NamedTuple):
     """Chats as tensors; recordings are those of all chats that have one, in order."""
 
     ids: torch.Tensor
-    """int64 [chats, length], padded with zeros."""
+    """int64 [chats, length of the longest], padded with zeros."""
     said: torch.Tensor
     """bool [chats, length]: the ids that the model must predict."""
     sounds: torch.Tensor
@@ -66,11 +66,13 @@ class Chats(IterableDataset[Batch]):
         ids = np.zeros((self._size, self._length), np.int64)
         said = np.zeros((self._size, self._length), bool)
         sounds = np.zeros((self._size, SECONDS * RATE), np.int16)
+        longest = 0
         lengths, spoken, spoken_lengths = [], [], []
         for row, seed in enumerate(seeds):
             chat = make_chat(seed, self._turns)
             tokens, own = encoder(chat, self._length)
             ids[row, : len(tokens)], said[row, : len(tokens)] = tokens, own
+            longest = max(longest, len(tokens))
             if chat.saying is None or chat.samples is None:
                 continue
             if AUDIO_TOKEN_ID not in tokens:
@@ -81,8 +83,8 @@ class Chats(IterableDataset[Batch]):
             spoken += found
             spoken_lengths.append(len(found))
         return Batch(
-            torch.from_numpy(ids),
-            torch.from_numpy(said),
+            torch.from_numpy(ids[:, :longest].copy()),
+            torch.from_numpy(said[:, :longest].copy()),
             torch.from_numpy(sounds[: len(lengths), : max(lengths, default=0)].copy()),
             torch.tensor(lengths),
             torch.tensor(spoken),

@@ -32,6 +32,7 @@ class Answers:
         self._dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self._processor: Any = AutoProcessor.from_pretrained(folder)  # type: ignore[no-untyped-call]
         model: Any = AudioFlamingo3ForConditionalGeneration.from_pretrained(folder, dtype=self._dtype)
+        model.lm_head.weight = model.get_input_embeddings().weight  # which transformers does not tie in this class
         self._model = model.to(device).eval()
         self._device = device
 

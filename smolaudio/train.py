@@ -36,7 +36,7 @@ def parse(flags: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help=f"folder for {WEIGHTS} and {RESULTS}")
     parser.add_argument("--start", type=Path, help="weights to continue from; use with --spell-share 0")
     parser.add_argument("--minutes", type=float, default=7.8, help="total duration, evaluation included")
-    parser.add_argument("--steps", type=int, default=1 << 30, help="most steps of each phase")
+    parser.add_argument("--steps", type=int, default=1 << 30, help="maximum steps of each phase")
     parser.add_argument("--spell-share", type=float, default=0.12, help="share of the time for the projector alone")
     parser.add_argument(
         "--evaluation-seconds", type=float, default=75.0, help="seconds of --minutes reserved for evaluation"
