@@ -121,12 +121,28 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     """Logits processors that requests may name."""
 
 
+class VideoOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of videos, and which frames are taken where a request does not say."""
+
+    max_seconds: float = 600.0
+    """Seconds of a video, by its number of frames."""
+    max_pixels: int = 1 << 23
+    """Pixels of a frame; 4K has fewer."""
+    max_frames: int = 64
+    """Most frames that are taken of a video."""
+    decode_seconds: float = 30.0
+    """Seconds that decoding a video may take."""
+    sampling: Sampling = Sampling()
+    """Before the model's own; zeros leave it to that."""
+
+
 class EncoderConfig(_ModelConfig, frozen=True, kw_only=True):
     """The vision tower of the embedded engine."""
 
     max_image_pixels: int = MAX_IMAGE_PIXELS
     processor_options: dict[str, Any] = {}
     """Override the configuration of the model's image processor, by its own names."""
+    videos: VideoOptions = VideoOptions()
     timeout_seconds: float = 60.0
     """Seconds that an image, or on a GPU a small batch, may take before the process that encodes them is replaced."""
 

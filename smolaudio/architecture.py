@@ -74,13 +74,11 @@ def taken(encoder: torch.nn.Module) -> dict[str, Any]:
     return {f"audio_tower.{name}": [_WHISPER + name, [*tensor.shape]] for name, tensor in encoder.named_parameters()}
 
 
-def save(
-    path: Path, tensors: dict[str, torch.nn.Parameter], encoder: torch.nn.Module, facts: dict[str, str]
-) -> None:
+def save(path: Path, tensors: dict[str, torch.nn.Parameter], encoder: torch.nn.Module, facts: dict[str, str]) -> None:
     """Write trained tensors as bfloat16, with `facts` as metadata. The file at `path` is replaced atomically."""
     metadata = {
         "format": "pt",
-        "media_token": AUDIO_TOKEN,
+        "tokens": json.dumps([AUDIO_TOKEN]),
         "files": json.dumps(files()),
         "taken": json.dumps(taken(encoder)),
         **facts,

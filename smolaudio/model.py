@@ -48,7 +48,7 @@ class Student(nn.Module):
         self.encoder: Any = AutoModel.from_config(AutoConfig.for_model(**ENCODER | {"dtype": "float32"}))
         self._read_encoder(whisper / "model.safetensors")
         self.projector = Projector(ENCODER["hidden_size"], config["hidden_size"])
-        changes = add_low_rank(nn.ModuleDict({"model": nn.ModuleDict({"language_model": self.language})}), RANK)
+        changes = add_low_rank(self.language, RANK, "", "language_model.model.")
         whole = {f"multi_modal_projector.{name}": tensor for name, tensor in self.projector.named_parameters()}
         self.trained: dict[str, nn.Parameter] = {**whole, **changes}
         """Trained parameters by their names in the file."""
@@ -115,7 +115,9 @@ class Student(nn.Module):
             zero_infinity=True,
         )
 
-    def answer_loss(self, batch: Batch, vectors: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def answer_loss(
+        self, batch: Batch, vectors: torch.Tensor, counts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean loss of the answers' tokens, and the share that is predicted correctly."""
         table = self.language.embed_tokens.weight
         embeddings = functional.embedding(batch.ids, table)
