@@ -6,6 +6,8 @@ import msgspec
 
 from engine.kit.processors import ProcessorConfig
 
+MAX_AUDIO_SECONDS = 600.0
+"""Default limit for the length of a recording."""
 MAX_IMAGE_PIXELS = 64_000_000
 """Default limit for the size of an image, width times height, of all its frames."""
 
@@ -137,12 +139,13 @@ class VideoOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EncoderConfig(_ModelConfig, frozen=True, kw_only=True):
-    """The vision tower of the embedded engine."""
+    """The tower of the embedded engine: what encodes images, or audio."""
 
     max_image_pixels: int = MAX_IMAGE_PIXELS
     processor_options: dict[str, Any] = {}
     """Override the configuration of the model's image processor, by its own names."""
     videos: VideoOptions = VideoOptions()
+    max_audio_seconds: float = MAX_AUDIO_SECONDS
     timeout_seconds: float = 60.0
     """Seconds that an image, or on a GPU a small batch, may take before the process that encodes them is replaced."""
 

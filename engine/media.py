@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from engine.transfer.shared_bytes import Data
 
-MediaKind = Literal["image", "video"]
+MediaKind = Literal["image", "video", "audio"]
 Detail = Literal["auto", "low", "high"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -32,7 +32,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 class MediaInput(msgspec.Struct, frozen=True, omit_defaults=True):
     """The bytes of one file as they came, checked to be of its kind and within the limits, not yet decoded.
 
-    Images are PNG, JPEG, WEBP or GIF files; videos are MP4, WebM, Matroska or AVI files.
+    Images are PNG, JPEG, WEBP or GIF files; videos are MP4, WebM, Matroska or AVI files; audio is WAV,
+    FLAC, MP3, Ogg or Opus files.
     """
 
     data: bytes

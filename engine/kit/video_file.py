@@ -94,7 +94,9 @@ class VideoFile:
         if not min(width, height) >= 1:
             raise InvalidRequest(_UNREADABLE, _PARAM)
         if not width * height <= most:
-            raise InvalidRequest(f"the video's frames, {width:.0f} x {height:.0f}, have more than {most} pixels", _PARAM)
+            raise InvalidRequest(
+                f"the video's frames, {width:.0f} x {height:.0f}, have more than {most} pixels", _PARAM
+            )
 
     def _counted(self) -> int:
         count = 0
@@ -133,7 +135,9 @@ def evenly(total: int, fps: float, sampling: Sampling) -> list[int]:
 def as_smolvlm(total: int, fps: float, sampling: Sampling) -> list[int]:
     """As SmolVLM's processor chooses them: from the first frame to the last, without the first and last second of a
     long video."""
-    count = max(1, min(round(sampling.fps * (total / fps)), sampling.num_frames)) if sampling.fps else sampling.num_frames
+    count = (
+        max(1, min(round(sampling.fps * (total / fps)), sampling.num_frames)) if sampling.fps else sampling.num_frames
+    )
     first, last = 0, total - 1
     if total / fps - 2 > sampling.num_frames * sampling.fps > 0:
         first, last = int(fps), min(int(total - fps), total - 1)
