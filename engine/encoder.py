@@ -70,8 +70,8 @@ class Encoder(Protocol):
         `prompt`, for an encoder that needs it, is the text that the chat template renders, with a placeholder for each
         of them and the model's special tokens.
 
-        Raises InvalidRequest (param `image` or `audio`) for files that cannot be decoded or exceed the limits, EngineUnavailable
-        and EngineFailure. Cancelling aborts.
+        Raises InvalidRequest (param `image` or `audio`) for files that cannot be decoded or exceed the limits,
+        EngineUnavailable and EngineFailure. Cancelling aborts.
         """
         ...
 

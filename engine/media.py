@@ -29,6 +29,10 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """Frames in all, spread evenly; with `fps`, no more than these."""
 
 
+ANY_FRAMES = Sampling()
+"""What asks for nothing."""
+
+
 class MediaInput(msgspec.Struct, frozen=True, omit_defaults=True):
     """The bytes of one file as they came, checked to be of its kind and within the limits, not yet decoded.
 
@@ -43,7 +47,7 @@ class MediaInput(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: MediaKind = "image"
     pixels: int = 0
     """Number of pixels of an image, read from its header; 0 if it has not been read."""
-    sampling: Sampling = Sampling()
+    sampling: Sampling = ANY_FRAMES
     """For videos."""
 
 

@@ -21,6 +21,8 @@ _PARAM = "video"
 _DEFAULT_FPS = 24.0
 """Frames a second of a file that does not say them, or says nonsense; transformers takes the same."""
 _MOST_FPS = 1000.0
+_MOST_FAILURES = 64
+"""Frames one after another that cannot be decoded, after which the file counts as at its end."""
 _UNREADABLE = "the video cannot be read: it must be a whole MP4, WebM, Matroska or AVI file"
 
 os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # about oddities in users' files
@@ -65,21 +67,21 @@ class VideoFile:
     def frames(self, wanted: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
         """Yield frames by rising indices, uint8 RGB [height, width, 3], upright; for one that cannot be decoded, the
         next that can. They end where the file does. Raises InvalidRequest if there is none."""
-        place = -1
+        rising = iter(wanted)
+        index = next(rising, None)
+        failures = 0
         found = False
-        for index in wanted:
-            while place < index and self._grab():
-                place += 1
-            if place < index:
+        for place in range(self.total):
+            if index is None or failures > _MOST_FAILURES:
                 break
-            frame = self._frame()
-            while frame is None and self._grab():
-                place += 1
-                frame = self._frame()
-            if frame is None:
-                break
-            found = True
-            yield place, frame
+            if not self._grab():
+                failures += 1
+                continue
+            failures = 0
+            if place >= index and (frame := self._frame()) is not None:
+                yield place, frame
+                found = True
+                index = next(rising, None)
         if not found:
             raise InvalidRequest("no frame of the video can be decoded", _PARAM)
 
@@ -135,9 +137,9 @@ def evenly(total: int, fps: float, sampling: Sampling) -> list[int]:
 def as_smolvlm(total: int, fps: float, sampling: Sampling) -> list[int]:
     """As SmolVLM's processor chooses them: from the first frame to the last, without the first and last second of a
     long video."""
-    count = (
-        max(1, min(round(sampling.fps * (total / fps)), sampling.num_frames)) if sampling.fps else sampling.num_frames
-    )
+    count = sampling.num_frames
+    if sampling.fps:
+        count = max(1, min(round(sampling.fps * (total / fps)), count))
     first, last = 0, total - 1
     if total / fps - 2 > sampling.num_frames * sampling.fps > 0:
         first, last = int(fps), min(int(total - fps), total - 1)

@@ -16,9 +16,10 @@ from engine.checkpoints.facts import read_model_facts
 from engine.config import EncoderConfig
 from engine.embedded.models.transformers_models import load_config
 from engine.embedded.threads import compute_threads
-from engine.embedded.vision.processing import ImageProcessing, Prepared
+from engine.embedded.vision.processing import ImageProcessing
 from engine.embedded.vision.tower import Tower
 from engine.embedded.whisper.tower import AudioProcessing, AudioTower
+from engine.embedded.vision.videos import Prepared
 from engine.encoder import EncoderInfo
 from engine.errors import EngineError, EngineFailure
 from engine.media import EncodedMedia, MediaInput
@@ -45,12 +46,14 @@ class BatchEncoder:
         assert facts.image_tokens is not None
         self.processing: ImageProcessing | AudioProcessing
         self.tower: Tower | AudioTower
+        videos = ""
         if audio := facts.family.audio:
             self.tower = AudioTower(config)
             self.processing = AudioProcessing(config, audio, self.tower.encoder.positions)
         else:
             self.processing = ImageProcessing(config, facts)
             self.tower = Tower(config)
+            videos = self.processing.videos.placeholder
         self.together = 1 if self.tower.device.type == "cpu" else _GPU_IMAGES
         self._pools = [ThreadPoolExecutor(_THREADS), ThreadPoolExecutor(_LARGE_THREADS)]
         self._computing = Lock()
@@ -58,6 +61,8 @@ class BatchEncoder:
             fingerprint=self.tower.fingerprint(self.processing.description),
             placeholder=self.processing.placeholder,
             image_token_id=facts.image_tokens.token_id,
+            video_placeholder=videos,
+            video_token_id=facts.video_token_id,
             hidden_size=self.tower.hidden_size,
             dtype=self.tower.dtype_name,
             audio=audio is not None,
@@ -107,7 +112,14 @@ class BatchEncoder:
         return [
             (
                 index,
-                EncodedMedia(text=image.text, rows=image.rows, data=rows, dtype=self.tower.dtype_name, grid=image.grid),
+                EncodedMedia(
+                    text=image.text,
+                    rows=image.rows,
+                    data=rows,
+                    dtype=self.tower.dtype_name,
+                    grid=image.grid,
+                    interval=image.interval,
+                ),
             )
             for (index, image), rows in zip(images.items(), data, strict=True)
         ]

@@ -22,8 +22,8 @@ from engine.config import EncoderConfig
 from engine.embedded.models.devices import device_of, dtype_of
 from engine.embedded.models.transformers_models import load_config
 from engine.embedded.threads import compute_threads
-from engine.embedded.vision.processing import Prepared
 from engine.embedded.vision.tower import DTYPE_NAMES, sample_of, shrink
+from engine.embedded.vision.videos import Prepared
 from engine.embedded.whisper.encoder import AudioEncoder, Linear, Weights, load_weights, missing_tensors
 from engine.errors import EngineFailure, InvalidRequest
 from engine.kit.audio_file import decode_audio
@@ -36,7 +36,10 @@ _MARGIN = 4
 
 
 class AudioProcessing:
-    """Recordings as log-mel features, and the text that replaces a placeholder. `prepare` may run in several threads."""
+    """Recordings as log-mel features, and the text that replaces a placeholder.
+
+    `prepare` may run in several threads at once.
+    """
 
     def __init__(self, config: EncoderConfig, audio: AudioPart, max_position: int) -> None:
         """`max_position` is the number of the encoder's positions in a window. Raises EngineFailure."""
@@ -50,8 +53,8 @@ class AudioProcessing:
         used = (features.sampling_rate, features.hop_length, features.n_fft, features.nb_max_frames)
         if used != (SAMPLE_RATE, HOP, 400, 2 * max_position):
             raise EngineFailure(
-                f"the audio processor of {config.model} has windows of {used[3]} frames of {used[2]} samples every "
-                f"{used[1]} at {used[0]} Hz; its encoder takes {2 * max_position} of 400 every {HOP} at {SAMPLE_RATE} Hz"
+                f"the audio processor of {config.model} has windows of {used[3]} frames of {used[2]} samples "
+                f"every {used[1]}, at {used[0]} Hz; its encoder takes {2 * max_position} of 400 every {HOP}, at {SAMPLE_RATE}"
             )
         self._window: int = features.n_samples
         self._bins: int = features.feature_size

@@ -21,7 +21,7 @@ from engine.embedded.models.cuda.decoder import LlamaDecoder, is_llama_kind, tri
 from engine.embedded.models.cuda.graphs import capture
 from engine.embedded.models.cuda.releasable import ReleasableWeights
 from engine.embedded.models.cuda.sampler import CudaSampler, RowDraws
-from engine.embedded.models.devices import UnsupportedModelError, dtype_of, to_device
+from engine.embedded.models.devices import UnsupportedModelError, device_of, dtype_of, to_device
 from engine.embedded.models.runner import StepInput
 from engine.embedded.models.shared_weights import SharedWeights, TensorLayout
 from engine.embedded.models.torch.runner import TorchRunner
@@ -343,6 +343,9 @@ def _check(config: EmbeddedConfig) -> None:
         raise UnsupportedModelError(
             f"the kernels are for compute capability 9.0 and later, not for {torch.cuda.get_device_name()}"
         )
+    device = device_of(config)
+    if device.type == "cuda" and dtype_of(config, device) == torch.float32:
+        raise UnsupportedModelError("FlashInfer computes in 16 bits, and the model in float32 (DTYPE)")
     if config.quantization == "fp8" and dtype_of(config, torch.device("cuda")) != torch.bfloat16:
         raise UnsupportedModelError(f"products of fp8 are bfloat16, and DTYPE is {config.dtype}")
     hf_config, _ = load_config(config.model)
