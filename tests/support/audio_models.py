@@ -44,8 +44,9 @@ def build_audio_flamingo(path: Path) -> Path:
     for parameter in model.parameters():
         if parameter.ndim > 1:  # of a size that makes attention, and sounds, matter
             parameter.data.normal_(0.0, 0.3)
-    model.lm_head.weight = model.model.language_model.embed_tokens.weight
-    model.save_pretrained(path)
+    stored = model.state_dict()
+    del stored["lm_head.weight"]  # tied, which transformers does not know of this class
+    model.save_pretrained(path, state_dict=stored)
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": EOS}))
     extractor = WhisperFeatureExtractor(chunk_length=WINDOW_SECONDS, return_attention_mask=True)
     extractor.save_pretrained(path)

@@ -18,8 +18,8 @@ from engine.embedded.models.transformers_models import load_config
 from engine.embedded.threads import compute_threads
 from engine.embedded.vision.processing import ImageProcessing
 from engine.embedded.vision.tower import Tower
-from engine.embedded.whisper.tower import AudioProcessing, AudioTower
 from engine.embedded.vision.videos import Prepared
+from engine.embedded.whisper.tower import AudioProcessing, AudioTower
 from engine.encoder import EncoderInfo
 from engine.errors import EngineError, EngineFailure
 from engine.media import EncodedMedia, MediaInput

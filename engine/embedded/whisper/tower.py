@@ -53,8 +53,8 @@ class AudioProcessing:
         used = (features.sampling_rate, features.hop_length, features.n_fft, features.nb_max_frames)
         if used != (SAMPLE_RATE, HOP, 400, 2 * max_position):
             raise EngineFailure(
-                f"the audio processor of {config.model} has windows of {used[3]} frames of {used[2]} samples "
-                f"every {used[1]}, at {used[0]} Hz; its encoder takes {2 * max_position} of 400 every {HOP}, at {SAMPLE_RATE}"
+                f"the audio processor of {config.model} has windows of {used[3]} frames of {used[2]} samples every "
+                f"{used[1]} at {used[0]} Hz; only {2 * max_position} of 400 every {HOP} at {SAMPLE_RATE} are supported"
             )
         self._window: int = features.n_samples
         self._bins: int = features.feature_size
