@@ -199,6 +199,7 @@ class HttpOptions:
     max_images: int
     max_image_bytes: int
     max_video_bytes: int
+    max_audio_bytes: int
     max_text_bytes: int
     """Bytes of a body besides its images."""
     max_values: int

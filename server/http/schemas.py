@@ -90,6 +90,7 @@ _CONDITIONS: dict[str, Schema] = {
             _needs(type={"enum": ["input_text", "output_text", "text"]}, text=_TEXT),
             _needs(type={"enum": ["refusal"]}, refusal=_TEXT),
             _needs(type={"enum": ["input_image"]}, image_url=_TEXT | {"minLength": 1}),
+            _needs(type={"enum": ["input_audio"]}, input_audio=_OBJECT),
         ]
     },
     "InputItem": {
@@ -125,6 +126,8 @@ _CONDITIONS: dict[str, Schema] = {
             _needs(type={"enum": ["refusal"]}, refusal=_TEXT),
             _needs(type={"enum": ["image_url"]}, image_url={"type": ["object", "string"], "minLength": 1}),
             _needs(type={"enum": ["video_url"]}, video_url={"type": ["object", "string"], "minLength": 1}),
+            _needs(type={"enum": ["audio_url"]}, audio_url={"type": ["object", "string"], "minLength": 1}),
+            _needs(type={"enum": ["input_audio"]}, input_audio=_OBJECT),
         ]
     },
     "ChatMessage": {

@@ -235,13 +235,13 @@ async def test_embeddings_are_taken_for_the_image_that_they_were_made_of(
         assert not list(differences(alike(group, message(NUMBER, url), images=1), expected))
 
 
-@pytest.mark.parametrize("kind", ["video_url", "input_audio", "audio_url"])
+@pytest.mark.parametrize("kind", ["input_audio", "audio_url"])
 def test_other_media_are_refused_by_name(group: Replicas, kind: str) -> None:
     data = base64.b64encode(b"RIFF").decode()
     value = {"data": data, "format": "wav"} if kind == "input_audio" else {"url": f"data:video/mp4;base64,{data}"}
     for front in group.fronts:
         answer = post(front, {"role": "user", "content": [{"type": kind, kind: value}]})
-        assert answer.status_code == 400 and kind in answer.json()["error"]["message"]
+        assert answer.status_code == 400 and "no audio" in answer.json()["error"]["message"]
 
 
 def test_without_encode_replicas_known_images_are_answered(group: Replicas) -> None:
