@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from engine.kit.processors import ProcessorConfig
-from engine.media import Sampling
+from engine.media import FrameSampling
 
 MAX_AUDIO_SECONDS = 600.0
 """Default limit for the length of a recording."""
@@ -41,7 +41,7 @@ class VideoOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Most frames that are taken of a video."""
     decode_seconds: float = 30.0
     """Seconds that decoding a video may take."""
-    sampling: Sampling = Sampling()
+    sampling: FrameSampling = FrameSampling()
     """Before the model's own; zeros leave it to that."""
 
 

@@ -20,7 +20,7 @@ ITEM_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one value of each type of embeddings."""
 
 
-class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+class FrameSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """Which frames of a video are taken; 0 leaves either to the server's settings, and these to the model's folder."""
 
     fps: float = 0.0
@@ -29,7 +29,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """Frames in all, spread evenly; with `fps`, no more than these."""
 
 
-ANY_FRAMES = Sampling()
+ANY_FRAMES = FrameSampling()
 """What asks for nothing."""
 
 
@@ -47,7 +47,7 @@ class MediaInput(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: MediaKind = "image"
     pixels: int = 0
     """Number of pixels of an image, read from its header; 0 if it has not been read."""
-    sampling: Sampling = ANY_FRAMES
+    sampling: FrameSampling = ANY_FRAMES
     """For videos."""
 
 

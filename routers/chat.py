@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from engine.media import MediaKind, Sampling
+from engine.media import FrameSampling, MediaKind
 from multimodal.answers.shapes import ChatShape
 from multimodal.errors import RequestError, shown
 from multimodal.request import Ask, Conversation, MediaRef
@@ -101,7 +101,7 @@ def to_template(message: ChatMessage, place: int = 0) -> dict[str, Any]:
     return found
 
 
-def _sampling(body: ChatCompletionRequest | TokenizeRequest) -> Sampling:
+def _sampling(body: ChatCompletionRequest | TokenizeRequest) -> FrameSampling:
     """Return which frames of videos the body asks for. Raises RequestError."""
     named = {
         "media_io_kwargs.video": body.media_io_kwargs.video if body.media_io_kwargs is not None else None,
@@ -114,11 +114,11 @@ def _sampling(body: ChatCompletionRequest | TokenizeRequest) -> Sampling:
         if options.model_extra:
             param = name.partition(".")[0]
             raise RequestError(f"'{name}' takes 'fps' and 'num_frames' alone.", param, "unsupported_parameter")
-        return Sampling(options.fps or 0.0, options.num_frames or 0)
-    return Sampling()
+        return FrameSampling(options.fps or 0.0, options.num_frames or 0)
+    return FrameSampling()
 
 
-def _media_refs(messages: Sequence[ChatMessage], sampling: Sampling) -> Iterator[MediaRef]:
+def _media_refs(messages: Sequence[ChatMessage], sampling: FrameSampling) -> Iterator[MediaRef]:
     for place, message in enumerate(messages):
         for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
             kind = MEDIA_PARTS.get(part.type)
@@ -128,7 +128,7 @@ def _media_refs(messages: Sequence[ChatMessage], sampling: Sampling) -> Iterator
             url = given if isinstance(given, str) else given.url
             detail = given.detail if isinstance(given, ImageUrl) else None
             param = f"messages.{place}.content.{index}.{part.type}"
-            yield MediaRef(url, detail or "auto", param, kind, sampling if kind == "video" else Sampling())
+            yield MediaRef(url, detail or "auto", param, kind, sampling if kind == "video" else FrameSampling())
 
 
 def _content(message: ChatMessage, param: str) -> str | list[dict[str, Any]]:

@@ -8,19 +8,22 @@ import io
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from engine.config import VideoOptions
 from engine.errors import InvalidRequest
-from engine.media import MediaInput, Sampling
+from engine.media import ANY_FRAMES, FrameSampling, MediaInput
 
 _PARAM = "video"
 _DEFAULT_FPS = 24.0
 """Frames a second of a file that does not say them, or says nonsense; transformers takes the same."""
 _MOST_FPS = 1000.0
+_SAMPLED_FPS = 2.0
+"""Frames a second that are taken where nobody says: as Qwen's own tools do."""
 _MOST_FAILURES = 64
 """Frames one after another that cannot be decoded, after which the file counts as at its end."""
 _UNREADABLE = "the video cannot be read: it must be a whole MP4, WebM, Matroska or AVI file"
@@ -86,7 +89,8 @@ class VideoFile:
             raise InvalidRequest("no frame of the video can be decoded", _PARAM)
 
     def _open(self) -> Any:
-        capture = self._cv2.VideoCapture(io.BytesIO(self._data), self._cv2.CAP_FFMPEG, [])
+        file: Any = io.BytesIO(self._data)
+        capture = self._cv2.VideoCapture(file, self._cv2.CAP_FFMPEG, [])
         if not capture.isOpened():
             raise InvalidRequest(_UNREADABLE, _PARAM)
         return capture
@@ -122,11 +126,17 @@ class VideoFile:
         return np.ascontiguousarray(frame[:, :, ::-1])
 
 
-Choose = Callable[[int, float, Sampling], Sequence[int]]
-"""Return the indices of the frames to take of a video with so many frames, and so many a second."""
+def sampling_of(asked: FrameSampling, options: VideoOptions, own: FrameSampling = ANY_FRAMES) -> FrameSampling:
+    """Return which frames are taken: what is asked for, else what the server or the model (`own`) says, within the
+    server's limit."""
+    found = next((one for one in (asked, options.sampling, own) if one != ANY_FRAMES), FrameSampling(_SAMPLED_FPS))
+    return replace(found, num_frames=min(found.num_frames or options.max_frames, options.max_frames))
 
 
-def evenly(total: int, fps: float, sampling: Sampling) -> list[int]:
+# Which frames are taken of a video with `total` frames, `fps` of them a second: their indices.
+
+
+def evenly(total: int, fps: float, sampling: FrameSampling) -> list[int]:
     """As vLLM chooses them: from the first frame to the last."""
     count = min(sampling.num_frames, total)
     if sampling.fps:
@@ -134,7 +144,7 @@ def evenly(total: int, fps: float, sampling: Sampling) -> list[int]:
     return _unique(np.linspace(0, total - 1, count))
 
 
-def as_smolvlm(total: int, fps: float, sampling: Sampling) -> list[int]:
+def as_smolvlm(total: int, fps: float, sampling: FrameSampling) -> list[int]:
     """As SmolVLM's processor chooses them: from the first frame to the last, without the first and last second of a
     long video."""
     count = sampling.num_frames
@@ -146,7 +156,7 @@ def as_smolvlm(total: int, fps: float, sampling: Sampling) -> list[int]:
     return _unique(np.linspace(first, last, count))
 
 
-def as_qwen(total: int, fps: float, sampling: Sampling, patch: int = 2, least: int = 4) -> list[int]:
+def as_qwen(total: int, fps: float, sampling: FrameSampling, patch: int = 2, least: int = 4) -> list[int]:
     """As Qwen2-VL's processor chooses them: an even number (`patch` is the patches' length in time), so many a second,
     but `least`; each stands at the beginning of its share of the video."""
     if sampling.fps:

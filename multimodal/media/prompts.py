@@ -18,12 +18,12 @@ from engine.media import (
     Detail,
     EncodedMedia,
     Encoding,
+    FrameSampling,
     MediaFiles,
     MediaInput,
     MediaKind,
     MediaSpan,
     MediaSpans,
-    Sampling,
 )
 from multimodal.errors import RequestError
 from multimodal.media.cache import EmbeddingCache
@@ -279,7 +279,7 @@ def media_key(
     fingerprint: str,
     kind: MediaKind = "image",
     detail: Detail = "auto",
-    sampling: Sampling = ANY_FRAMES,
+    sampling: FrameSampling = ANY_FRAMES,
 ) -> str:
     """64 hex digits that name what the encoder with `fingerprint` makes of a file, equal for equal files and options.
 

@@ -18,7 +18,7 @@ from engine.config import (
 )
 from engine.errors import EngineFailure
 from engine.kit.processors import HelloWorld, ProcessorConfig
-from engine.media import Sampling
+from engine.media import FrameSampling
 from multimodal.text.tokenizer import Tokenizer, byte_tokenizer
 from server.compose.model import draft_folder, served_name
 from server.compose.sizing import sizes, this_machine
@@ -148,5 +148,5 @@ def video_options(settings: Settings) -> VideoOptions:
         max_seconds=settings.max_video_seconds,
         max_pixels=settings.max_video_pixels,
         max_frames=settings.max_video_frames,
-        sampling=Sampling(settings.video_fps, settings.video_num_frames),
+        sampling=FrameSampling(settings.video_fps, settings.video_num_frames),
     )

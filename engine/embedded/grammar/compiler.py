@@ -10,8 +10,9 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -40,6 +41,12 @@ _LATER_SECONDS = 10.0
 _PATIENCE_SECONDS = 2.0
 # ... and this much more with every token.
 _TOKEN_SECONDS = 0.02
+_MANY = 8
+"""Masks that are computed together rather than one after the other, if at least so many are."""
+_SLOW_SECONDS = 0.005
+"""Time for masks that are computed together, above which the next `_MASKS_ALONE` of each sequence are not: one sequence
+must not use up the others' time unnoticed."""
+_MASKS_ALONE = 16
 
 
 class Matcher:
@@ -53,6 +60,8 @@ class Matcher:
         self._position: Position | None = None
         self._stops = frozenset(stop_token_ids)
         self._spent = 0.0
+        self._alone = 0
+        """Masks to compute alone, so that their time is known to be this sequence's."""
         self.allowance = _PATIENCE_SECONDS
         self.finished = False
         """Whether the grammar is complete and an end-of-sequence token was accepted."""
@@ -70,12 +79,29 @@ class Matcher:
         """Start at the beginning of a compiled grammar."""
         self._position = compiled.start()
 
+    @property
+    def shared(self) -> Position | None:
+        """The position, if its mask may be computed together with those of others."""
+        if self.finished or self.error or self._alone or self._position is None or self._position.together is None:
+            return None
+        return self._position
+
     def fill(self, bitmask: torch.Tensor, row: int) -> None:
         """Set the bits of the ids that may come next in `row` of int32 [rows, ceil(vocab / 32)], on the CPU."""
         assert self._position is not None
         started = time.thread_time()
         if not self.finished and not self.error:
+            self._alone = max(0, self._alone - 1)
             self._position.fill(bitmask.numpy(), row)
+        self.filled(bitmask, row)
+        self._spend(started)
+
+    def filled(self, bitmask: torch.Tensor, row: int, *, slow: bool = False) -> None:
+        """Note that the bits have been set; `slow`: together with others', one of which took too long."""
+        assert self._position is not None
+        if slow:
+            self._alone = _MASKS_ALONE
+        if not self.finished and not self.error:
             self.error = self._position.error
             if not self.error and not bool(bitmask[row].any()):
                 self.error = "no token of the model continues the grammar"
@@ -83,7 +109,6 @@ class Matcher:
             bitmask[row] = 0
             for token_id in self._stops:
                 bitmask[row, token_id // 32] |= 1 << token_id % 32 if token_id % 32 < 31 else -(2**31)
-        self._spend(started)
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token of the output. Return False, and stay, if the grammar does not allow it.
@@ -107,6 +132,17 @@ class Matcher:
         self._spent += time.thread_time() - started
         if self._spent > self.allowance:
             self.error = self.error or "the grammar is too ambiguous to be followed token by token"
+
+
+class Filler(Protocol):
+    """Sets the bits of the tokens that may come next: a `Matcher`, or one around it."""
+
+    @property
+    def shared(self) -> Position | None: ...
+
+    def fill(self, bitmask: torch.Tensor, row: int) -> None: ...
+
+    def filled(self, bitmask: torch.Tensor, row: int, *, slow: bool = False) -> None: ...
 
 
 class GrammarCompiler:
@@ -244,6 +280,25 @@ class GrammarCompiler:
         while self._cached_bytes > _CACHE_BYTES:
             old, evicted = self._cache.popitem(last=False)
             self._cached_bytes -= evicted.num_bytes + len(old.spec)
+
+
+def fill_bitmask(bitmask: torch.Tensor, matchers: Mapping[int, Filler]) -> None:
+    """Have each matcher fill its row of a bitmask that allows every token; those of many share several threads."""
+    together = {row: position for row, matcher in matchers.items() if (position := matcher.shared) is not None}
+    if len(together) < _MANY:
+        together = {}
+    slow = False
+    if together:
+        started = time.perf_counter()
+        fill = next(iter(together.values())).together
+        assert fill is not None
+        fill(bitmask.numpy(), [(position, row) for row, position in together.items()])
+        slow = time.perf_counter() - started > _SLOW_SECONDS
+    for row, matcher in matchers.items():
+        if row in together:
+            matcher.filled(bitmask, row, slow=slow)
+        else:
+            matcher.fill(bitmask, row)
 
 
 def new_bitmask(rows: int, vocab_size: int) -> torch.Tensor:

@@ -8,7 +8,8 @@ character, and structural tags, which are its own.
 from __future__ import annotations
 
 import json
-from typing import Literal, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -48,6 +49,10 @@ class Position(Protocol):
 
     def fill(self, bitmask: Bitmask, row: int) -> None:
         """Set the bits of the ids that may come next."""
+
+    @property
+    def together(self) -> Callable[[Bitmask, Sequence[tuple[Any, int]]], None] | None:
+        """What fills the rows of several positions of this class by several threads; None if the library cannot."""
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token that does not end the output. Return False, and stay, if it is not allowed."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance.numpy import fill_next_token_bitmask_par
 from tokenizers import Tokenizer
 
 from engine.embedded.grammar.json_exclusion import Schema
@@ -19,6 +22,7 @@ _LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=20_000, step_
 """A state takes 1 or 2 kB. An object of 1,000 optional properties has 4,000 items in a row."""
 _BYTES = 64 << 10
 """Bytes of a compiled grammar besides its text: the average over public schemas."""
+_MOST_THREADS = 8
 _NO_FORCING = '%llguidance {"no_forcing": true}\nstart: '
 """llguidance would write text that has no alternative in the tokenizer's own way, which may be a special token."""
 _JSON = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{0,{MAX_WHITESPACE}}}"}
@@ -90,8 +94,20 @@ class LlguidanceGrammar:
         return LlguidancePosition(self._matcher.deep_copy())
 
 
+@cache
+def _executor() -> LLExecutor:
+    """Return the threads that fill masks: they work while the device computes, beside those of the API."""
+    return LLExecutor(max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2)))
+
+
+def _fill_together(bitmask: Bitmask, positions: Sequence[tuple[LlguidancePosition, int]]) -> None:
+    fill_next_token_bitmask_par(_executor(), [(position._matcher, row) for position, row in positions], bitmask)
+
+
 class LlguidancePosition:
     """See `Position`."""
+
+    together = staticmethod(_fill_together)
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher

@@ -128,6 +128,7 @@ class XgrammarPosition:
     """See `Position`."""
 
     error = ""
+    together = None
 
     def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
         self._matcher = matcher

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.embedded.grammar.compiler import apply_bitmask, new_bitmask
+from engine.embedded.grammar.compiler import apply_bitmask, fill_bitmask, new_bitmask
 from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sampling.truncation import put, take
 
@@ -77,12 +77,11 @@ def _mask(
 
 
 def _fill_bitmask(vocab_size: int, states: Sequence[SamplerState]) -> torch.Tensor | None:
-    if not any(state.matcher for state in states):
+    matchers = {row: state.matcher for row, state in enumerate(states) if state.matcher is not None}
+    if not matchers:
         return None
     bitmask = new_bitmask(len(states), vocab_size)
-    for row, state in enumerate(states):
-        if state.matcher is not None:
-            state.matcher.fill(bitmask, row)
+    fill_bitmask(bitmask, matchers)
     return bitmask
 
 

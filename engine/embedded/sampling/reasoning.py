@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.embedded.grammar.compiler import Matcher
-from engine.embedded.grammar.library import Compiled
+from engine.embedded.grammar.library import Compiled, Position
 from engine.kit.reasoning import ReasoningProgress
 from engine.types import ReasoningBudget
 
@@ -30,10 +30,24 @@ class ReasoningMatcher:
         assert self._guide is not None, "only a guide has a grammar"
         self._guide.begin(compiled)
 
+    @property
+    def shared(self) -> Position | None:
+        """See `Matcher`."""
+        return None if self._guide is None else self._guide.shared
+
     def fill(self, bitmask: torch.Tensor, row: int) -> None:
         """Clear bits in `row` of a bitmask that allows every id. See `Matcher`."""
         if self._guide is not None:
             self._guide.fill(bitmask, row)
+        self._force(bitmask, row)
+
+    def filled(self, bitmask: torch.Tensor, row: int, *, slow: bool = False) -> None:
+        """See `Matcher`."""
+        assert self._guide is not None
+        self._guide.filled(bitmask, row, slow=slow)
+        self._force(bitmask, row)
+
+    def _force(self, bitmask: torch.Tensor, row: int) -> None:
         bits, forced = bitmask.numpy().view("uint32")[row], self._progress.forced
         if forced is not None and bits[forced // 32] >> forced % 32 & 1:
             bits[:] = 0

@@ -13,19 +13,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 from PIL import Image
 from torch.nn import functional
 
 from engine.checkpoints.facts import ModelFacts
 from engine.config import EncoderConfig
 from engine.errors import EngineFailure, InvalidRequest
-from engine.kit.video_file import VideoFile, as_qwen, as_smolvlm, evenly
+from engine.kit.video_file import VideoFile, as_qwen, as_smolvlm, evenly, sampling_of
 from engine.kit.video_text import video_text
-from engine.media import MediaInput, Sampling
+from engine.media import FrameSampling, MediaInput
 
-_FPS = 2.0
-"""Frames a second that are taken where neither request, server nor model says: as Qwen's own tools do."""
 _CHOOSE = {None: evenly, "frames": as_smolvlm, "patches": as_qwen}
 _RESAMPLING = {2: "bilinear", 3: "bicubic"}
 
@@ -68,7 +65,8 @@ class VideoProcessing:
     def prepare(self, video: MediaInput) -> Prepared:
         """Decode and process a file. Raises InvalidRequest."""
         file = VideoFile(video, self._options)
-        wanted = _CHOOSE[self._kind](file.total, file.fps, self._sampling(video.sampling))
+        sampling = sampling_of(video.sampling, self._options, self._own)
+        wanted = _CHOOSE[self._kind](file.total, file.fps, sampling)
         frames = file.frames(wanted)
         try:
             if self._kind == "patches":
@@ -77,12 +75,6 @@ class VideoProcessing:
         except ValueError as error:
             raise InvalidRequest("the model takes no video of this shape", "video") from error
 
-    def _sampling(self, asked: Sampling) -> Sampling:
-        """Return what is asked for, else what the server or the model says, within the server's limit."""
-        most = self._options.max_frames
-        found = next((one for one in (asked, self._options.sampling, self._own) if one != Sampling()), Sampling(_FPS))
-        return replace(found, num_frames=min(found.num_frames or most, most))
-
     def _image(self, frame: np.ndarray) -> dict[str, Any]:
         """Process a frame as an image, which is not split."""
         own = ("size", "max_image_size") if self._kind == "frames" else ()
@@ -90,7 +82,7 @@ class VideoProcessing:
         if "do_image_splitting" in self._image_processor.valid_kwargs.__annotations__:
             options["do_image_splitting"] = False
         picture = Image.fromarray(frame)
-        return dict(self._image_processor([picture], return_tensors="pt", **self._arguments | options))
+        return dict(self._image_processor([picture], return_tensors="pt", **self._arguments, **options))
 
     def _images(self, file: VideoFile, frames: list[tuple[int, dict[str, Any]]]) -> Prepared:
         """Join frames that were processed as images."""
@@ -112,7 +104,8 @@ class VideoProcessing:
         pixels = torch.from_numpy(frame).permute(2, 0, 1)
         size = self._settings.get("size", {})
         height, width = resized(
-            *pixels.shape[1:],
+            frame.shape[0],
+            frame.shape[1],
             self._number("patch_size", 14) * self._number("merge_size", 2),
             self._settings.get("min_pixels") or size.get("shortest_edge", 128 * 28 * 28),
             self._settings.get("max_pixels") or size.get("longest_edge", 768 * 28 * 28),
@@ -193,7 +186,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _own_sampling(settings: Mapping[str, Any]) -> Sampling:
+def _own_sampling(settings: Mapping[str, Any]) -> FrameSampling:
     """Return which frames the model's folder asks for."""
     fps, count = settings.get("fps") or 0, settings.get("num_frames") or 0
-    return Sampling(float(fps), int(count)) if settings.get("do_sample_frames") or fps or count else Sampling()
+    return FrameSampling(float(fps), int(count))

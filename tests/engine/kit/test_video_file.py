@@ -11,7 +11,7 @@ from engine.config import VideoOptions
 from engine.errors import InvalidRequest
 from engine.kit.video_file import VideoFile, as_qwen, as_smolvlm, evenly
 from engine.kit.video_text import spelled, video_text
-from engine.media import MediaInput, Sampling
+from engine.media import FrameSampling, MediaInput
 from tests.support.videos import frames_of, video_bytes
 
 AVI = video_bytes("avi")
@@ -45,7 +45,7 @@ def test_a_video_that_claims_a_million_frames() -> None:
         opened(claiming(1_000_000))
     assert caught.value.param == "video"
     file = opened(claiming(1_000_000), max_seconds=1e9)
-    assert [index for index, _ in file.frames(evenly(file.total, file.fps, Sampling(num_frames=8)))] == [0]
+    assert [index for index, _ in file.frames(evenly(file.total, file.fps, FrameSampling(num_frames=8)))] == [0]
 
 
 @pytest.mark.parametrize(
@@ -85,15 +85,15 @@ def test_damaged_files_are_read_or_refused(changes: list[tuple[int, int]]) -> No
 
 
 def test_which_frames_are_taken() -> None:
-    assert evenly(100, 25.0, Sampling(num_frames=5)) == [0, 24, 49, 74, 99]
-    assert evenly(100, 25.0, Sampling(1.0, 64)) == [0, 33, 66, 99]
-    assert evenly(3, 25.0, Sampling(num_frames=8)) == [0, 1, 2]
-    assert as_smolvlm(64, 8.0, Sampling(2.0, 8)) == [0, 9, 18, 27, 36, 45, 54, 63]
-    assert as_smolvlm(1000, 10.0, Sampling(1.0, 4)) == [10, 336, 663, 990]  # without its first and last second
-    assert as_qwen(64, 8.0, Sampling(2.0, 64)) == [*range(0, 64, 4)]
-    assert as_qwen(64, 8.0, Sampling(0.1, 64)) == [0, 16, 32, 48]
-    assert as_qwen(64, 8.0, Sampling(num_frames=3)) == [0, 16, 32, 48]
-    assert as_qwen(1, 8.0, Sampling(2.0, 64)) == [0]
+    assert evenly(100, 25.0, FrameSampling(num_frames=5)) == [0, 24, 49, 74, 99]
+    assert evenly(100, 25.0, FrameSampling(1.0, 64)) == [0, 33, 66, 99]
+    assert evenly(3, 25.0, FrameSampling(num_frames=8)) == [0, 1, 2]
+    assert as_smolvlm(64, 8.0, FrameSampling(2.0, 8)) == [0, 9, 18, 27, 36, 45, 54, 63]
+    assert as_smolvlm(1000, 10.0, FrameSampling(1.0, 4)) == [10, 336, 663, 990]  # without its first and last second
+    assert as_qwen(64, 8.0, FrameSampling(2.0, 64)) == [*range(0, 64, 4)]
+    assert as_qwen(64, 8.0, FrameSampling(0.1, 64)) == [0, 16, 32, 48]
+    assert as_qwen(64, 8.0, FrameSampling(num_frames=3)) == [0, 16, 32, 48]
+    assert as_qwen(1, 8.0, FrameSampling(2.0, 64)) == [0]
 
 
 def test_how_a_video_is_written() -> None:

@@ -3,7 +3,7 @@ the device."""
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import torch
 from blake3 import blake3
 
 from engine.checkpoints.facts import ModelFacts
-from engine.config import EmbeddedConfig
+from engine.config import EmbeddedConfig, Tag
 from engine.embedded.kv.layout import Attends
 from engine.embedded.models.cuda.attention import CudaAttention
 from engine.embedded.models.cuda.compiling import expect_compilation, warn_of_compilation
@@ -163,10 +163,18 @@ class CudaRunner(TorchRunner):
             self._weights.release(keep=level == 1)
 
     @torch.inference_mode()
-    def _resume_weights(self) -> None:
-        if self._weights is None or (self._weights.resume() and self._read):
-            return
+    def resume_memory(self, tags: Collection[Tag]) -> None:
+        """Take memory of KV blocks while weights are copied, but after weights that have to be read: these may take
+        memory twice meanwhile."""
+        others = partial(super().resume_memory, set(tags) - {"weights"})
+        if "weights" in tags and self._weights is not None and not (self._weights.resume(others) and self._read):
+            self._read_weights()
+        others()
+
+    def _read_weights(self) -> None:
         self._read = False
+        assert self._weights is not None
+        self._weights.forget()
         stable = _tensors(self._decoder)
         decoder = self._decoder
         try:

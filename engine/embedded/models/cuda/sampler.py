@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.embedded.grammar.compiler import fill_bitmask, new_bitmask
 from engine.embedded.models.cuda import sampling_kernels
 from engine.embedded.models.cuda.sampling_kernels import AN_END, COUNTED, FIELDS, IN_PROMPT, REPORT, TOP, Kernels
 from engine.embedded.models.devices import to_device
@@ -144,10 +145,8 @@ class CudaSampler(Sampler):
         results: RowDraws,
     ) -> None:
         """Draw rows with a grammar again, now that its masks are known."""
-        masks = torch.full((len(rows), -(-self._vocab_size // 32)), -1, dtype=torch.int32)
-        for index, state in enumerate(states):
-            assert state.matcher is not None
-            state.matcher.fill(masks, index)
+        masks = new_bitmask(len(rows), self._vocab_size)
+        fill_bitmask(masks, {index: state.matcher for index, state in enumerate(states) if state.matcher is not None})
         header = [
             (row, slots[row], state.num_prompt + state.position - 1, 0) for row, state in zip(rows, states, strict=True)
         ]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from engine.embedded.grammar.compiler import GrammarCompiler
+from engine.embedded.grammar.compiler import GrammarCompiler, Matcher, fill_bitmask, new_bitmask
 from engine.embedded.sampling.sampler import Sampler
 from engine.embedded.sampling.state import SamplerState
 from engine.errors import InvalidRequest
@@ -181,3 +181,32 @@ async def test_a_grammar_that_grows_too_slow_reports_itself(compiler: GrammarCom
     allowed(matcher)
     assert "too ambiguous" in matcher.error
     assert allowed(matcher) == {EOS}
+
+
+@pytest.mark.parametrize("slow", [False, True])
+async def test_masks_of_many_are_those_of_each(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, slow: bool
+) -> None:
+    """Several threads fill most rows: those of one library, unless masks took long, so that each is timed alone."""
+    monkeypatch.setattr("engine.embedded.grammar.compiler._SLOW_SECONDS", -1.0 if slow else 60.0)
+    guides = [Guide("regex", "[a-z]+1"), Guide("json_object", ""), Guide("grammar", 'root ::= "(" root ")" | [0-9]')]
+    compiled = [await compiler.compile(guide) for guide in guides]
+
+    def matchers() -> dict[int, Matcher]:
+        found = {row: started(compiled[row % 2]) for row in range(20)} | {25: started(compiled[2])}
+        for token in [*tokenizer.encode("a1", add_special_tokens=False).ids, EOS]:
+            found[4].accept(token)
+        found[6].error = "it failed before"
+        return found
+
+    together, alone = matchers(), matchers()
+    for step in range(3):
+        expected, found = new_bitmask(27, VOCAB), new_bitmask(27, VOCAB)
+        for row, matcher in alone.items():
+            matcher.fill(expected, row)
+        assert (together[0].shared is None) == (slow and step > 0) and together[25].shared is None
+        fill_bitmask(found, together)
+        assert torch.equal(found, expected)
+        token = tokenizer.token_to_id("a")
+        for row in range(0, 20, 2):
+            assert together[row].accept(token) and alone[row].accept(token)

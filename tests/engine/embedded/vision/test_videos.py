@@ -17,16 +17,19 @@ from engine.config import EncoderConfig
 from engine.embedded.models.embeddings import PromptImages
 from engine.embedded.vision.batches import BatchEncoder
 from engine.kit.video_text import spelled
-from engine.media import EncodedMedia, MediaInput, MediaSpan, MediaSpans, Sampling
+from engine.media import EncodedMedia, FrameSampling, MediaInput, MediaSpan, MediaSpans
 from engine.types import GenerateRequest, SamplingParams
 from tests.support.videos import frames_of, video_bytes
 from tests.support.vision_models import BUILDERS, TOKENS, image_bytes
 
 VIDEO = video_bytes("avi", count=24, fps=8.0)
 COUNT = 5
-TAKEN = {"llava": [0, 5, 11, 17, 23], "smolvlm": [0, 5, 11, 17, 23]} | dict.fromkeys(
-    ("qwen2_vl", "qwen2_5_vl"), [0, 6, 12, 18]
-)
+TAKEN = {
+    "llava": [0, 5, 11, 17, 23],
+    "smolvlm": [0, 5, 11, 17, 23],
+    "qwen2_vl": [0, 6, 12, 18],
+    "qwen2_5_vl": [0, 6, 12, 18],
+}
 
 
 @pytest.fixture(scope="module", params=[*TAKEN])
@@ -68,10 +71,10 @@ def rows_of(encoded: EncodedMedia) -> torch.Tensor:
 def test_pixels_text_and_embeddings(folder: Path, encoder: BatchEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = folder.name.rstrip("0123456789")
     taken = TAKEN[kind]
-    (encoded,) = encode(encoder, MediaInput(VIDEO, kind="video", sampling=Sampling(num_frames=COUNT)))
+    (encoded,) = encode(encoder, MediaInput(VIDEO, kind="video", sampling=FrameSampling(num_frames=COUNT)))
     pictures = [frames_of(24)[index] for index in taken]
     ours = encoder.processing.processor
-    images = encoder.processing._image_processor
+    images = ours.image_processor
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     inputs: dict[str, Any]
     if kind.startswith("qwen"):
@@ -80,11 +83,11 @@ def test_pixels_text_and_embeddings(folder: Path, encoder: BatchEncoder, monkeyp
 
         videos = Qwen2VLVideoProcessor.from_pretrained(folder)
         inputs = videos([np.stack(pictures)], return_tensors="pt", do_sample_frames=False)
-        expected = model.get_video_features(**{name: inputs[name] for name in ("pixel_values_videos", "video_grid_thw")})
+        expected = model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"])
         assert list(encoded.grid) == inputs["video_grid_thw"][0].tolist() == [2, 12, 16]
         assert encoded.text == "<|video_pad|>" * 96
         pixels = encoder.processing.prepare(
-            MediaInput(VIDEO, kind="video", sampling=Sampling(num_frames=COUNT))
+            MediaInput(VIDEO, kind="video", sampling=FrameSampling(num_frames=COUNT))
         ).tensors["pixel_values"]
         torch.testing.assert_close(pixels, inputs["pixel_values_videos"], rtol=0, atol=1e-6)
         seconds = 2 / metadata(taken).sampled_fps
@@ -112,7 +115,7 @@ def test_rates_counts_and_refusals(folder: Path, encoder: BatchEncoder) -> None:
     count: Callable[[EncodedMedia], int] = lambda one: one.rows // encode_one(1).rows  # noqa: E731
 
     def encode_one(frames: int) -> EncodedMedia:
-        return encode(encoder, MediaInput(VIDEO, kind="video", sampling=Sampling(num_frames=frames)))[0]
+        return encode(encoder, MediaInput(VIDEO, kind="video", sampling=FrameSampling(num_frames=frames)))[0]
 
     picture = MediaInput(image_bytes())
     mixed = encode(encoder, picture, MediaInput(VIDEO, kind="video"), picture)
@@ -126,7 +129,9 @@ def test_positions_are_those_of_transformers(folder: Path, encoder: BatchEncoder
     assert takes is not None
     if not takes.merge:
         return
-    picture, video = encode(encoder, MediaInput(image_bytes()), MediaInput(VIDEO, kind="video", sampling=Sampling(4.0)))
+    picture, video = encode(
+        encoder, MediaInput(image_bytes()), MediaInput(VIDEO, kind="video", sampling=FrameSampling(4.0))
+    )
     assert video.grid[0] == 6
     ids = [300, 301, *[TOKENS["<|video_pad|>"]] * video.rows, 302, *[TOKENS["<|image_pad|>"]] * picture.rows, 303]
     spans = [
@@ -135,7 +140,10 @@ def test_positions_are_those_of_transformers(folder: Path, encoder: BatchEncoder
         for one, start, kind in ((video, 2, "video"), (picture, 3 + video.rows, "image"))
     ]  # type: ignore[arg-type]  # fmt: skip
     request = GenerateRequest(
-        request_id="a", prompt_token_ids=tuple(ids), sampling=SamplingParams(max_tokens=1), media=MediaSpans(tuple(spans))
+        request_id="a",
+        prompt_token_ids=tuple(ids),
+        sampling=SamplingParams(max_tokens=1),
+        media=MediaSpans(tuple(spans)),
     )
     model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     kinds = [2 if token == takes.video_token_id else int(token == takes.token_id) for token in ids]
