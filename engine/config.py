@@ -159,6 +159,7 @@ class TrtllmConfig(_BackendConfig, frozen=True, kw_only=True, tag="trtllm"):
     backend: Literal["pytorch", "_autodeploy"] = "pytorch"
     max_image_pixels: int = MAX_IMAGE_PIXELS
     videos: VideoOptions = VideoOptions()
+    max_audio_seconds: float = MAX_AUDIO_SECONDS
     arguments: dict[str, Any] = {}
     sampling: Literal["native", "processors"] = "native"
     """Whether logits processors of ours do what the engine's sampler ignores (`engine/trtllm/support.py`)."""

@@ -194,9 +194,9 @@ class ModelFacts:
         return ""
 
     @property
-    def takes_audio(self) -> bool:
-        """Whether the model takes audio, whichever engine encodes it."""
-        return "audio_config" in self.config
+    def takes_media(self) -> bool:
+        """Whether the model takes images or audio, whichever engine encodes them."""
+        return self.takes_images or "audio_config" in self.config
 
     @property
     def no_media(self) -> str:

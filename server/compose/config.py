@@ -71,6 +71,7 @@ def _backend_config(settings: Settings, folder: Path | None) -> EngineConfig:
             backend=arguments.pop("backend", settings.backend),
             max_image_pixels=settings.max_image_pixels,
             videos=video_options(settings),
+            max_audio_seconds=settings.max_audio_seconds,
             arguments=arguments,
             sampling=settings.trtllm_sampling,
             hang_seconds=settings.engine_hang_seconds,

@@ -110,7 +110,7 @@ def image_prompts(
             settings.max_videos,
             settings.max_audios,
         )
-    if settings.engine == "trtllm" and folder is not None and read_model_facts(folder).takes_images:
+    if settings.engine == "trtllm" and folder is not None and read_model_facts(folder).takes_media:
         return BackendPrompts(
             MediaLoader(limits),
             settings.max_images,

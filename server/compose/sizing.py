@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.checkpoints.facts import ModelFacts, read_model_facts
-from engine.checkpoints.packaged import VIDEO, VISION
+from engine.checkpoints.packaged import PACKAGED
 from engine.embedded.threads import compute_threads
 from engine.errors import EngineFailure
 from engine.kit.machine import free_memory, host_memory
@@ -121,16 +121,18 @@ def api_processes(settings: Settings, folder: Path | None, machine: Machine) -> 
         return Size(1, "the engine runs in it")
     if settings.engine == "fake" or not on_gpu(settings, machine):
         return Size(1, "it keeps up with an engine on a CPU")
-    if settings.engine == "embedded" and _takes_images(settings, folder):
-        return Size(1, "each would load the model's vision tower")
+    if settings.engine == "embedded" and _has_tower(settings, folder):
+        return Size(1, "each would load what encodes the model's media")
     count = min(_MOST_API_PROCESSES, max(1, machine.cores // _CORES_PER_API_PROCESS))
     most = f", {_MOST_API_PROCESSES} at most" if count == _MOST_API_PROCESSES else ""
     return Size(count, f"1 for each {_CORES_PER_API_PROCESS} of {machine.cores} cores beside a GPU{most}")
 
 
-def _takes_images(settings: Settings, folder: Path | None) -> bool:
+def _has_tower(settings: Settings, folder: Path | None) -> bool:
+    """Return whether something encodes media: all built-in models that are trained on top of another take some."""
     try:
-        return settings.model in (VISION, VIDEO) or (folder is not None and read_model_facts(folder).takes_images)
+        built_in = PACKAGED.get(settings.model)
+        return bool(built_in and built_in.base) or (folder is not None and read_model_facts(folder).takes_media)
     except EngineFailure:
         return False
 

@@ -1,11 +1,8 @@
-"""Tiny models that hear, of the kind of Audio Flamingo 3, with random weights, and recordings for them."""
+"""Tiny models that hear, of the kind of Audio Flamingo 3, with random weights."""
 
-import io
 import json
-import wave
 from pathlib import Path
 
-import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AudioFlamingo3Config, AudioFlamingo3ForConditionalGeneration, WhisperFeatureExtractor
@@ -60,20 +57,3 @@ def build_audio_flamingo(path: Path) -> Path:
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     (path / "chat_template.jinja").write_text(_TEMPLATE)
     return path
-
-
-def sound(seconds: float, seed: int = 0) -> np.ndarray:
-    """Return int16 samples at 16 kHz: tones that differ by seed, in noise."""
-    noise = np.random.default_rng(seed)
-    time = np.arange(int(seconds * 16_000)) / 16_000
-    wave = 0.4 * np.sin(2 * np.pi * np.cumsum(300 + 200 * np.sin(5 * time + seed)) / 16_000)
-    return ((wave + 0.02 * noise.normal(size=time.size)) * 32_000).astype(np.int16)
-
-
-def sound_bytes(seconds: float, seed: int = 0) -> bytes:
-    """The same as a WAV file."""
-    file = io.BytesIO()
-    with wave.open(file, "wb") as written:
-        written.setparams((1, 2, 16_000, 0, "NONE", ""))
-        written.writeframes(sound(seconds, seed).tobytes())
-    return file.getvalue()

@@ -13,7 +13,8 @@ from engine.embedded.vision.batches import BatchEncoder
 from engine.errors import EngineFailure, InvalidRequest
 from engine.media import EncodedMedia, MediaInput
 from engine.transfer.shared_bytes import readable
-from tests.support.audio_models import HIDDEN, WINDOW_SECONDS, build_audio_flamingo, sound, sound_bytes
+from tests.support.audio_models import HIDDEN, WINDOW_SECONDS, build_audio_flamingo
+from tests.support.sounds import sound, sound_bytes
 
 
 @pytest.fixture(scope="module")
