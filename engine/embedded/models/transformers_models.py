@@ -16,7 +16,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
     modeling_utils,
 )
 from transformers.configuration_utils import PreTrainedConfig
@@ -138,7 +138,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
     family = family_of(config.model_type)
     auto: Any = AutoModelForImageTextToText if family.vision else AutoModelForCausalLM
     if family.audio:
-        auto = AutoModelForMultimodalLM
+        auto = AutoModelForSeq2SeqLM
     if type(config) not in auto._model_mapping:
         raise EngineFailure(f"models of type {config.model_type} generate no text: transformers has no class that does")
     model = auto._model_mapping[type(config)]
