@@ -7,12 +7,16 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import certifi
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from engine.memory.service import MemoryService
 
 
 def _has_home() -> bool:
@@ -90,6 +94,7 @@ SLOW = (
     "server/http/test_openapi_fuzz.py",
     "server/process/",
     "server/test_tracing_export.py",
+    "smolvideo/",
     "smolvision/",
 )
 """Files and folders that `make test` leaves to `make test-slow`: what starts fleets of processes, breaks them,
@@ -99,6 +104,7 @@ LONGEST = (
     "e2e/",
     "engine/checkpoints/test_fuzz.py",
     "engine/embedded/test_smollm2_tokens.py",
+    "smolvideo/",
     "smolvision/",
     "benchmarks/",
 )
@@ -180,6 +186,18 @@ def smollm2() -> Path:
 
     settings = Settings()
     return resolve_model(settings.model, settings.cache_dir)
+
+
+@pytest.fixture
+async def memory_service(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator["MemoryService"]:
+    """A memory service that runs; it keeps what no engine leases for the module's `MEMORY_GRACE_SECONDS`."""
+    from engine.memory.service import GRACE_SECONDS, MemoryService  # noqa: PLC0415 - most tests do without
+
+    grace = getattr(request.module, "MEMORY_GRACE_SECONDS", GRACE_SECONDS)
+    service = MemoryService(tmp_path / "memory.sock", grace=grace)
+    service.start()
+    yield service
+    service.close()
 
 
 @pytest.fixture

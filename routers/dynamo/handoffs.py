@@ -33,13 +33,13 @@ FIELD = "trellis_handoff"
 """The field of `disaggregated_params` that holds a handoff, in base64."""
 _TICKET_BYTES = 1 << 16
 _CLAIM_SECONDS = 5.0
-"""How long claiming a lease may take: the runtime waits without end for a worker that is gone from discovery."""
+"""Seconds that claiming a lease may take: the runtime would wait forever for a worker that has left discovery."""
 
 log = logging.getLogger(__name__)
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """Where the lease of a handoff's KV blocks is to be claimed. It is the `lease` of the handoff, in msgpack."""
+    """Where to claim the lease of a handoff's KV blocks. In msgpack, it is the handoff's `lease`."""
 
     info: PrefillInfo
     """Facts that the decode replica must share."""
@@ -54,7 +54,7 @@ _tickets = msgspec.msgpack.Decoder(Ticket)
 
 
 def packed(handoff: Handoff, ticket: Ticket, dp_rank: int) -> dict[str, Any]:
-    """Return the `disaggregated_params` of a handoff. The router reads the worker that has computed it in them."""
+    """Return the `disaggregated_params` of a handoff. Dynamo's router reads in them which worker has computed it."""
     payload = encode(replace(handoff, lease=msgspec.msgpack.encode(ticket)))
     return {
         FIELD: base64.b64encode(payload).decode(),
@@ -66,7 +66,7 @@ def unpacked(params: Mapping[str, Any]) -> Handoff | None:
     """Return the handoff of `disaggregated_params`; None for those of another kind of worker. Raises RequestError."""
     found = params.get(FIELD)
     if found is None:
-        log.warning("the prefill worker is none of Trellis: computing the prompt here")
+        log.warning("the prefill worker is not a Trellis worker: computing the prompt here")
         return None
     try:
         return decode_handoff(base64.b64decode(found, validate=True))

@@ -59,7 +59,7 @@ _TYPES: Mapping[WorkerRole, tuple[WorkerType, list[list[WorkerType]]]] = {
     "prefill": (WorkerType.Prefill, [[WorkerType.Decode]]),
     "decode": (WorkerType.Decode, [[WorkerType.Prefill]]),
 }
-"""What a worker is, and which others the graph must have for it."""
+"""The type of a worker with each role, and the types that the graph needs besides it."""
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class GraphConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What the model card says besides the engine's facts."""
+    """Facts of the model card that do not come from the engine."""
 
     folder: Path
     name: str

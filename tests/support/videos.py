@@ -21,10 +21,16 @@ def frames_of(count: int, width: int = 64, height: int = 48) -> list[np.ndarray]
 
 
 def video_bytes(extension: str = "mp4", count: int = 24, fps: float = 8.0, width: int = 64, height: int = 48) -> bytes:
+    return video_of(frames_of(count, width, height), extension, fps)
+
+
+def video_of(frames: list[np.ndarray], extension: str = "mp4", fps: float = 8.0) -> bytes:
+    """A file with these frames, uint8 RGB."""
+    height, width, _ = frames[0].shape
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"video.{extension}"
         writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*CODECS[extension]), fps, (width, height))
-        for frame in frames_of(count, width, height):
-            writer.write(frame[:, :, ::-1])
+        for frame in frames:
+            writer.write(np.ascontiguousarray(frame[:, :, ::-1]))
         writer.release()
         return path.read_bytes()
