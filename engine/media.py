@@ -125,6 +125,13 @@ Unexpanded: TypeAlias = MediaFiles | Encoding
 PromptMedia: TypeAlias = MediaSpans | MediaFiles | Encoding
 
 
+def kinds_of(media: PromptMedia) -> set[MediaKind]:
+    """Return the kinds of a prompt's media. Only images are encoded by another replica in a backend's own terms."""
+    if isinstance(media, Encoding):
+        return {"image"}
+    return {one.kind for one in (media.spans if isinstance(media, MediaSpans) else media.files)}
+
+
 def detach_media(media: Sequence[MediaInput]) -> tuple[list[MediaInput], list[bytes]]:
     """Return media to encode without their bytes, and the bytes, which travel beside a message and are not copied."""
     return [replace(medium, data=b"") for medium in media], [medium.data for medium in media]

@@ -3,7 +3,7 @@
 A chat is a list of messages as in the API, with `{"type": "audio"}` parts; TEMPLATE renders it as a prompt.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from smolaudio.questions import KINDS, Saying, Turn, ask, kinds_of, make_saying
-from smolaudio.speech import make_voice, record
+from smolaudio.speech import Voice, make_voice, record
 
 AUDIO_TOKEN = "<audio>"
 AUDIO_TOKEN_ID = 49152
@@ -63,7 +63,7 @@ class Chat:
     messages: tuple[dict[str, Any], ...]
 
 
-def make_chat(seed: int, turns: int) -> Chat:
+def make_chat(seed: int, turns: int, say: Callable[[str, Voice, Random], np.ndarray] = record) -> Chat:
     """Return a chat with at most `turns` questions, for training."""
     rng = Random(seed)
     saying = make_saying(rng.choices([*_SAID], [*_SAID.values()])[0], rng)
@@ -72,7 +72,7 @@ def make_chat(seed: int, turns: int) -> Chat:
         facts = [Turn("text", *fact) for fact in rng.sample(_FACTS, 2)]
         alone = facts if rng.random() < 0.6 else [Turn("text", asked[0].question, _NO_RECORDING)]
         return Chat(None, None, tuple(_system(rng) + _messages(alone, rng, False)))
-    samples = record(saying.spoken, make_voice(rng), rng)
+    samples = say(saying.spoken, make_voice(rng), rng)
     kept = list({turn.answer: turn for turn in asked}.values())  # no answer can be copied from an earlier one
     return Chat(saying, samples, tuple(_system(rng) + _messages(kept, rng, True)))
 

@@ -8,7 +8,6 @@ from functools import cache
 from random import Random
 from typing import NamedTuple
 
-import espeakng_loader
 import numpy as np
 
 RATE = 16_000
@@ -51,6 +50,8 @@ def make_voice(rng: Random, *, held_out: bool = False) -> Voice:
 @cache
 def _espeak() -> tuple[ctypes.CDLL, int, list[np.ndarray], object]:
     """Return the library, its samples a second, the pieces that it speaks, and what it calls, which must live on."""
+    import espeakng_loader  # noqa: PLC0415 - the rest does without
+
     library = ctypes.CDLL(espeakng_loader.get_library_path())
     rate = library.espeak_Initialize(_SYNCHRONOUS, 0, espeakng_loader.get_data_path().encode(), 0)
     if rate <= 0:

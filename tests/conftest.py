@@ -94,6 +94,7 @@ SLOW = (
     "server/http/test_openapi_fuzz.py",
     "server/process/",
     "server/test_tracing_export.py",
+    "smolaudio/",
     "smolvideo/",
     "smolvision/",
 )
@@ -104,6 +105,7 @@ LONGEST = (
     "e2e/",
     "engine/checkpoints/test_fuzz.py",
     "engine/embedded/test_smollm2_tokens.py",
+    "smolaudio/",
     "smolvideo/",
     "smolvision/",
     "benchmarks/",
