@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from engine.media import Speech
 from engine.types import GenerateRequest, Performance
 
 Api = Literal["chat_completions", "completions", "responses", "messages"]
@@ -80,6 +81,7 @@ class GenerationMetrics:
             "request_generation_tokens", "Tokens generated for a choice that finished", _TOKENS
         )
         self.image_requests = counter("request_type_image", "Requests with images")
+        self.speech_seconds = counter("transcribed_audio_seconds", "Seconds of audio in finished transcripts")
         self.structured_requests = counter(
             "request_type_structured_output", "Requests whose output has to follow a grammar"
         )
@@ -98,7 +100,7 @@ class GenerationMetrics:
 
     def requested(self, request: GenerateRequest) -> None:
         """Count a request, all of whose choices are like `request`."""
-        if request.media is not None:
+        if request.media is not None and not isinstance(request.media, Speech):
             self.image_requests.inc()
         if request.sampling.guide is not None:
             self.structured_requests.inc()

@@ -35,6 +35,10 @@ class WhisperSizes:
         """Frames of a window."""
         return self.positions * FRAMES_PER_POSITION
 
+    def place_bytes(self, value_bytes: int) -> int:
+        """Return the bytes of a sequence's keys and values, those of its speech included."""
+        return 2 * self.decoder_layers * self.width * (self.context + self.positions) * value_bytes
+
     @classmethod
     def of(cls, facts: ModelFacts) -> "WhisperSizes":
         """Raises EngineFailure for a config.json of another kind of model, or with wrong values."""

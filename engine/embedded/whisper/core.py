@@ -16,7 +16,7 @@ from engine.checkpoints.whisper import WhisperSizes, read_tokens
 from engine.config import EmbeddedConfig, Tag
 from engine.embedded.models.devices import device_of, dtype_of
 from engine.embedded.whisper.alignment import spoken_times
-from engine.embedded.whisper.decoder import Caches, SpeechDecoder, place_bytes
+from engine.embedded.whisper.decoder import Caches, SpeechDecoder
 from engine.embedded.whisper.encoder import AudioEncoder, load_weights
 from engine.embedded.whisper.rules import Rules
 from engine.errors import EngineError, EngineFailure
@@ -106,7 +106,7 @@ class WhisperCore:
 
     @property
     def kv_bytes(self) -> int:
-        return self.places * place_bytes(self.sizes, self.dtype)
+        return self.places * self.sizes.place_bytes(self.dtype.itemsize)
 
     @property
     def ready(self) -> bool:
@@ -200,7 +200,7 @@ class WhisperCore:
             room = int(free * self._config.free_gpu_memory_fraction)
         else:
             room = self._config.kv_cache_memory_mb * _MIB
-        return max(1, min(self._config.max_batch_size, room // place_bytes(self.sizes, self.dtype)))
+        return max(1, min(self._config.max_batch_size, room // self.sizes.place_bytes(self.dtype.itemsize)))
 
     def _new_caches(self) -> Caches:
         return Caches.empty(self.sizes, self.places, self.dtype, self.device)
@@ -214,7 +214,9 @@ class WhisperCore:
         count = min(len(self.waiting), self.places - len(self.running), self._together)
         if not count:
             return []
-        fresh = sorted((self.waiting.popleft() for _ in range(count)), key=lambda one: len(one.request.prompt_token_ids))
+        fresh = sorted(
+            (self.waiting.popleft() for _ in range(count)), key=lambda one: len(one.request.prompt_token_ids)
+        )
         outputs: Outputs = []
         while fresh:
             length = len(fresh[0].request.prompt_token_ids)

@@ -42,11 +42,6 @@ class Caches(NamedTuple):
         self.speech[:, :, target] = self.speech[:, :, source]
 
 
-def place_bytes(sizes: WhisperSizes, dtype: torch.dtype) -> int:
-    """Return the bytes of one place."""
-    return 2 * sizes.decoder_layers * sizes.width * (sizes.context + sizes.positions) * dtype.itemsize
-
-
 class _Layer:
     def __init__(self, weights: Weights, prefix: str, heads: int) -> None:
         own, speech = f"{prefix}.self_attn", f"{prefix}.encoder_attn"

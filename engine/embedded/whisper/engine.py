@@ -16,8 +16,15 @@ from engine.base import DeltaStream, Latest
 from engine.config import EmbeddedConfig, Tag
 from engine.embedded.threads import compute_threads
 from engine.embedded.whisper.core import Outputs, WhisperCore, WhisperModel
-from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
-from engine.errors import NotSupported
+from engine.errors import (
+    EngineDied,
+    EngineError,
+    EngineFailure,
+    EngineNotReady,
+    EngineUnavailable,
+    InvalidRequest,
+    NotSupported,
+)
 from engine.kit.checks import check_prompt
 from engine.kit.kv_log import KvEventLog
 from engine.kv_events import KvEvent
