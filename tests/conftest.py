@@ -75,6 +75,7 @@ SLOW = (
     "engine/embedded/test_tiered_engine.py",
     "engine/embedded/test_windows.py",
     "engine/embedded/vision/",
+    "engine/embedded/whisper/",
     "engine/kit/test_processors.py",
     "engine/process/test_child.py",
     "engine/replicas/test_encode_embedded.py",
