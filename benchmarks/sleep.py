@@ -63,7 +63,7 @@ async def running(config: EmbeddedConfig, device: str) -> AsyncIterator[Asleep]:
 
 
 async def levels(options: argparse.Namespace, config: EmbeddedConfig, weights: int) -> None:
-    before = device_memory() if options.device.startswith("cuda") else 0
+    before = device_memory() if options.device.startswith("cuda") else None
     async with running(config, options.device) as engine:
         info = engine.client.info
         prompts = [prompt_of(options.tokens // 4, info.vocab_size) for _ in range(3)]
@@ -87,8 +87,8 @@ async def levels(options: argparse.Namespace, config: EmbeddedConfig, weights: i
                 asleep = engine.memory()
                 wakes.append(await timed(engine.client.wake_up()))
                 equal &= [answer.tokens for answer in await answers()] == expected
-            share = (awake - asleep) / ((awake - before) if before else (weights + written))
-            whole = "all that the engine took" if before else "weights and written KV blocks"
+            share = (awake - asleep) / (weights + written if before is None else awake - before)
+            whole = "weights and written KV blocks" if before is None else "all that the engine took"
             seen = ", ".join(f"{seconds:.3f}" for seconds in wakes)
             print(
                 f"| {level} | {awake / MIB:.0f} | {asleep / MIB:.0f} | {(awake - asleep) / MIB:.0f}, {share:.0%} of "

@@ -7,6 +7,7 @@ nothing is reused. Engines with and without tiers take turns, and figures are me
 
 import argparse
 import asyncio
+import logging
 import random
 import tempfile
 import time
@@ -113,6 +114,7 @@ class Bench:
         tokens = self.options.tokens
         config = self.config(tokens + 64, block_mb, tiers=True, host=3 * tokens)
         times: dict[str, list[float]] = {"computed": [], "host": [], "disk": []}
+        loaded: dict[str, int] = {}
         other: list[int] | None = None
         for _ in range(self.options.rounds):
             async with running(config) as engine:
@@ -126,14 +128,16 @@ class Bench:
                 await asyncio.sleep(1)
                 disk = await ask(engine, prompt)
             assert computed.tokens == host.tokens == disk.tokens, "the answers differ"
-            assert computed.cached == 0 < min(host.cached, disk.cached), "the tiers did not have it"
+            assert computed.cached == 0, "a tier had a new conversation"
             for name, answer in (("computed", computed), ("host", host), ("disk", disk)):
                 times[name].append(answer.first)
+                loaded[name] = answer.cached
         print(f"\nFirst token of a conversation of {tokens} tokens that returns, {len(times['host'])} rounds\n")
-        print("| from | median s | times sooner, median of rounds |\n|---|---|---|")
+        print("| from | tokens loaded | median s | times sooner, median of rounds |\n|---|---|---|---|")
         for name, found in times.items():
             sooner = median(slow / fast for slow, fast in zip(times["computed"], found, strict=True))
-            print(f"| {name} | {median(found):.3f} | {sooner:.1f} |")
+            print(f"| {name} | {loaded[name]} | {median(found):.3f} | {sooner:.1f} |")
+        print("\nA tier from which loading takes longer than computing (see the log) is not asked.")
 
     async def crowd(self, block_mb: float) -> None:
         """Measure tokens a second of many conversations that take turns, more than the device holds."""
@@ -194,6 +198,7 @@ class Bench:
 
 
 async def main(options: argparse.Namespace) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     settings = Settings()
     folder = resolve_model(options.model or settings.model, settings.cache_dir)
     with tempfile.TemporaryDirectory(prefix="trellis-tiers-", dir=options.folder) as disk:

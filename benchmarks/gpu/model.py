@@ -1,5 +1,6 @@
 """Create model folders with the shape of a real model, without or with random weights, and a simple tokenizer."""
 
+import argparse
 import json
 from dataclasses import dataclass
 from itertools import islice, product
@@ -70,14 +71,26 @@ def write_folder(folder: Path, shape: Shape) -> None:
 
 
 def write_weights(folder: Path, seed: int) -> None:
-    """Write random bfloat16 weights into a folder; equal seeds give equal weights."""
+    """Write random bfloat16 weights into a folder; equal seeds give equal weights on the same kind of device."""
     import torch  # noqa: PLC0415 - seconds that other runs do not need
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
     torch.manual_seed(seed)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a folder: `python -m benchmarks.gpu.model llama-8b FOLDER`.")
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--weights", action="store_true", help="random ones, for what cannot use --load-format dummy")
+    options = parser.parse_args()
+    write_folder(options.folder, SHAPES[options.shape])
+    if options.weights:
+        write_weights(options.folder, seed=0)
 
 
 def _config(shape: Shape) -> dict[str, object]:
@@ -116,3 +129,7 @@ def _tokenizer(vocabulary: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
     return tokenizer
+
+
+if __name__ == "__main__":
+    main()

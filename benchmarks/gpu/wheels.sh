@@ -16,7 +16,7 @@ folder=${1:-.whl}
 packages="
     annotated-types anyio apache-tvm-ffi blake3 fastapi gguf httptools llguidance msgspec opentelemetry-api orjson prometheus-client
     prometheus-fastapi-instrumentator pydantic pydantic-core pydantic-settings python-dotenv pyzmq sse-starlette starlette
-    typing-extensions typing-inspection uvicorn xgrammar
+    typing-extensions typing-inspection uvicorn websockets xgrammar
 "
 pinned=$(for name in $packages; do grep "^$name==" constraints.txt || exit 1; done)
 requirements="flashinfer-python==0.6.13 $pinned $(grep '^pytest-asyncio==' constraints-dev.txt)"

@@ -32,7 +32,7 @@ from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest, Guide
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-_SHORTEST_PAUSE, _LONGER_PAUSE = 0.0002, 1.2
+_SHORTEST_PAUSE, _LONGER_PAUSE = 0.0002, 1.05
 """Seconds between two polls of transfers while nothing else runs, and the factor by which each pause is longer than
 the last."""
 _HEAD_START_SECONDS = 0.03

@@ -246,14 +246,19 @@ class ReservedDeviceMemory:
             self._driver.unmap(*self._parts.pop())
 
     def _map(self, piece: int) -> None:
-        handle = self._driver.create(self._ordinal, piece)
-        try:
-            for start in range(self.address, self.address + self._size, piece):
-                part = start, min(piece, self.address + self._size - start)
-                self._driver.map(*part, handle)
-                self._parts.append(part)
-        finally:
-            self._driver.release(handle)  # the mappings keep the memory
+        """Map one piece of memory behind as many addresses as it fills, and another behind the rest: the driver maps
+        whole pieces only (error 801)."""
+        whole = self._size // piece * piece
+        for start, stop, size in ((0, whole, piece), (whole, self._size, self._size - whole)):
+            if start < stop:
+                handle = self._driver.create(self._ordinal, size)
+                try:
+                    for offset in range(start, stop, size):
+                        part = self.address + offset, size
+                        self._driver.map(*part, handle)
+                        self._parts.append(part)
+                finally:
+                    self._driver.release(handle)  # the mappings keep the memory
         self._driver.allow(self.address, self._size, self._ordinal, READ_AND_WRITE)
 
 

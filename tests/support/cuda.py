@@ -6,11 +6,13 @@ that import this are skipped where Triton is not installed.
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support import fake_flashinfer
 
@@ -23,6 +25,22 @@ from engine.embedded.models.cuda import decode_attention, fp8_kernels, kernels, 
 from engine.embedded.sampling import sampler  # noqa: E402
 
 FP8 = torch.float8_e4m3fn
+OPTIONS: dict[str, Any] = {
+    "device": "cpu", "dtype": "float32", "max_num_tokens": 24, "max_batch_size": 4, "kv_block_size": 4,
+    "num_blocks": 40,
+    "overlap_scheduler": "on",
+}  # fmt: skip
+
+
+def save(path: Path, spread: float) -> Path:
+    config = LlamaConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64,
+        vocab_size=64,
+        max_position_embeddings=32, initializer_range=spread, tie_word_embeddings=False, eos_token_id=1, bos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
 
 
 def _to_fp8(values: Any) -> Any:

@@ -16,7 +16,7 @@ from engine.transfer.shared_memory import map_memory
 
 GRANULARITY = 1 << 16
 UUID = bytes(range(16))
-INVALID, OUT_OF_MEMORY = 1, 2
+INVALID, OUT_OF_MEMORY, NOT_SUPPORTED = 1, 2, 801
 _FIXED = 0x10
 _libc = ctypes.CDLL(None)
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -112,6 +112,8 @@ class FakeDriver:
 
     def _mem_map(self, address: int, size: int, offset: int, handle: int, flags: int) -> int:
         assert address not in self.mappings, "mapped twice"
+        if size != os.fstat(self.handles[handle]).st_size:
+            return NOT_SUPPORTED  # an H200's driver 580 refuses a part of a handle's memory
         map_memory(address, size, 0, mmap.MAP_SHARED | _FIXED, self.handles[handle])
         self.mappings[address] = size
         return 0

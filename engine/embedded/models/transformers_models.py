@@ -3,14 +3,21 @@
 The vision tower of a vision-language model runs elsewhere; the embeddings that it computes come with the requests.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    modeling_utils,
+)
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -44,6 +51,19 @@ def load_config(folder: str) -> tuple[PreTrainedConfig, ModelFacts]:
     return config, completed
 
 
+@contextlib.contextmanager
+def _allocated_one_by_one() -> Iterator[None]:
+    """Keep transformers from allocating the memory of all weights at once on a GPU. torch gives an allocation back when
+    nothing is left in it: any tensor that was made in between would keep what all weights took, once these have moved
+    (into shared memory, or into memory that a sleep releases)."""
+    allocate_all = modeling_utils.caching_allocator_warmup
+    modeling_utils.caching_allocator_warmup = lambda *_: None
+    try:
+        yield
+    finally:
+        modeling_utils.caching_allocator_warmup = allocate_all
+
+
 def load_weights(
     auto: Any,
     folder: str,
@@ -65,14 +85,15 @@ def load_weights(
     loader = logging.getLogger("transformers.modeling_utils")
     loader.addFilter(_is_no_report)
     try:
-        module, report = auto.from_pretrained(
-            folder,
-            local_files_only=True,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **options,
-        )
+        with _allocated_one_by_one():
+            module, report = auto.from_pretrained(
+                folder,
+                local_files_only=True,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **options,
+            )
     except Exception as error:  # likewise
         raise EngineFailure(f"transformers cannot load {folder}: {_brief(error)}") from error
     finally:

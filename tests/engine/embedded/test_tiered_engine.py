@@ -26,7 +26,14 @@ LOADS = Speeds(1.0, (0.0, 0.0), (0.0, 0.0))
 
 
 def core_of(folder: Path, **options: Any) -> EngineCore:
-    fixed = {"dtype": "float32", "threads": 1, "kv_block_size": BLOCK, "num_blocks": 40, "max_seq_len": 256}
+    fixed = {
+        "device": "cpu",
+        "dtype": "float32",
+        "threads": 1,
+        "kv_block_size": BLOCK,
+        "num_blocks": 40,
+        "max_seq_len": 256,
+    }
     core = EngineCore(EmbeddedConfig(model=str(folder), **{**fixed, **options}), lambda _: None)
     if core.tiers is not None:
         core.tiers.speeds = LOADS

@@ -5,6 +5,8 @@ The CUDA driver separates addresses from memory: addresses are reserved once, an
 when the engine sleeps and mapped again when it wakes.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from engine.embedded.kv.host_tier import Device
@@ -27,7 +29,7 @@ class ReleasableWeights:
         """Memory of each tensor, and its size."""
         self._released = False
         self._kept: dict[ReservedDeviceMemory, int] = {}
-        """Addresses of copies in memory of the host, while that is where the contents are."""
+        """Addresses of copies in memory of the host. Pinning it takes seconds, so it stays for the next sleep."""
         self._host = Device(device)
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -44,52 +46,52 @@ class ReleasableWeights:
         return bytes_at(memory.address, tensor.nbytes, self._device).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def release(self, *, keep: bool) -> None:
-        """Give the memory back, with a copy of the contents in memory of the host if they are to be kept. If they were
-        kept and need not be any more, drop the copy. Nothing may use the memory."""
-        if self._released:
-            if not keep:
-                self._forget()
-            return
-        self._settle()
+        """Give the memory back, with a copy of the contents in memory of the host if they are to be kept, and without
+        an earlier copy if they need not be. Nothing may use the memory."""
         try:
-            if keep:
+            if not keep:
+                self.forget()
+            if self._released:
+                return
+            self._settle()
+            if keep and not self._kept:
                 self._kept = {memory: self._host.allocate(size) for memory, size in self._memory.items()}
-                self._copy(to_host=True)
+                with self._host.copies() as copies:
+                    for memory, host in self._kept.items():
+                        copies.copy(host, memory.address, self._memory[memory])
+                    copies.wait()
             self._released = True
             for memory in self._memory:
                 memory.release()
         except (MemoryServiceError, TransferError, OSError) as error:
             if not self._released:
-                self._forget()
+                self.forget()
             raise EngineFailure(f"the memory of weights cannot be given back: {error}") from error
 
-    def resume(self) -> bool:
+    def resume(self, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Take memory again; return whether the contents are there, which otherwise are undefined. What was not
-        released is there."""
+        released is there. `meanwhile` is called while they are copied."""
         if not self._released:
+            meanwhile()
             return True
-        kept = bool(self._kept)
         try:
             for memory in self._memory:
                 memory.take()
-            if kept:
-                self._copy(to_host=False)
+            with self._host.copies() as copies:
+                for memory, host in self._kept.items():
+                    copies.copy(memory.address, host, self._memory[memory])
+                if self._kept:
+                    meanwhile()
+                copies.wait()
         except (MemoryServiceError, TransferError) as error:
             for memory in self._memory:
                 memory.release()
             raise EngineFailure(f"memory for weights cannot be had again: {error}") from error
         self._released = False
-        self._forget()
-        return kept
+        return bool(self._kept)
 
-    def _copy(self, *, to_host: bool) -> None:
-        with self._host.copies() as copies:
-            for memory, host in self._kept.items():
-                ends = (host, memory.address) if to_host else (memory.address, host)
-                copies.copy(*ends, self._memory[memory])
-            copies.wait()
-
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Drop the copy, which is not what the contents will be."""
         self._kept = {}
         self._host.close()
 

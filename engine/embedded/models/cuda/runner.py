@@ -3,7 +3,7 @@ the device."""
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import torch
 from blake3 import blake3
 
 from engine.checkpoints.facts import ModelFacts
-from engine.config import EmbeddedConfig
+from engine.config import EmbeddedConfig, Tag
 from engine.embedded.kv.layout import Attends
 from engine.embedded.models.cuda.attention import CudaAttention
 from engine.embedded.models.cuda.compiling import expect_compilation, warn_of_compilation
@@ -21,7 +21,7 @@ from engine.embedded.models.cuda.decoder import LlamaDecoder, is_llama_kind, tri
 from engine.embedded.models.cuda.graphs import capture
 from engine.embedded.models.cuda.releasable import ReleasableWeights
 from engine.embedded.models.cuda.sampler import CudaSampler, RowDraws
-from engine.embedded.models.devices import UnsupportedModelError, dtype_of, to_device
+from engine.embedded.models.devices import UnsupportedModelError, device_of, dtype_of, to_device
 from engine.embedded.models.runner import StepInput
 from engine.embedded.models.shared_weights import SharedWeights, TensorLayout
 from engine.embedded.models.torch.runner import TorchRunner
@@ -163,10 +163,18 @@ class CudaRunner(TorchRunner):
             self._weights.release(keep=level == 1)
 
     @torch.inference_mode()
-    def _resume_weights(self) -> None:
-        if self._weights is None or (self._weights.resume() and self._read):
-            return
+    def resume_memory(self, tags: Collection[Tag]) -> None:
+        """Take memory of KV blocks while weights are copied, but after weights that have to be read: these may take
+        memory twice meanwhile."""
+        others = partial(super().resume_memory, set(tags) - {"weights"})
+        if "weights" in tags and self._weights is not None and not (self._weights.resume(others) and self._read):
+            self._read_weights()
+        others()
+
+    def _read_weights(self) -> None:
         self._read = False
+        assert self._weights is not None
+        self._weights.forget()
         stable = _tensors(self._decoder)
         decoder = self._decoder
         try:
@@ -343,6 +351,9 @@ def _check(config: EmbeddedConfig) -> None:
         raise UnsupportedModelError(
             f"the kernels are for compute capability 9.0 and later, not for {torch.cuda.get_device_name()}"
         )
+    device = device_of(config)
+    if device.type == "cuda" and dtype_of(config, device) == torch.float32:
+        raise UnsupportedModelError("FlashInfer computes in 16 bits, and the model in float32 (DTYPE)")
     if config.quantization == "fp8" and dtype_of(config, torch.device("cuda")) != torch.bfloat16:
         raise UnsupportedModelError(f"products of fp8 are bfloat16, and DTYPE is {config.dtype}")
     hf_config, _ = load_config(config.model)

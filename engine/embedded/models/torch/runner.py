@@ -78,7 +78,7 @@ class TorchRunner(PendingTokens):
     def take_memory(self) -> None:
         try:
             for reserved in self._reserved:
-                if self.device.type == "cuda":
+                if self.device.type == "cuda" and not reserved.released:
                     torch.cuda.synchronize(self.device)
                 reserved.take()
         except MemoryServiceError as error:

@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from engine.config import EmbeddedConfig
+from engine.config import EmbeddedConfig, SleepConfig
 from engine.embedded.engine import EmbeddedEngine
 from engine.errors import EngineFailure
+from engine.sleep import TAGS
 from engine.types import Delta, GenerateRequest, SamplingParams
 
 pytestmark = [
@@ -266,3 +267,27 @@ async def test_products_of_eight_bits_are_refused_for_other_types_than_bfloat16(
     with pytest.raises(EngineFailure, match="QUANTIZATION=fp8 cannot be used: products of fp8 are bfloat16"):
         await engine.start()
     await engine.close()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_tokens_are_the_same_after_a_sleep(folder: Path, prompts: list[list[int]], level: int) -> None:
+    """Memory goes back to the device, and the captured graphs find theirs at the same addresses again."""
+    fixed = {"device": "cuda", "num_blocks": 4000, "sleep": SleepConfig()}
+    engine = EmbeddedEngine(EmbeddedConfig(model=str(folder), **fixed))
+    await engine.start()
+    params = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
+
+    async def tokens() -> list[int]:
+        asked = GenerateRequest(request_id="one", prompt_token_ids=tuple(prompts[0]), sampling=params)
+        return [token async for delta in engine.generate(asked) for token in delta.token_ids]
+
+    try:
+        expected = await tokens()
+        for _ in range(2):
+            free = torch.cuda.mem_get_info()[0]
+            await engine.release_memory(TAGS, level)
+            assert torch.cuda.mem_get_info()[0] - free > engine.info.kv_bytes
+            await engine.resume_memory(TAGS)
+            assert await tokens() == expected
+    finally:
+        await engine.close()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 if torch.cuda.is_available():
     pytest.skip("test_cuda_engine runs the model on the GPU", allow_module_level=True)
@@ -23,29 +23,13 @@ from engine.embedded.sampling.sampler import Sampler
 from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence
 from engine.types import Delta, GenerateRequest, SamplingParams, TokenLogprobs
-from tests.support.cuda import FixedMask, cuda_runner, interpreter  # noqa: F401 - fixtures
+from tests.support.cuda import OPTIONS, FixedMask, cuda_runner, interpreter, save  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.usefixtures("cuda_runner")
 
 OUTPUT = 4
 LENGTHS = (13, 4, 1, 5, 10)
 """Of prompts: they end before, on and after the ends of blocks of 16 tokens, and the shortest fit a graph of a step."""
-OPTIONS: dict[str, Any] = {
-    "device": "cpu", "dtype": "float32", "max_num_tokens": 24, "max_batch_size": 4, "kv_block_size": 4,
-    "num_blocks": 40,
-    "overlap_scheduler": "on",
-}  # fmt: skip
-
-
-def save(path: Path, spread: float) -> Path:
-    config = LlamaConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64,
-        vocab_size=64,
-        max_position_embeddings=32, initializer_range=spread, tie_word_embeddings=False, eos_token_id=1, bos_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module")
