@@ -62,14 +62,14 @@ def _spaced(pieces: Iterator[tuple[str, int]]) -> Iterator[tuple[str, int]]:
 
 
 def _with_punctuation(words: Sequence[Word]) -> list[Word]:
-    """Join opening marks to the word behind them, and closing ones to the word before."""
+    """Join opening marks to the word behind them, and closing ones to the word before, whose times stay."""
     joined: list[Word] = []
     opening: Word | None = None
     for word in words:
         if opening is not None:
-            word = Word(opening.text + word.text, opening.start, word.end, opening.tokens + word.tokens)
+            word = Word(opening.text + word.text, word.start, word.end, opening.tokens + word.tokens)
             opening = None
-        if word.text.startswith(" ") and word.text.strip() and word.text.strip() in _OPENING:
+        if word.text.startswith(" ") and word.text.strip() in _OPENING:
             opening = word
         elif joined and not word.text.startswith(" ") and word.text and word.text in _CLOSING:
             last = joined.pop()

@@ -38,7 +38,7 @@ def build_whisper(folder: Path, *, multilingual: bool = True, bins: int = 80, se
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(ends | start | _generation(multilingual)))
     WhisperFeatureExtractor(feature_size=bins, chunk_length=WINDOW_SECONDS).save_pretrained(folder)
-    _tokenizer().save(str(folder / "tokenizer.json"))
+    byte_level().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "WhisperTokenizer"}')
     return folder
 
@@ -62,7 +62,8 @@ def _generation(multilingual: bool) -> dict[str, Any]:
     }
 
 
-def _tokenizer() -> Tokenizer:
+def byte_level() -> Tokenizer:
+    """Return the tokenizer of these models: a token for each byte."""
     tokenizer = Tokenizer(models.BPE(vocab={text: place for place, text in enumerate(_BYTES)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
