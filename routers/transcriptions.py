@@ -59,11 +59,13 @@ def _described(body: type[SpeechFields], path: str) -> dict[str, Any]:
 async def transcribe(request: Request, state: StateDep, service: ChatServiceDep) -> Response:
     """The text of an audio file. With `stream` it comes as server-sent events, closed by `data: [DONE]`."""
     form = await read_form(request)
+    for name in (name for name in _REFUSED if f"{name}[]" in form.fields):
+        raise _unsupported(name)
     lists = {name: [*form.fields.pop(name, ()), *form.fields.pop(f"{name}[]", ())] for name in _LISTS}
     by = _transcriber(service)
     body = _parsed(form, TranscriptionRequest, service)
     for name in _REFUSED:
-        if getattr(body, name) is not None or f"{name}[]" in form.fields:
+        if getattr(body, name) is not None:
             raise _unsupported(name)
     if lists["include"]:
         raise _unsupported("include")

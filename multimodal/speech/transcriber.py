@@ -243,7 +243,8 @@ class Transcript:
         asked = self.ask.temperature
         attempt: _Attempt | None = None
         for temperature in [asked] if asked else self.by.temperatures:
-            attempt = await self._attempt(speech, temperature)
+            # What nobody asked to be random is the same each time.
+            attempt = await self._attempt(speech, temperature, None if asked else self._requests)
             if not attempt.bad:
                 break
         assert attempt is not None
@@ -251,10 +252,10 @@ class Transcript:
         self.output_tokens += len(attempt.tokens)
         return attempt
 
-    async def _attempt(self, speech: Speech, temperature: float) -> _Attempt:
+    async def _attempt(self, speech: Speech, temperature: float, seed: int | None) -> _Attempt:
         prompt = self._prompt()
         most = self.by.sizes.context - len(prompt)
-        sampling = SamplingParams(max_tokens=most, temperature=temperature, logprobs=0)
+        sampling = SamplingParams(max_tokens=most, temperature=temperature, seed=seed, logprobs=0)
         output: list[int] = []
         logprob = 0.0
         report = PromptReport()

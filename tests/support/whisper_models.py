@@ -48,10 +48,11 @@ def _generation(multilingual: bool) -> dict[str, Any]:
         "lang_to_id": {f"<|{code}|>": TOKENS[f"<|{code}|>"] for code in LANGUAGES},
         "task_to_id": {task: TOKENS[f"<|{task}|>"] for task in ("transcribe", "translate")},
     }
-    unspoken = [TOKENS[text] for text in _SPECIAL if text not in ("<|endoftext|>", "<|notimestamps|>")]
+    spoken = {_BYTES.index(letter) for letter in "abcdefghijklmnopqrstuvwxyz\u0120"}  # the last is a space
+    spoken |= {TOKENS["<|endoftext|>"], TOKENS["<|notimestamps|>"]}
     return {
-        "suppress_tokens": [3, 5, *unspoken],
-        "begin_suppress_tokens": [7, TOKENS["<|endoftext|>"]],
+        "suppress_tokens": sorted({*range(FIRST_TIMESTAMP)} - spoken),
+        "begin_suppress_tokens": [_BYTES.index("\u0120"), TOKENS["<|endoftext|>"]],
         "no_timestamps_token_id": TOKENS["<|notimestamps|>"],
         "prev_sot_token_id": TOKENS["<|startofprev|>"],
         "max_initial_timestamp_index": 50,

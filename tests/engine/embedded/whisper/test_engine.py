@@ -161,7 +161,7 @@ async def test_a_seed_repeats_what_a_temperature_draws(folder: Path) -> None:
             for seed in (7, 7, 8)
         ]
     assert first == same != other
-    assert not set(first) & {3, 5, *range(TOKENS["<|startoftranscript|>"], FIRST_TIMESTAMP)}, "never generated"
+    assert not set(first) & {*range(TOKENS["<|startoftranscript|>"], FIRST_TIMESTAMP)}, "never generated"
 
 
 async def test_when_tokens_are_spoken_is_what_the_plain_algorithm_finds() -> None:
