@@ -5,7 +5,10 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from engine.kit.processors import ProcessorConfig
+from engine.media import Sampling
 
+MAX_AUDIO_SECONDS = 600.0
+"""Default limit for the length of a recording."""
 MAX_IMAGE_PIXELS = 64_000_000
 """Default limit for the size of an image, width times height, of all its frames."""
 
@@ -25,6 +28,21 @@ class SleepConfig(msgspec.Struct, frozen=True, kw_only=True):
     idle_level: Literal[1, 2] = 1
     wake_on_demand: bool = True
     """Whether a request wakes an engine that fell asleep by itself."""
+
+
+class VideoOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of videos, and which frames are taken where a request does not say."""
+
+    max_seconds: float = 600.0
+    """Seconds of a video, by its number of frames."""
+    max_pixels: int = 1 << 23
+    """Pixels of a frame; 4K has fewer."""
+    max_frames: int = 64
+    """Most frames that are taken of a video."""
+    decode_seconds: float = 30.0
+    """Seconds that decoding a video may take."""
+    sampling: Sampling = Sampling()
+    """Before the model's own; zeros leave it to that."""
 
 
 class _BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,11 +140,13 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
 
 
 class EncoderConfig(_ModelConfig, frozen=True, kw_only=True):
-    """The vision tower of the embedded engine."""
+    """The tower of the embedded engine: what encodes images, or audio."""
 
     max_image_pixels: int = MAX_IMAGE_PIXELS
     processor_options: dict[str, Any] = {}
     """Override the configuration of the model's image processor, by its own names."""
+    videos: VideoOptions = VideoOptions()
+    max_audio_seconds: float = MAX_AUDIO_SECONDS
     timeout_seconds: float = 60.0
     """Seconds that an image, or on a GPU a small batch, may take before the process that encodes them is replaced."""
 
@@ -138,6 +158,7 @@ class TrtllmConfig(_BackendConfig, frozen=True, kw_only=True, tag="trtllm"):
     """Folder with config.json, weights and tokenizer."""
     backend: Literal["pytorch", "_autodeploy"] = "pytorch"
     max_image_pixels: int = MAX_IMAGE_PIXELS
+    videos: VideoOptions = VideoOptions()
     arguments: dict[str, Any] = {}
     sampling: Literal["native", "processors"] = "native"
     """Whether logits processors of ours do what the engine's sampler ignores (`engine/trtllm/support.py`)."""

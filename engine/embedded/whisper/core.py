@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Transcript:
+class SpeechSequence:
     """One request in the engine."""
 
     request: GenerateRequest
@@ -95,8 +95,8 @@ class WhisperCore:
         self._caches: Caches | None = self._new_caches()
         self._rules = Rules(self.tokens, self.sizes.vocab_size, self.device)
         self._together = 1 if self.device.type == "cpu" else _GPU_WINDOWS
-        self.waiting: deque[Transcript] = deque()
-        self.running: list[Transcript] = []
+        self.waiting: deque[SpeechSequence] = deque()
+        self.running: list[SpeechSequence] = []
         self._encoded: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._iteration = 0
         self._latency_ms = 0.0
@@ -114,7 +114,7 @@ class WhisperCore:
         return bool(self.waiting or self.running)
 
     def add(self, request: GenerateRequest, speech: Speech) -> None:
-        transcript = Transcript(request, speech, time.monotonic())
+        transcript = SpeechSequence(request, speech, time.monotonic())
         if request.sampling.seed is not None:
             transcript.random.seed(request.sampling.seed)
         self.waiting.append(transcript)
@@ -234,7 +234,7 @@ class WhisperCore:
                 outputs += [(one.request.request_id, failure) for one in group]
         return outputs
 
-    def _begin(self, group: Sequence[Transcript], first: int) -> Outputs:
+    def _begin(self, group: Sequence[SpeechSequence], first: int) -> Outputs:
         model, caches = self._loaded()
         queued = [time.monotonic() - one.arrival for one in group]
         model.decoder.hear(self._encode(model, group), caches, first)
@@ -255,7 +255,7 @@ class WhisperCore:
         self._remove_ended(outputs)
         return outputs
 
-    def _encode(self, model: WhisperModel, group: Sequence[Transcript]) -> torch.Tensor:
+    def _encode(self, model: WhisperModel, group: Sequence[SpeechSequence]) -> torch.Tensor:
         """Return the encoded speech of requests: [n, positions, width]."""
         missing = {one.speech.key: one.speech for one in group if one.speech.key not in self._encoded}
         if missing:
@@ -278,7 +278,7 @@ class WhisperCore:
         self._remove_ended(outputs)
         return outputs
 
-    def _next(self, one: Transcript, logits: torch.Tensor, report: PromptReport | None = None) -> tuple[str, Delta]:
+    def _next(self, one: SpeechSequence, logits: torch.Tensor, report: PromptReport | None = None) -> tuple[str, Delta]:
         """Draw the next token of a sequence."""
         request, sampling = one.request, one.request.sampling
         if not sampling.max_tokens:
@@ -306,7 +306,7 @@ class WhisperCore:
             self._completed += 1
             self._leave(one)
 
-    def _leave(self, one: Transcript) -> None:
+    def _leave(self, one: SpeechSequence) -> None:
         """Remove a running sequence; the last one takes its place."""
         _, caches = self._loaded()
         place, last = self.running.index(one), self.running.pop()

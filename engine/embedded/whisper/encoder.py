@@ -102,7 +102,7 @@ class FeedForward:
         return x + self._down(functional.gelu(self._up(self._norm(x))))
 
 
-class _Layer:
+class _EncoderLayer:
     def __init__(self, weights: Weights, prefix: str, heads: int) -> None:
         attention = f"{prefix}.self_attn"
         self._heads = heads
@@ -125,7 +125,7 @@ class AudioEncoder:
         with missing_tensors("model.encoder."):
             self._convolutions = [(weights[f"conv{n}.weight"], weights[f"conv{n}.bias"]) for n in (1, 2)]
             self._positions = weights["embed_positions.weight"]
-            self._layers = [_Layer(weights, f"layers.{number}", heads) for number in range(layers)]
+            self._layers = [_EncoderLayer(weights, f"layers.{number}", heads) for number in range(layers)]
             self._norm = Norm.of(weights, "layer_norm")
 
     @property
@@ -146,10 +146,20 @@ class AudioEncoder:
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
         """Encode windows of equal length: [n, bins, frames] as [n, frames / 2, width]. Whisper was trained on windows
         of 30 seconds, 3000 frames; fewer are computed as they are."""
+        return self._norm(self._hidden(features, self.positions))
+
+    @torch.inference_mode()
+    def averaged(self, features: torch.Tensor, positions: int) -> torch.Tensor:
+        """Encode windows, of which the first `positions` are speech and the others silence, which nothing attends to:
+        averages of two neighbours, [n, positions // 2, width]."""
+        x = self._hidden(features, positions)
+        return self._norm(x[:, : positions // 2 * 2].unflatten(1, (-1, 2)).mean(2))
+
+    def _hidden(self, features: torch.Tensor, positions: int) -> torch.Tensor:
         (first, bias1), (second, bias2) = self._convolutions
         x = functional.gelu(functional.conv1d(features.to(first), first, bias1, padding=1))
-        x = functional.gelu(functional.conv1d(x, second, bias2, stride=2, padding=1)).transpose(1, 2)
+        x = functional.gelu(functional.conv1d(x, second, bias2, stride=2, padding=1)).transpose(1, 2)[:, :positions]
         x = x + self._positions[: x.shape[1]]
         for layer in self._layers:
             x = layer(x)
-        return self._norm(x)
+        return x

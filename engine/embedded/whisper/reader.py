@@ -14,7 +14,7 @@ import numpy as np
 
 from engine.errors import EngineDied, EngineNotReady, InvalidRequest
 from engine.kit.audio_file import decode_audio
-from engine.kit.log_mel import HOP, SAMPLE_RATE, log_mel
+from engine.kit.log_mel import HOP, SAMPLE_RATE, Recording, log_mel
 from engine.kit.work import Turns
 from engine.process.child import ServiceProcess
 from engine.process.client import ServiceClient
@@ -46,25 +46,6 @@ class ReaderInfo(msgspec.Struct, frozen=True):
 
 class AudioFile(msgspec.Struct, frozen=True):
     data: Data = b""
-
-
-class Recording(msgspec.Struct, frozen=True):
-    """The features of a whole file."""
-
-    seconds: float
-    frames: int
-    """Frames that the recording has, without the silence that fills up its first window."""
-    bins: int
-    data: bytes
-    """float32 [bins, frames], or as many frames as a window has."""
-
-    def window(self, start: int, frames: int) -> bytes:
-        """Return the features of a window, float32 [bins, frames]; zeros fill up what is behind the last one."""
-        whole = np.frombuffer(self.data, np.float32).reshape(self.bins, -1)
-        found = np.zeros((self.bins, frames), np.float32)
-        part = whole[:, start : start + frames]
-        found[:, : part.shape[1]] = part
-        return found.tobytes()
 
 
 class SpeechReader:

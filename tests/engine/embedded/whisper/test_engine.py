@@ -1,5 +1,4 @@
-"""The engine of Whisper models: its tokens are those of transformers, alone and in a batch, and it keeps the promises of
-`engine/base.py`."""
+"""The engine of Whisper models: its tokens are those of transformers, alone and in a batch."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -171,7 +170,7 @@ async def test_when_tokens_are_spoken_is_what_the_plain_algorithm_finds() -> Non
         cost = noise.normal(size=shape)
         rows, columns = _dynamic_time_warping(cost)
         starts = np.pad(np.diff(rows), (1, 0), constant_values=1).astype(bool)
-        assert alignment._first_positions(cost) == columns[starts].tolist()
+        assert alignment.first_positions(cost) == columns[starts].tolist()
 
 
 async def test_prompts_are_aligned(folder: Path) -> None:
