@@ -87,6 +87,7 @@ SLOW = (
     "engine/trtllm/test_workers.py",
     "multimodal/answers/parsers/test_matrix.py",
     "routers/test_responses_websocket.py",
+    "routers/test_transcriptions.py",
     "server/commands/test_memory.py",
     "server/http/test_openapi_fuzz.py",
     "server/process/",

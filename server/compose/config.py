@@ -91,7 +91,7 @@ def _check_transcription(settings: Settings) -> None:
     """Raise EngineFailure if the settings cannot serve a model that transcribes."""
     if settings.engine == "trtllm":
         raise EngineFailure(
-            "TensorRT-LLM's LLM API has no model of Whisper's kind, an encoder with a decoder: set ENGINE=embedded"
+            "TensorRT-LLM 1.2 serves no Whisper model (its LLM API has had them since 1.3): set ENGINE=embedded"
         )
     if settings.disaggregation_mode != "aggregated":
         raise EngineFailure(

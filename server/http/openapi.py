@@ -76,11 +76,9 @@ def _document(app: FastAPI, settings: Settings, info: EngineInfo | None) -> dict
     app.openapi_schema = None  # it is changed below
     document = app.openapi()
     named: dict[str, type[BaseModel]] = {endpoint.chunk: getattr(chunks, endpoint.chunk) for endpoint in ENDPOINTS}
+    sent: tuple[type[BaseModel], ...] = (*named.values(), *transcriptions.EVENTS)
     _, definitions = models_json_schema(
-        [
-            *((body, "validation") for body in _BODIES),
-            *((chunk, "serialization") for chunk in (*named.values(), *transcriptions.EVENTS)),
-        ],
+        [*((body, "validation") for body in _BODIES), *((model, "serialization") for model in sent)],
         ref_template=_REFERENCE,
     )
     components = document["components"]

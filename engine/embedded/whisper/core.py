@@ -23,7 +23,7 @@ from engine.errors import EngineError, EngineFailure
 from engine.media import Speech
 from engine.stats import InflightBatchingStats, IterationStats, KvCacheStats
 from engine.transfer.shared_bytes import readable
-from engine.types import Delta, GenerateRequest, Logprob, PromptReport
+from engine.types import Delta, GenerateRequest, Logprob, PromptReport, TokenLogprobs
 
 Outputs = list[tuple[str, Delta | EngineError]]
 _GPU_WINDOWS = 8
@@ -274,7 +274,7 @@ class WhisperCore:
         model, caches = self._loaded()
         tokens = [one.output[-1:] for one in self.running]
         logits = model.decoder(tokens, [one.length for one in self.running], caches, 0)[:, -1]
-        outputs = [self._next(one, row) for one, row in zip(self.running, logits, strict=True)]
+        outputs: Outputs = [self._next(one, row) for one, row in zip(self.running, logits, strict=True)]
         self._remove_ended(outputs)
         return outputs
 
@@ -290,7 +290,7 @@ class WhisperCore:
             token = int(torch.searchsorted(chances, drawn, right=True).clamp(max=len(chances) - 1))
         else:
             token = int(scores.argmax())
-        logprobs = ()
+        logprobs: tuple[TokenLogprobs, ...] = ()
         if sampling.logprobs is not None:
             logprobs = ((Logprob(token, float(scores[token] - scores.logsumexp(-1)), 1),),)
         one.output.append(token)
