@@ -120,15 +120,30 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     """Where the embeddings are, in the backend's own terms."""
 
 
+class Speech(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="speech"):
+    """A window of speech, for a model that does nothing but transcribe. Its decoder attends to it from the side: no
+    token of the prompt stands for it.
+    """
+
+    key: str
+    """Requests with equal keys have equal features, which are encoded once."""
+    data: Data = b""
+    """Features of the whole window: contiguous float32 [mel bins, frames] (`engine/kit/log_mel.py`)."""
+    frames: int
+    """Frames that the recording has within the window; silence fills up the rest."""
+    align: bool = False
+    """Report when the tokens of the prompt are spoken (`PromptReport.spoken`)."""
+
+
 Unexpanded: TypeAlias = MediaFiles | Encoding
 """Media of a prompt that the backend expands: it gets longer than the request's token ids."""
-PromptMedia: TypeAlias = MediaSpans | MediaFiles | Encoding
+PromptMedia: TypeAlias = MediaSpans | MediaFiles | Encoding | Speech
 
 
 def kinds_of(media: PromptMedia) -> set[MediaKind]:
     """Return the kinds of a prompt's media. Only images are encoded by another replica in a backend's own terms."""
-    if isinstance(media, Encoding):
-        return {"image"}
+    if isinstance(media, Encoding | Speech):
+        return {"image"} if isinstance(media, Encoding) else {"audio"}
     return {one.kind for one in (media.spans if isinstance(media, MediaSpans) else media.files)}
 
 

@@ -82,6 +82,7 @@ class GenerationMetrics:
         )
         self.image_requests = counter("request_type_image", "Requests with images or videos")
         self.audio_requests = counter("request_type_audio", "Requests with audio")
+        self.speech_seconds = counter("transcribed_audio_seconds", "Seconds of audio in finished transcripts")
         self.structured_requests = counter(
             "request_type_structured_output", "Requests whose output has to follow a grammar"
         )

@@ -40,6 +40,7 @@ from routers.responses.convert import conversation_of
 from routers.responses.service import is_reference, response_of
 from routers.state import DP_RANK_HEADER, INTERNAL_HEADER, RouterService, RouterServiceDep, State, state_of
 from routers.tokenize import PATHS
+from routers.transcriptions import PATHS as AUDIO_PATHS
 
 router = APIRouter(tags=["router"])
 
@@ -96,6 +97,7 @@ for _path in (
     COUNT_PATH,
     *responses.PATHS,
     *PATHS,
+    *AUDIO_PATHS,
 ):  # added first, so that metrics and traces name them
     router.add_api_route(_path, forward, methods=["POST"], include_in_schema=False)
 for _path in (BATCHES_PATH, f"{BATCHES_PATH}/{{path:path}}"):

@@ -18,6 +18,7 @@ from engine.replicas.encode_answers import EncodeService
 from engine.replicas.routing.fleet import Fleet
 from engine.sleep import Sleeper, SleepState
 from multimodal.processor import Processor
+from multimodal.speech.transcriber import Transcriber
 from multimodal.text.prompts import MediaPrompts
 from multimodal.text.routed_prompts import RoutedPrompts
 from protocol.models import Runtime
@@ -42,6 +43,8 @@ class ChatService:
     """Puts images into chats, if the model takes any."""
     encoder: Encoder | None = None
     """Makes embeddings of these images, here or elsewhere; None where the engine does."""
+    transcriber: Transcriber | None = None
+    """Writes speech down, if the model does that; it does nothing else then."""
     batches: BatchStore | None = None
     """Keeps batches of messages, if the settings allow them."""
     responses: Responses = field(default_factory=Responses)

@@ -312,6 +312,15 @@ def read_model_facts(folder: Path) -> ModelFacts:
     return ModelFacts(config, generation, folder)
 
 
+def transcribes(folder: Path) -> bool:
+    """Return whether the model in `folder` writes down speech, and does nothing else. What is wrong with its files,
+    the engine says."""
+    try:
+        return read_model_facts(folder).family.transcribes
+    except EngineFailure:
+        return False
+
+
 def _read(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file; None if there is no such file."""
     try:

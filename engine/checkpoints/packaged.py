@@ -118,8 +118,8 @@ PACKAGED = {
 
 def chain(model: str) -> tuple[str, ...]:
     """Return a model and those that it is made on top of, the first of them first."""
-    base = PACKAGED[model].base
-    return (*chain(base), model) if base else (model,)
+    parts = (part for part in (PACKAGED[model].base, PACKAGED[model].third) if part)
+    return (*(name for part in parts for name in chain(part)), model)
 
 
 def installed_files(model: str) -> list[Path]:

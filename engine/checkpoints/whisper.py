@@ -35,6 +35,10 @@ class WhisperSizes:
         """Frames of a window."""
         return self.positions * FRAMES_PER_POSITION
 
+    def place_bytes(self, value_bytes: int) -> int:
+        """Return the bytes of a sequence's keys and values, those of its speech included."""
+        return 2 * self.decoder_layers * self.width * (self.context + self.positions) * value_bytes
+
     @classmethod
     def of(cls, facts: ModelFacts) -> "WhisperSizes":
         """Raises EngineFailure for a config.json of another kind of model, or with wrong values."""
@@ -82,6 +86,10 @@ class WhisperTokens:
     """Never generated first."""
     most_first_timestamp: int | None
     """Most positions of 20 ms for the first timestamp of a window; None is no limit."""
+    alignment_heads: tuple[tuple[int, int], ...]
+    """Layer and head of the decoder that attend to what is being said; without, nobody knows when words are spoken."""
+    median_width: int
+    """Positions over which their attention is smoothed."""
 
     @property
     def multilingual(self) -> bool:
@@ -118,6 +126,8 @@ def read_tokens(folder: Path) -> WhisperTokens:
             suppressed=tuple(map(int, generation.get("suppress_tokens") or ())),
             suppressed_first=tuple(map(int, generation.get("begin_suppress_tokens") or ())),
             most_first_timestamp=generation.get("max_initial_timestamp_index"),
+            alignment_heads=tuple((int(layer), int(head)) for layer, head in generation.get("alignment_heads") or ()),
+            median_width=int(_json(folder / "config.json").get("median_filter_width", 7)),
         )
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise EngineFailure(f"the generation_config.json of {folder} names no tokens of Whisper: {error!r}") from error

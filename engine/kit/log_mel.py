@@ -6,6 +6,7 @@ transformers: the API process computes them too.
 
 from functools import cache
 
+import msgspec
 import numpy as np
 
 SAMPLE_RATE = 16000
@@ -17,6 +18,25 @@ _RANGE = 8.0
 """Powers of ten below the loudest value, under which all is silence."""
 _AT_ONCE = 3000
 """Frames that are computed together."""
+
+
+class Recording(msgspec.Struct, frozen=True):
+    """The features of a whole file."""
+
+    seconds: float
+    frames: int
+    """Frames that the recording has, without the silence that fills up its first window."""
+    bins: int
+    data: bytes
+    """float32 [bins, frames], or more frames, if silence fills it up."""
+
+    def window(self, start: int, frames: int) -> bytes:
+        """Return the features of a window, float32 [bins, frames]; zeros fill up what is behind the last one."""
+        whole = np.frombuffer(self.data, np.float32).reshape(self.bins, -1)
+        found = np.zeros((self.bins, frames), np.float32)
+        part = whole[:, start : start + frames]
+        found[:, : part.shape[1]] = part
+        return found.tobytes()
 
 
 def log_mel(samples: np.ndarray, bins: int) -> np.ndarray:

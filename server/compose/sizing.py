@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from engine.checkpoints.facts import ModelFacts, read_model_facts
 from engine.checkpoints.packaged import PACKAGED
+from engine.checkpoints.whisper import WhisperSizes
 from engine.embedded.threads import compute_threads
 from engine.errors import EngineFailure
 from engine.kit.machine import free_memory, host_memory
@@ -158,6 +159,12 @@ def _on_cpu(settings: Settings, folder: Path | None, machine: Machine) -> dict[s
     facts = _facts(folder)
     if facts is None:
         return chosen | {"kv_cache_memory_mb": Size(_UNKNOWN_KV, "until the model is known")}
+    if facts.family.transcribes:
+        sizes = WhisperSizes.of(facts)
+        needed = -(-(settings.max_batch_size or batch) * sizes.place_bytes(_value_bytes(settings)) // MIB)
+        given = machine.free // 4 // MIB
+        why = "all that the batch can use" if needed <= given else f"1/4 of {machine.free / GIB:.1f} GiB of free memory"
+        return chosen | {"kv_cache_memory_mb": Size(max(_LEAST_KV, min(needed, given)), why)}
     token_bytes = kv_bytes(settings, facts)
     if not token_bytes:
         return chosen | {"kv_cache_memory_mb": Size(_UNKNOWN_KV, "the model's layers differ")}
@@ -184,11 +191,14 @@ def kv_bytes(settings: Settings, facts: ModelFacts) -> int:
         return 0
     if facts.text.get("sliding_window") and facts.text.get("use_sliding_window", True):
         return 0
-    width = 2 if settings.dtype in ("bfloat16", "float16") else 4
     try:
-        return facts.layers * 2 * facts.kv_heads * facts.head_dim * width
+        return facts.layers * 2 * facts.kv_heads * facts.head_dim * _value_bytes(settings)
     except EngineFailure:
         return 0
+
+
+def _value_bytes(settings: Settings) -> int:
+    return 2 if settings.dtype in ("bfloat16", "float16") else 4
 
 
 def _facts(folder: Path | None) -> ModelFacts | None:

@@ -19,7 +19,19 @@ from pydantic import BaseModel
 
 from engine.types import GUIDE_KINDS, EngineInfo, GuideKind
 from multimodal.request import BIAS, MAX_STRING, MAX_TOKENS, RANGES, TOKEN_ID, Ask
-from protocol import batches, chat, chunks, common, completions, errors, messages, models, responses, tokenize
+from protocol import (
+    batches,
+    chat,
+    chunks,
+    common,
+    completions,
+    errors,
+    messages,
+    models,
+    responses,
+    tokenize,
+    transcriptions,
+)
 from protocol.common import GenerationFields, ModelFields, Wire
 from routers.chat import REFUSED_PARTS
 from routers.fields import GUIDES, STRUCTURED_OUTPUTS, refused
@@ -29,7 +41,7 @@ Schema = dict[str, Any]
 
 _MODULES: tuple[ModuleType, ...] = (
     *(common, chat, completions, messages, batches, responses),
-    *(tokenize, chunks, errors, models),
+    *(tokenize, chunks, errors, models, transcriptions),
 )
 _EXAMPLE = re.compile(r"(?s)(.*?)\s*Example: (.*)")
 _KEYWORDS = {

@@ -63,6 +63,11 @@ class MediaSettings(Section):
     image_processor_options: str = ""
     """JSON object with options for the model's image processor."""
 
+    max_transcription_seconds: float = Field(7200.0, gt=0)
+    """Maximum length of an audio file to transcribe, in seconds; MAX_BODY_MB bounds its bytes. While it is transcribed,
+    a second takes 32 or 51 KB of memory.
+    """
+
     @field_validator("image_processor_options", mode="after")
     @classmethod
     def _json_object(cls, value: str) -> str:

@@ -38,7 +38,7 @@ def build_whisper(folder: Path, *, multilingual: bool = True, bins: int = 80, se
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(ends | start | _generation(multilingual)))
     WhisperFeatureExtractor(feature_size=bins, chunk_length=WINDOW_SECONDS).save_pretrained(folder)
-    _tokenizer().save(str(folder / "tokenizer.json"))
+    byte_level().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "WhisperTokenizer"}')
     return folder
 
@@ -48,10 +48,11 @@ def _generation(multilingual: bool) -> dict[str, Any]:
         "lang_to_id": {f"<|{code}|>": TOKENS[f"<|{code}|>"] for code in LANGUAGES},
         "task_to_id": {task: TOKENS[f"<|{task}|>"] for task in ("transcribe", "translate")},
     }
-    unspoken = [TOKENS[text] for text in _SPECIAL if text not in ("<|endoftext|>", "<|notimestamps|>")]
+    spoken = {_BYTES.index(letter) for letter in "abcdefghijklmnopqrstuvwxyz\u0120"}  # the last is a space
+    spoken |= {TOKENS["<|endoftext|>"], TOKENS["<|notimestamps|>"]}
     return {
-        "suppress_tokens": [3, 5, *unspoken],
-        "begin_suppress_tokens": [7, TOKENS["<|endoftext|>"]],
+        "suppress_tokens": sorted({*range(FIRST_TIMESTAMP)} - spoken),
+        "begin_suppress_tokens": [_BYTES.index("\u0120"), TOKENS["<|endoftext|>"]],
         "no_timestamps_token_id": TOKENS["<|notimestamps|>"],
         "prev_sot_token_id": TOKENS["<|startofprev|>"],
         "max_initial_timestamp_index": 50,
@@ -62,7 +63,8 @@ def _generation(multilingual: bool) -> dict[str, Any]:
     }
 
 
-def _tokenizer() -> Tokenizer:
+def byte_level() -> Tokenizer:
+    """Return the tokenizer of these models: a token for each byte."""
     tokenizer = Tokenizer(models.BPE(vocab={text: place for place, text in enumerate(_BYTES)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -102,7 +102,7 @@ class FeedForward:
         return x + self._down(functional.gelu(self._up(self._norm(x))))
 
 
-class _Layer:
+class _EncoderLayer:
     def __init__(self, weights: Weights, prefix: str, heads: int) -> None:
         attention = f"{prefix}.self_attn"
         self._heads = heads
@@ -125,7 +125,7 @@ class AudioEncoder:
         with missing_tensors("model.encoder."):
             self._convolutions = [(weights[f"conv{n}.weight"], weights[f"conv{n}.bias"]) for n in (1, 2)]
             self._positions = weights["embed_positions.weight"]
-            self._layers = [_Layer(weights, f"layers.{number}", heads) for number in range(layers)]
+            self._layers = [_EncoderLayer(weights, f"layers.{number}", heads) for number in range(layers)]
             self._norm = Norm.of(weights, "layer_norm")
 
     @property
