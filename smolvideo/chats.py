@@ -23,7 +23,7 @@ from smolvision.questions import KINDS as IMAGE_KINDS
 from smolvision.questions import ask as ask_of_scene
 
 FILE_FPS = (8, 10, 12, 15, 24, 25, 30)
-_WEIGHTS = (10, 8, 12, 12, 12, 12, 12, 10, 8, 10, 12, 8, 4, 12)
+_WEIGHTS = (6, 6, 8, 24, 20, 12, 12, 20, 6, 16, 6, 4, 2, 20)
 """How often each of KINDS is asked."""
 _SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer questions about videos.", "Answer briefly.")
 
@@ -66,7 +66,7 @@ class Chat:
 def make_chat(seed: int, turns: int) -> Chat:
     """Return a chat with at most `turns` questions, for training."""
     rng = Random(seed)
-    if rng.random() < 0.08:
+    if rng.random() < 0.04:
         scene = make_scene(rng)
         asked = [ask_of_scene(kind, scene, rng) for kind in rng.choices(IMAGE_KINDS, k=turns)]
         told = [Turn(*turn) for turn in asked if turn]
@@ -180,7 +180,7 @@ def batch_of(tokens: Tokenizer, chats: list[Chat], rng: Random) -> Batch:
         ids[row, : len(own)] = own
         said[row, : len(own)] = spoken
         frames = chat.pictures(rng)
-        pictures.append(compressed(frames, rng.randint(40, 95)) if rng.random() < 0.5 else frames)
+        pictures.append(compressed(frames, rng.randint(40, 95)) if rng.random() < 0.3 else frames)
     images = np.concatenate(pictures).reshape(-1, SIZE, SIZE, 3)
     return Batch(*(torch.from_numpy(array) for array in (ids, said, images)))
 

@@ -29,6 +29,8 @@ from smolvision.images import (
 )
 
 PLOTS = ("move", "race", "bounce", "appear", "disappear", "recolour", "resize")
+_WEIGHTS = (14, 24, 28, 8, 14, 4, 8)
+"""How often each of them is chosen: most often those that are learned last."""
 DIRECTIONS = {
     (1, 0): "to the right", (-1, 0): "to the left", (0, 1): "down", (0, -1): "up",
     (1, 1): "down and to the right", (-1, 1): "down and to the left",
@@ -92,7 +94,7 @@ class Clip:
 def make_clip(rng: Random, *, held_out: bool = False, plot: str = "") -> Clip:
     """Return a random clip; only a `held_out` clip may have held-out pairs of colour and shape."""
     background = rng.choice(list(COLOURS))
-    plot = plot or rng.choices(PLOTS, (26, 12, 16, 16, 10, 10, 10))[0]
+    plot = plot or rng.choices(PLOTS, _WEIGHTS)[0]
     seconds = rng.choice((4.0, 4.0, 5.0, 6.0, 8.0))
     return Clip(background, seconds, plot, _TRACKS[plot](rng, _Cast(rng, background, held_out)))
 

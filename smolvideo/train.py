@@ -37,7 +37,7 @@ def parse(flags: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=7.8, help="total duration, evaluation included")
     parser.add_argument("--steps", type=int, default=0, help="maximum number of steps; 0 is as many as fit the time")
     parser.add_argument(
-        "--evaluation-seconds", type=float, default=45.0, help="seconds of --minutes reserved for evaluation"
+        "--evaluation-seconds", type=float, default=40.0, help="seconds of --minutes reserved for evaluation"
     )
     parser.add_argument("--per-kind", type=int, default=60, help="held-out questions of each kind")
     parser.add_argument("--batch", type=int, default=64, help="chats per step")
@@ -65,13 +65,14 @@ def train(args: argparse.Namespace, base: Path, started: float) -> dict[str, Any
         raise SystemExit(f"starting took {begin - started:.0f} s, which leaves no time to train: increase --minutes")
     print(f"ready after {begin - started:.0f} s on {args.device}, {end - begin:.0f} s left to train", flush=True)
     steps = 0
-    done = 0.0
+    done = waited = 0.0
     while done < 1:
         now = time.monotonic()
         done = min(1.0, max((now - begin) / (end - begin), (steps + 1) / args.steps if args.steps else 0))
         for group in optimizer.param_groups:
             group["lr"] = args.rate * min(1.0, (steps + 1) / 100) * (1 + math.cos(math.pi * done)) / 2
         batch = next(batches).to(device)
+        waited += time.monotonic() - now
         with torch.autocast(device.type, torch.bfloat16, enabled=half):
             loss, right = student.loss(batch)
         loss.backward()
@@ -81,7 +82,10 @@ def train(args: argparse.Namespace, base: Path, started: float) -> dict[str, Any
         steps += 1
         if now - shown > 10 or done == 1:
             rate = steps * args.batch / (now - begin + 1e-9)
-            print(f"{done:4.0%} step {steps} {rate:.0f} chats/s loss {loss:.4f} tokens {right:.2%}", flush=True)
+            said = (
+                f"{rate:.0f} chats/s ({waited / (now - begin + 1e-9):.0%} waiting) loss {loss:.4f} tokens {right:.2%}"
+            )
+            print(f"{done:4.0%} step {steps} {said}", flush=True)
             shown = now
         if now - saved > 60:
             save(args.out / WEIGHTS, dict(student.trained), {"steps": str(steps)})

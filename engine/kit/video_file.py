@@ -53,6 +53,8 @@ class VideoFile:
             )
         )
         self._check_size(width, height)
+        self.pixels = int(width * height)
+        """Of a frame."""
         self.fps = fps if 0 < fps <= _MOST_FPS else _DEFAULT_FPS
         self.total = int(count) if 0 < count < 1 << 40 else self._counted()
         """Number of frames, as the header has it or, if it has none, counted."""

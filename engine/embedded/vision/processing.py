@@ -78,8 +78,7 @@ class ImageProcessing:
     def prepare(self, media: MediaInput) -> Prepared:
         """Decode and process a file. Raises InvalidRequest."""
         if media.kind == "video":
-            with self._room.take(self._room.most // 2):
-                return self.videos.prepare(media)
+            return self.videos.prepare(media, self._room.take)
         return self._image(media)
 
     def _image(self, image: MediaInput) -> Prepared:

@@ -6,7 +6,8 @@ decoded, so that only one is in memory at its full size.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from engine.kit.video_text import video_text
 from engine.media import FrameSampling, MediaInput
 
 _CHOOSE = {None: evenly, "frames": as_smolvlm, "patches": as_qwen}
+_MOST_PROCESSED = 1 << 20
+"""Pixels that a frame has once it is scaled, in models of today; those of all frames are in memory together."""
 _RESAMPLING = {2: "bilinear", 3: "bicubic"}
 
 
@@ -62,18 +65,19 @@ class VideoProcessing:
             self.placeholder = self._token = processor.video_token
         self.description = [self._kind or "", self._settings, str(self._options)]
 
-    def prepare(self, video: MediaInput) -> Prepared:
-        """Decode and process a file. Raises InvalidRequest."""
+    def prepare(self, video: MediaInput, room: Callable[[int], AbstractContextManager[None]]) -> Prepared:
+        """Decode and process a file, while there is `room` for so many pixels. Raises InvalidRequest."""
         file = VideoFile(video, self._options)
         sampling = sampling_of(video.sampling, self._options, self._own)
         wanted = _CHOOSE[self._kind](file.total, file.fps, sampling)
-        frames = file.frames(wanted)
-        try:
-            if self._kind == "patches":
-                return self._patches(file, [(index, self._resized(frame)) for index, frame in frames])
-            return self._images(file, [(index, self._image(frame)) for index, frame in frames])
-        except ValueError as error:
-            raise InvalidRequest("the model takes no video of this shape", "video") from error
+        with room(file.pixels + len(wanted) * min(file.pixels, _MOST_PROCESSED)):
+            frames = file.frames(wanted)
+            try:
+                if self._kind == "patches":
+                    return self._patches(file, [(index, self._resized(frame)) for index, frame in frames])
+                return self._images(file, [(index, self._image(frame)) for index, frame in frames])
+            except ValueError as error:
+                raise InvalidRequest("the model takes no video of this shape", "video") from error
 
     def _image(self, frame: np.ndarray) -> dict[str, Any]:
         """Process a frame as an image, which is not split."""
