@@ -54,6 +54,7 @@ class DurationUsage(BaseModel):
     """What a transcript is billed by."""
 
     type: Literal["duration"]
+    """Always `duration`."""
     seconds: int
     """Length of the audio, rounded up."""
 
@@ -62,12 +63,15 @@ class TranscriptSegment(BaseModel):
     """A piece of a transcript. Its figures are those of the window that it was decoded with."""
 
     id: int
+    """Place among the segments."""
     seek: int
     """First frame of the window; a frame is 10 ms."""
     start: float
     """Seconds from the beginning of the audio."""
     end: float
+    """Likewise."""
     text: str
+    """What is said, with the space before it."""
     tokens: list[int]
     """Token ids, with timestamps."""
     temperature: float
@@ -84,29 +88,37 @@ class TranscriptWord(BaseModel):
     """A word and when it is spoken."""
 
     word: str
+    """The word, with its punctuation."""
     start: float
     """Seconds from the beginning of the audio."""
     end: float
+    """Likewise."""
 
 
 class Transcription(BaseModel):
     """A transcript or a translation. All but `text` and `usage` come with `verbose_json` alone."""
 
     text: str
+    """All that is said."""
     task: Literal["transcribe", "translate"] | None = None
+    """What was asked for."""
     language: str | None = None
     """English name of the language of the text."""
     duration: float | None = None
     """Seconds of audio."""
     segments: list[TranscriptSegment] | None = None
+    """Unless `timestamp_granularities` asks for words alone."""
     words: list[TranscriptWord] | None = None
+    """If `timestamp_granularities` asks for them."""
     usage: DurationUsage
+    """What it is billed by."""
 
 
 class TranscriptDelta(BaseModel):
     """An event of a streamed transcript."""
 
     type: Literal["transcript.text.delta"]
+    """Always `transcript.text.delta`."""
     delta: str
     """The text of the next window."""
 
@@ -115,6 +127,7 @@ class SpeechTokens(BaseModel):
     """Tokens that the model has read."""
 
     text_tokens: int
+    """Tokens of prompts."""
     audio_tokens: int
     """One for each 20 ms."""
 
@@ -123,16 +136,23 @@ class SpeechUsage(BaseModel):
     """Tokens of a streamed transcript."""
 
     type: Literal["tokens"]
+    """Always `tokens`."""
     input_tokens: int
+    """Sum of the details."""
     input_token_details: SpeechTokens
+    """By kind."""
     output_tokens: int
+    """Tokens generated."""
     total_tokens: int
+    """Both together."""
 
 
 class TranscriptDone(BaseModel):
     """The last event of a streamed transcript."""
 
     type: Literal["transcript.text.done"]
+    """Always `transcript.text.done`."""
     text: str
     """The whole text."""
     usage: SpeechUsage
+    """Tokens of the whole request."""

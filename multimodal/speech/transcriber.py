@@ -67,7 +67,7 @@ class SpeechAsk:
 
 @dataclass(frozen=True)
 class Segment:
-    """A section of the transcript. Times are in seconds from the beginning."""
+    """A piece of the transcript. Times are in seconds from the beginning."""
 
     seek: int
     """First frame of its window."""
@@ -212,20 +212,20 @@ class Transcript:
             attempt = await self._attempts(speech)
             if attempt.silent:
                 return [], seek + frames
-            sections, used = _cut(attempt.tokens, frames, by.tokens.first_timestamp)
-            segments = [one for section in sections if (one := self._segment(section, seek, attempt)).text.strip()]
+            cuts, used = _cut(attempt.tokens, frames, by.tokens.first_timestamp)
+            segments = [one for cut in cuts if (one := self._segment(cut, seek, attempt)).text.strip()]
             if self.ask.words:
                 segments = await self._with_words(segments, speech)
         return segments, seek + used
 
-    def _segment(self, section: "_Section", seek: int, attempt: _Attempt) -> Segment:
-        text = self.by.tokenizer.decode([token for token in section.tokens if token < self.by.tokens.end])
+    def _segment(self, cut: "_Cut", seek: int, attempt: _Attempt) -> Segment:
+        text = self.by.tokenizer.decode([token for token in cut.tokens if token < self.by.tokens.end])
         start = seek / FRAMES_PER_SECOND
         return Segment(
             seek,
-            round(start + section.start * FRAMES_PER_POSITION / FRAMES_PER_SECOND, 2),
-            round(start + section.end * FRAMES_PER_POSITION / FRAMES_PER_SECOND, 2),
-            section.tokens,
+            round(start + cut.start * FRAMES_PER_POSITION / FRAMES_PER_SECOND, 2),
+            round(start + cut.end * FRAMES_PER_POSITION / FRAMES_PER_SECOND, 2),
+            cut.tokens,
             text,
             attempt.temperature,
             attempt.avg_logprob,
@@ -370,7 +370,7 @@ class Transcript:
             stages.stop(count)
 
 
-class _Section(NamedTuple):
+class _Cut(NamedTuple):
     """A part of a window's tokens; times are positions of the window."""
 
     tokens: list[int]
@@ -378,7 +378,7 @@ class _Section(NamedTuple):
     end: int
 
 
-def _cut(tokens: list[int], frames: int, first_timestamp: int) -> tuple[list[_Section], int]:
+def _cut(tokens: list[int], frames: int, first_timestamp: int) -> tuple[list[_Cut], int]:
     """Cut the tokens of a window of so many frames into segments, at pairs of timestamps. Return also how many frames
     are done with: what comes behind the last pair is said again by the next window."""
     marks = [token >= first_timestamp for token in tokens]
@@ -386,16 +386,16 @@ def _cut(tokens: list[int], frames: int, first_timestamp: int) -> tuple[list[_Se
     if not ends:
         last = next((token for token in reversed(tokens) if token > first_timestamp), None)
         end = frames // FRAMES_PER_POSITION if last is None else last - first_timestamp
-        return [_Section(tokens, 0, end)], frames
+        return [_Cut(tokens, 0, end)], frames
     finished = marks[-2:] == [False, True]  # nothing is said behind the last timestamp
     if finished:
         ends.append(len(tokens))
     starts = [0, *ends[:-1]]
-    sections = [
-        _Section(tokens[start:end], tokens[start] - first_timestamp, tokens[end - 1] - first_timestamp)
+    cuts = [
+        _Cut(tokens[start:end], tokens[start] - first_timestamp, tokens[end - 1] - first_timestamp)
         for start, end in zip(starts, ends, strict=True)
     ]
-    return sections, frames if finished else sections[-1].end * FRAMES_PER_POSITION
+    return cuts, frames if finished else cuts[-1].end * FRAMES_PER_POSITION
 
 
 def _sentence(message: str) -> str:

@@ -42,7 +42,7 @@ class Caches(NamedTuple):
         self.speech[:, :, target] = self.speech[:, :, source]
 
 
-class _DecoderLayer:
+class _SpeechLayer:
     def __init__(self, weights: Weights, prefix: str, heads: int) -> None:
         own, speech = f"{prefix}.self_attn", f"{prefix}.encoder_attn"
         self._heads = heads
@@ -92,7 +92,7 @@ class SpeechDecoder:
             self._embeddings = weights["embed_tokens.weight"]
             self._positions = weights["embed_positions.weight"]
             layers = range(sizes.decoder_layers)
-            self._layers = [_DecoderLayer(weights, f"layers.{number}", sizes.decoder_heads) for number in layers]
+            self._layers = [_SpeechLayer(weights, f"layers.{number}", sizes.decoder_heads) for number in layers]
             self._norm = Norm.of(weights, "layer_norm")
 
     def hear(self, encoded: torch.Tensor, caches: Caches, first: int) -> None:
