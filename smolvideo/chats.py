@@ -22,6 +22,8 @@ from smolvision.images import render as render_scene
 from smolvision.questions import KINDS as IMAGE_KINDS
 from smolvision.questions import ask as ask_of_scene
 
+LENGTH = 512
+"""Tokens to whose multiples batches are padded: nearly all chats have fewer, so that shapes are alike."""
 FILE_FPS = (8, 10, 12, 15, 24, 25, 30)
 _WEIGHTS = (6, 6, 8, 24, 20, 12, 12, 20, 6, 16, 6, 4, 2, 20)
 """How often each of KINDS is asked."""
@@ -172,7 +174,7 @@ class Chats(IterableDataset[Batch]):
 
 def batch_of(tokens: Tokenizer, chats: list[Chat], rng: Random) -> Batch:
     encoded = [encode(tokens, chat) for chat in chats]
-    length = -(-max(len(ids) for ids, _ in encoded) // 64) * 64
+    length = -(-max(len(ids) for ids, _ in encoded) // LENGTH) * LENGTH
     ids = np.zeros((len(chats), length), np.int64)
     said = np.zeros((len(chats), length), bool)
     pictures = []

@@ -45,6 +45,7 @@ def parse(flags: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=14, help="processes that generate chats")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rate", type=float, default=1e-3, help="highest learning rate")
+    parser.add_argument("--compile", action="store_true", help="compile the language model's layers")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(flags)
 
@@ -56,6 +57,10 @@ def train(args: argparse.Namespace, base: Path, started: float) -> dict[str, Any
     batches = loader(Chats(base, args.seed, args.batch, args.turns), args.workers, half)
     torch.manual_seed(args.seed)
     student = Student(base, args.start, torch.bfloat16 if half else torch.float32).to(device)
+    if args.compile:
+        torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs as it is
+        for layer in student.language.layers:
+            layer.compile()
     parameters = [*student.trained.values()]
     optimizer = torch.optim.AdamW(parameters, lr=args.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=half)
     next(batches)  # wait until the workers have started
@@ -82,9 +87,7 @@ def train(args: argparse.Namespace, base: Path, started: float) -> dict[str, Any
         steps += 1
         if now - shown > 10 or done == 1:
             rate = steps * args.batch / (now - begin + 1e-9)
-            said = (
-                f"{rate:.0f} chats/s ({waited / (now - begin + 1e-9):.0%} waiting) loss {loss:.4f} tokens {right:.2%}"
-            )
+            said = f"loss {loss:.4f} tokens {right:.2%}, {rate:.0f} chats/s, waited {waited:.0f} s for them"
             print(f"{done:4.0%} step {steps} {said}", flush=True)
             shown = now
         if now - saved > 60:
