@@ -49,7 +49,7 @@ class _BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     sleep: SleepConfig | None = None
     """None for an engine that never sleeps."""
     extra_stop_seconds: ClassVar[float] = 0.0
-    """How much longer than other engines this one may take to stop."""
+    """Seconds that this engine may take to stop, beyond those of other engines."""
     hang_seconds: float = 0.0
     """Seconds for which the event loop of the engine's process may be blocked before it is killed; 0 is no limit."""
 

@@ -68,6 +68,13 @@ class DynamoPrefill(msgspec.Struct, frozen=True):
     disaggregated_params: dict[str, Any]
 
 
+class DynamoExtras(msgspec.Struct, frozen=True):
+    """The chat as the client sent it, with the URLs of media left out, and as the template has rendered it."""
+
+    messages: Any = None
+    formatted_prompt: str | None = None
+
+
 class DynamoRequest(msgspec.Struct, frozen=True):
     token_ids: list[int]
     stop_conditions: DynamoStops = DynamoStops()
@@ -79,3 +86,5 @@ class DynamoRequest(msgspec.Struct, frozen=True):
     """By the type of content part (`image_url`), the files in order: {"Url": "…"} each."""
     prompt_embeds: str | None = None
     encoder_result: dict[str, Any] | None = None
+    """What an encode worker has answered, as the frontend hands it to the others."""
+    extra_args: DynamoExtras | None = None

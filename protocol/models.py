@@ -51,6 +51,10 @@ class Runtime(BaseModel):
     """Ranks with a KV cache of their own."""
     guides: list[str] = []
     """Kinds of guided decoding."""
+    pipeline: str | None = None
+    """Class of diffusers that makes pictures or videos; null for a model of text."""
+    makes: list[str] = ["text"]
+    """What the model makes: text, image or video."""
     refused_parameters: dict[str, str] = {}
     """Sampling parameters that the engine refuses, always or under conditions, each with the reason."""
     tool_call_parser: str | None = None
@@ -80,8 +84,8 @@ class Model(BaseModel):
     """Always trellis."""
     root: str
     """The same as `id`."""
-    max_model_len: int
-    """Context length in tokens, as vLLM has it."""
+    max_model_len: int | None
+    """Context length in tokens, as vLLM has it; null for a model of pictures."""
     runtime: Runtime
     """How the replica runs, an extension."""
 

@@ -23,8 +23,8 @@ class InputPart(Wire):
     """One part of an item's content."""
 
     type: str
-    """`input_text`, `output_text`, `summary_text`, `reasoning_text` or `text`, `refusal`, `input_image` or `input_audio`: the
-    field that has the content. Example: "input_text" """
+    """`input_text`, `output_text`, `summary_text`, `reasoning_text` or `text`, `refusal`, `input_image` or
+    `input_audio`: the field that has the content. Example: "input_text" """
     text: str | None = None
     """The text. Example: "Hello" """
     refusal: str | None = None

@@ -1,9 +1,11 @@
 """A file of SQLite, whose calls run in a thread."""
 
 import asyncio
+import fcntl
 import logging
 import sqlite3
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +19,20 @@ log = logging.getLogger(__name__)
 
 class StoreUnavailable(EngineUnavailable):
     """A file cannot be read or written: the disk is full, say."""
+
+
+@asynccontextmanager
+async def elected(database: Path) -> AsyncIterator[bool]:
+    """Lock a file beside a database during the block; say whether no other process has. The lock ends with the
+    process.
+    """
+    with database.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 class Database:

@@ -38,6 +38,20 @@ class ReplicasDiffer(RequestError):
     """Another replica speaks another version, or serves another model."""
 
 
+class MediaNotFound(RequestError):
+    """There is no such file any more, or it belongs to another key."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"There is no file '{shown(name)}' (any more).", "file", "file_not_found")
+
+
+class VideoNotFound(RequestError):
+    """There is no such video, or it belongs to another key."""
+
+    def __init__(self, video: str) -> None:
+        super().__init__(f"There is no video '{shown(video)}'.", "video_id", "video_not_found")
+
+
 class BatchNotFound(RequestError):
     """There is no such batch, or it belongs to another key."""
 

@@ -12,6 +12,7 @@ from multimodal.request import Ask, AskedGuide, Conversation
 from protocol.common import GenerationFields, ModelFields, Prediction, ResponseFormat, SamplingFields, Wire
 from protocol.messages import PromptFields
 from protocol.transcriptions import SpeechFields
+from protocol.visual import DrawingFields
 from routers.errors import WrongReplica
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ def refused(body: type[ModelFields]) -> dict[str, tuple[object, ...]]:
     accepted = {"echo", "prompt"} if "echo" in fields and "messages" not in fields else set()
     if issubclass(body, PromptFields):
         accepted = {"context_management"}  # Claude Code asks for nothing else than to keep all
-    if issubclass(body, SpeechFields):
+    if issubclass(body, SpeechFields | DrawingFields):
         accepted = {"prompt"}
     return {name: harmless for name, harmless in _REFUSED.items() if name in fields - accepted}
 

@@ -17,6 +17,7 @@ from engine.errors import EngineAsleep, EngineNotReady
 from engine.replicas.encode_answers import EncodeService
 from engine.replicas.routing.fleet import Fleet
 from engine.sleep import Sleeper, SleepState
+from engine.visual.base import VisualEngine
 from multimodal.processor import Processor
 from multimodal.speech.transcriber import Transcriber
 from multimodal.text.prompts import MediaPrompts
@@ -26,6 +27,9 @@ from routers.batches.store import BatchStore
 from routers.errors import Missing
 from routers.fields import FieldCheck
 from routers.responses.service import Responses
+from routers.visual.drawing import VisualLimits
+from routers.visual.jobs import VideoJobs
+from routers.visual.media import MediaStore
 
 DP_RANK_HEADER = b"x-trellis-dp-rank"
 """Data-parallel rank that a router has chosen for a request; with it comes the internal secret."""
@@ -104,7 +108,29 @@ class RouterService:
         await self.fleet.close()
 
 
-ReplicaService = ChatService | PrefillService | EncodeService | RouterService
+@dataclass(frozen=True, kw_only=True)
+class VisualService:
+    """Makes pictures and videos."""
+
+    engine: VisualEngine
+    fields: FieldCheck
+    media: MediaStore
+    videos: VideoJobs
+    limits: VisualLimits
+    timeout_seconds: float
+    """Seconds that a request may take whose answer has the files."""
+
+    @property
+    def healthy(self) -> bool:
+        return self.engine.healthy
+
+    async def close(self) -> None:
+        """End what runs."""
+        await self.engine.close()
+        await self.media.close()
+
+
+ReplicaService = ChatService | PrefillService | EncodeService | RouterService | VisualService
 """The service of a replica, by its role."""
 
 
@@ -198,7 +224,7 @@ class HttpOptions:
     ping_interval: float
     """Seconds of silence before a keep-alive comment; 0 sends none."""
     lease_seconds: float
-    """How long KV blocks and embeddings are held for another replica."""
+    """Seconds for which KV blocks and embeddings are held for another replica."""
     max_images: int
     max_image_bytes: int
     max_video_bytes: int
@@ -287,6 +313,8 @@ EngineServiceDep = Annotated[ChatService | PrefillService, Depends(_service)]
 PrefillServiceDep = Annotated[PrefillService, Depends(_service)]
 EncodingDep = Annotated[PrefillService | EncodeService, Depends(_service)]
 RouterServiceDep = Annotated[RouterService, Depends(_service)]
+ModelServiceDep = Annotated[ChatService | VisualService, Depends(_service)]
+VisualServiceDep = Annotated[VisualService, Depends(_service)]
 DpRank = Annotated[int | None, Depends(_dp_rank)]
 Owner = Annotated[str, Depends(_owner)]
 """A name for the key of the request; empty on a server without keys."""

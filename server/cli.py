@@ -265,7 +265,12 @@ def _check_servable(settings: Settings) -> None:
             raise SettingsError(
                 f"--dynamo (DYNAMO): needs Dynamo's runtime (pip install 'trellis[dynamo]', on Linux): {error}"
             ) from error
-    if settings.engine == "trtllm" and not settings.engine_address and role_of(settings).has_model:
+    if settings.engine == "trtllm" and role_of(settings).core == "visual":
+        from engine.trtllm.versions import lacks_visual  # noqa: PLC0415 - most replicas do without
+
+        if reason := lacks_visual():
+            raise SettingsError(f"ENGINE=trtllm: {reason}")
+    elif settings.engine == "trtllm" and not settings.engine_address and role_of(settings).has_model:
         from server.compose import engine_args  # noqa: PLC0415 - most engines do without
         from server.process import gpus  # noqa: PLC0415 - most engines do without
 
@@ -322,7 +327,7 @@ def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
     logs.configure(settings.log_level, settings.log_format)
     for sentence in misspelt_variables():
         log.warning("%s", sentence)
-    if role_of(settings).has_text and (sentence := banner.warning(settings)):
+    if role_of(settings).is_public and (sentence := banner.warning(settings)):
         log.warning("%s", sentence)
     if not settings.api_processes:
         settings = settings.model_copy(update={"api_processes": _api_processes(settings)})

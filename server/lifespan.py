@@ -20,6 +20,7 @@ from server.compose.engine import add_engine
 from server.compose.model import model_folder, served_name
 from server.compose.routing import add_router
 from server.compose.runtime import runtime_of, shown_settings
+from server.compose.visual import add_visual
 from server.health.readiness import Health
 from server.http.errors import render_event, status_of
 from server.metrics.page import ServerMetrics
@@ -27,7 +28,7 @@ from server.process.logs import one_line
 from server.roles import role_of
 from server.settings import Settings
 
-COMPOSERS = {"engine": add_engine, "encoder": add_encode_service, "router": add_router}
+COMPOSERS = {"engine": add_engine, "encoder": add_encode_service, "router": add_router, "visual": add_visual}
 """Composers of the core of a replica, by `Role.core`."""
 
 log = logging.getLogger(__name__)

@@ -49,6 +49,13 @@ def impossible(settings: Settings, machine: Machine, folder: Path | None) -> Ite
     if not machine.torch:
         yield Finding("problem", "the embedded engine needs PyTorch, which is not installed", _TORCH)
         return
+    if role_of(settings).core == "visual":
+        if lacking := [package for package in ("diffusers", "av") if not _installed(package)]:
+            text = f"pictures and videos need {' and '.join(lacking)}, which is not installed"
+            yield Finding("problem", text, "pip install 'trellis[visual]'")
+        if on_gpu(settings, machine):
+            yield from _gpu_problems(settings, machine)
+        return
     weights, facts = weight_bytes(folder) if folder is not None else 0, None
     with suppress(EngineFailure):  # the engine says what is wrong with it
         facts = read_model_facts(folder) if folder is not None else None

@@ -6,16 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from engine.checkpoints.pipelines import is_pipeline
 from server.settings import Settings
 from server.settings.engine import RoleName
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
-Core = Literal["engine", "encoder", "router"]
-"""The core of a replica: an engine, encoders alone, or a router to other replicas."""
+Core = Literal["engine", "encoder", "router", "visual"]
+"""The core of a replica: an engine of text, encoders alone, a router to other replicas, or an engine of pictures."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,11 @@ class Role:
         return self.core == "engine"
 
     @property
+    def is_public(self) -> bool:
+        """Whether clients send it requests."""
+        return self.entrance == "/v1"
+
+    @property
     def has_model(self) -> bool:
         """Whether weights are loaded here; a router takes only the tokenizer of its model."""
         return self.core != "router"
@@ -67,13 +74,27 @@ class Role:
 
 
 def role_of(settings: Settings) -> Role:
-    """Return the record of the role that DISAGGREGATION_MODE names."""
+    """Return the record of the role that DISAGGREGATION_MODE names, for what the model makes."""
+    if settings.disaggregation_mode == "aggregated" and makes_pictures(settings):
+        return VISUAL
     return ROLES[settings.disaggregation_mode]
+
+
+def makes_pictures(settings: Settings) -> bool:
+    """Return whether the model makes pictures or videos."""
+    if settings.modality != "auto" or settings.engine == "fake":
+        return settings.modality == "visual"
+    return _is_pipeline(settings.model)
+
+
+@cache
+def _is_pipeline(model: str) -> bool:
+    return is_pipeline(model)
 
 
 def missing_setting(settings: Settings) -> tuple[str, str] | None:
     """Return the first setting that the role lacks, and why it is needed; None if it lacks nothing."""
-    for need in (*role_of(settings).needs, _ENCODE_SECRET, *_DYNAMO_NEEDS):
+    for need in (*role_of(settings).needs, _ENCODE_SECRET, *_DYNAMO_NEEDS, _VISUAL_ROLE):
         if not need.met(settings):
             return f"--{need.setting.replace('_', '-')} ({need.setting.upper()})", need.why
     return None
@@ -104,14 +125,23 @@ _DYNAMO_NEEDS = (
     ),
     Need(
         "disaggregation_mode",
-        lambda settings: not settings.dynamo or settings.disaggregation_mode in ("aggregated", "prefill", "decode"),
-        "a worker of a Dynamo graph is aggregated, prefill or decode",
+        lambda settings: not settings.dynamo or settings.disaggregation_mode != "router",
+        "a worker of a Dynamo graph is no router: the graph has its own",
     ),
     Need(
         "prefill_urls",
         lambda settings: not (settings.dynamo and settings.prefill_urls),
         "leave it out with --dynamo: Dynamo's router chooses the prefill worker",
     ),
+)
+_VISUAL_ROLE = Need(
+    "disaggregation_mode",
+    lambda settings: (
+        settings.disaggregation_mode in ("aggregated", "router")
+        or settings.modality == "text"
+        or not makes_pictures(settings)
+    ),
+    "a model of pictures or videos is aggregated",
 )
 _WHY_SECRET = "replicas authenticate each other with it"
 _ENCODE_SECRET = Need(
@@ -137,6 +167,13 @@ def _public() -> tuple[APIRouter, ...]:
         transcriptions.router,
         internal.operator_router,
     )
+
+
+def _visual() -> tuple[APIRouter, ...]:
+    from routers import models  # noqa: PLC0415
+    from routers.visual import images, videos  # noqa: PLC0415
+
+    return images.router, videos.router, models.router
 
 
 def _prefill() -> tuple[APIRouter, ...]:
@@ -188,7 +225,7 @@ ROLES: Mapping[str, Role] = {
             has_text=False,
             serves_encodings=True,
             needs=(
-                _given("encode", "internal_secret", _WHY_SECRET),
+                _given_over_http("encode", "internal_secret", _WHY_SECRET),
                 _one_api_process("encode", "each would load the model's vision tower"),
             ),
         ),
@@ -204,3 +241,17 @@ ROLES: Mapping[str, Role] = {
     )
 }
 assert ROLES.keys() == set(get_args(RoleName))
+_WHY_PICTURES = "a model of pictures or videos does without"
+VISUAL = Role(
+    name="aggregated",
+    routers=_visual,
+    core="visual",
+    has_text=False,
+    needs=(
+        _one_api_process("aggregated", "requests for pictures are few"),
+        Need("engine_address", lambda settings: not settings.engine_address, _WHY_PICTURES),
+        Need("engine_standby", lambda settings: not settings.engine_standby, _WHY_PICTURES),
+        Need("dynamo", lambda settings: not settings.dynamo, _WHY_PICTURES),
+    ),
+)
+"""The aggregated role of a model that makes pictures or videos."""

@@ -242,7 +242,7 @@ def draw_item(
         return
     turn = math.radians(item.angle)
     sine, cosine = math.sin(turn), math.cos(turn)
-    outline = _OUTLINES[item.shape]
+    outline = OUTLINES[item.shape]
     corners = [(x + radius * (cosine * u - sine * v), y + radius * (sine * u + cosine * v)) for u, v in outline]
     draw.polygon(corners, colour)
 
@@ -255,7 +255,7 @@ def _rays(count: int, *radii: float) -> list[tuple[float, float]]:
 
 
 _ARM = 0.32
-_OUTLINES: dict[str, list[tuple[float, float]]] = {
+OUTLINES: dict[str, list[tuple[float, float]]] = {
     "square": [(-0.82, -0.82), (0.82, -0.82), (0.82, 0.82), (-0.82, 0.82)],
     "triangle": _rays(3, 1.0),
     "star": _rays(10, 1.0, 0.42),

@@ -36,14 +36,17 @@ HOMES = {
     "soxr": ("engine/kit/audio_file.py",),
     "tensorrt_llm": ("engine/trtllm",),
     "opentelemetry": ("server/http/tracing.py",),
-    "torch": ("engine/embedded", "engine/trtllm"),
+    "av": ("engine/visual/files.py",),
+    "diffusers": ("engine/visual/with_diffusers.py",),
+    "torch": ("engine/embedded", "engine/trtllm", "engine/visual/with_diffusers.py", "engine/visual/graphs.py"),
     "xgrammar": ("engine/embedded",),
     "llguidance": ("engine/embedded",),
     "triton": ("engine/embedded/models/cuda",),
     "flashinfer": ("engine/embedded/models/cuda",),
-    "transformers": ("engine/embedded", "multimodal"),
+    "transformers": ("engine/embedded", "engine/visual/with_diffusers.py", "multimodal"),
     "cv2": ("engine/kit/video_file",),
 }
+APART = ("benchmarks", "smolaudio", "smoldraw", "smolvideo", "smolvision", "tests")
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load"}
 READS_ENVIRONMENT = {
@@ -94,8 +97,7 @@ def test_imports_point_one_way() -> None:
         f"{name(path)} imports {module}"
         for path in PRODUCT
         for module in imports(parsed(path))
-        if module.split(".")[0]
-        in {*MAY_IMPORT, "benchmarks", "smolaudio", "smolvideo", "smolvision", "tests"} - MAY_IMPORT[name(path).split("/")[0]]
+        if module.split(".")[0] in {*MAY_IMPORT, *APART} - MAY_IMPORT[name(path).split("/")[0]]
     ]
     assert wrong == []
 
@@ -176,7 +178,7 @@ def test_the_environment_is_read_in_one_place() -> None:
 
 @pytest.mark.parametrize("module", ["server.app", "server.cli", "engine.fake", "engine.process.host"])
 def test_no_model_library_is_loaded_before_a_backend_is_chosen(module: str) -> None:
-    heavy = {"torch", "transformers", "xgrammar", "llguidance", "gguf", "tensorrt_llm"}
+    heavy = {"torch", "transformers", "diffusers", "av", "xgrammar", "llguidance", "gguf", "tensorrt_llm"}
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert result.stdout.strip() == "[]"

@@ -1,12 +1,15 @@
-"""Merge a model with the weights trained on top of it into another model's folder, without torch.
+"""Make model folders of files with trained weights, without torch.
 
-The trained file's tensors are named as in the new folder. A pair `.lora_down` [rank, inputs] and `.lora_up` [outputs,
-rank] changes a matrix by its product; all other tensors are new, or replace one. The file's metadata has `files`, a
-JSON object of the new folder's other files by name, and what is added to the vocabulary: `tokens`, a JSON list, or one
-`image_token`. `renamed` is a JSON object: the base's tensors that begin with one of its keys are kept, under names that
-begin with the value instead; without it, the base is the language model of a LLaVA. `taken` is a JSON object of what
-comes from a third model: by new names, the tensor's name there and its shape, whose first rows are taken. `text_config`
-in config.json overrides the language model's own configuration.
+`merge` makes a model of another one and of weights trained on top of it. The tensors of the trained file are named as
+in the new folder. A pair `.lora_down` [rank, inputs] and `.lora_up` [outputs, rank] changes a matrix by its product;
+all other tensors are new, or replace one. The file's metadata has `files`, a JSON object of the new folder's other
+files by name, and what is added to the vocabulary: `tokens`, a JSON list, or one `image_token`. `renamed` is a JSON
+object: the base's tensors that begin with one of its keys are kept, under names that begin with the value instead;
+without it, the base is the language model of a LLaVA. `taken` is a JSON object of what comes from a third model: by new
+names, the tensor's name there and its shape, whose first rows are taken. `text_config` in config.json overrides the
+language model's own configuration.
+
+`unpack` makes a diffusers folder of a file that holds all of it.
 """
 
 import json
@@ -92,3 +95,24 @@ def _renamed(names: Iterable[str], prefixes: dict[str, str]) -> dict[str, str]:
         for prefix, new in prefixes.items()
         if name.startswith(prefix)
     }
+
+
+def unpack(packed: Path, folder: Path, progress: Progress) -> None:
+    """Write the diffusers folder that a file holds into an existing `folder`.
+
+    Tensors are named by their file in the folder and their name there, as in `vae/model.safetensors/encoder.weight`.
+    The file's metadata has `files`, a JSON object of the folder's other files by name. Raises OSError if the folder
+    cannot be written.
+    """
+    held = TensorFile(packed)
+    for name, text in json.loads(held.metadata["files"]).items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    parts: dict[str, dict[str, list[int]]] = {}
+    for name, shape in held.shapes.items():
+        part, tensor = name.rsplit("/", 1)
+        parts.setdefault(part, {})[tensor] = shape
+    for part, shapes in parts.items():
+        blocks = (held.bits(f"{part}/{tensor}").tobytes() for tensor in shapes)
+        write_tensors(folder / part, shapes, blocks, progress)

@@ -50,6 +50,8 @@ class Packaged(NamedTuple):
     """The model that the weights are trained on top of; empty for weights of a whole model."""
     third: str = ""
     """Another model, of which the merged one takes tensors too."""
+    pipeline: bool = False
+    """Whether the file holds a folder of diffusers."""
 
     @property
     def install(self) -> str:
@@ -97,8 +99,7 @@ PACKAGED = {
         ("smolaudio",),
         "*.safetensors",
         (),
-        about=f"{BUILTIN} with the encoder of {WHISPER}, trained here, Apache-2.0; understands spoken numbers, words and "
-        "commands",
+        about=f"{BUILTIN} with the encoder of {WHISPER}, trained here, Apache-2.0; hears numbers, words and commands",
         base=BUILTIN,
         third=WHISPER,
     ),
@@ -112,6 +113,20 @@ PACKAGED = {
             ("config.json", "14b1b421a90349bc551b881461426b561a874049cb9e4c4864f2ca384f6a7cc5"),
             ("tokenizer.json", "929c5252409436dce1b38a75d1abbcb5e132d170d8e324e4e04ed915fa2d22df"),
         ),
+    ),
+    "smoldraw": Packaged(
+        ("smoldraw",),
+        "smoldraw.safetensors",
+        (),
+        about="a diffusion transformer trained here, Apache-2.0; draws coloured shapes",
+        pipeline=True,
+    ),
+    "smoldraw-clips": Packaged(
+        ("smoldraw",),
+        "smoldraw-clips.safetensors",
+        (),
+        about="smoldraw trained further, Apache-2.0; makes clips of moving shapes",
+        pipeline=True,
     ),
 }
 

@@ -120,9 +120,12 @@ def _packaged(model: str, cache_dir: Path) -> Path:
         from engine.checkpoints.ctranslate2 import convert_whisper  # noqa: PLC0415 - as below
         from engine.checkpoints.gguf.convert import convert  # noqa: PLC0415 - imports libraries only for converting
         from engine.checkpoints.gguf.file import GgufFile  # noqa: PLC0415
-        from engine.checkpoints.merge import merge  # noqa: PLC0415
+        from engine.checkpoints.merge import merge, unpack  # noqa: PLC0415
 
         with weights_file(model, cache_dir) as source:
+            if PACKAGED[model].pipeline:
+                unpack(source, made, progress)
+                return
             if base is not None:
                 merge(base, source, made, progress, third)
                 return

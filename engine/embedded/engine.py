@@ -64,7 +64,7 @@ class EmbeddedEngine:
         """Results of calls in the engine's thread that have not returned yet."""
         self._thread: threading.Thread | None = None
         self._started = threading.Event()
-        """Set by `start` and `close`. The thread waits for it before it takes memory that a second engine has no room for."""
+        """Set by `start` and `close`. The thread waits for it before it takes memory for which a second has no room."""
         self._closing = False
 
     @property
@@ -270,7 +270,7 @@ class EmbeddedEngine:
 
     async def _warm_up(self) -> None:
         await asyncio.sleep(_WARM_UP_PAUSE)
-        await self._compiler.warm_up()
+        await self._compiler.warm_up(xgrammar=self.info.device != "cpu")  # whose cores compute answers
 
     def _abort(self, request_id: str) -> None:
         self._commands.put(lambda core: core.abort(request_id))

@@ -71,6 +71,13 @@ class FakeEncoder:
         for work in self._running:
             work.cancel()
 
+    async def release_weights(self) -> None:
+        assert not self._running, "it is told so while nothing is encoded"
+        self._closed = True
+
+    async def resume_weights(self) -> None:
+        self._closed = False
+
     def _encode(self, file: MediaInput) -> EncodedMedia:
         seed = blake3(file.detail.encode()).update(file.data)
         rows = self._rows * max(1, file.sampling.num_frames)

@@ -1,4 +1,4 @@
-"""What differs between the versions of TensorRT-LLM that this adapter runs on: 1.2.1, and main from 1.3 on.
+"""Differences between the versions of TensorRT-LLM that this adapter runs on: 1.2.1, and main from 1.3 on.
 
 A `PackageVersion` is chosen at start by the package's own version. Nothing else in the adapter asks for it.
 """
@@ -44,6 +44,22 @@ def found() -> str | None:
         return metadata.version("tensorrt_llm")
     except metadata.PackageNotFoundError:
         return None
+
+
+def lacks_visual() -> str:
+    """Return why the installed package makes no pictures; empty if it does. `VisualGen` is exported from 1.3.0rc8 on
+    (#11911), and has the arguments that this adapter gives it from the release after #14175 on.
+    """
+    name = found()
+    if name is None:
+        return "the package tensorrt_llm is not installed. Cure: run in NVIDIA's container, or ENGINE=embedded"
+    numbers = re.match(r"(\d+)\.(\d+)", name)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) < (1, 3):
+        return (
+            f"TensorRT-LLM {name} makes no pictures or videos: its VisualGen begins with 1.3. "
+            "Cure: ENGINE=embedded, which runs folders of diffusers"
+        )
+    return ""
 
 
 def version_of(name: str) -> PackageVersion:

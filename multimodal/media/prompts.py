@@ -67,12 +67,31 @@ class EncodedPrompts:
     _waiting: int = field(default=0, init=False)
 
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
+        media = await self.load(refs)
+        ids = await tokenise(self._expanded(text, media, refs))
+        return Prompt(ids, MediaSpans(self._spans(ids, media, [ref.kind for ref in refs])))
+
+    async def load(self, refs: Sequence[MediaRef]) -> list[Keyed]:
+        """Return the files encoded, in order."""
         _check_count(refs, {"image": self.max_images, "video": self.max_videos, "audio": self.max_audios})
         self._check_kinds(refs)
         budget = _Pixels(self.max_pixels)
-        media = await all_of(self._load(ref, budget) for ref in refs)
-        ids = await tokenise(self._expanded(text, media, refs))
-        return Prompt(ids, MediaSpans(self._spans(ids, media, refs)))
+        return await all_of(self._load(ref, budget) for ref in refs)
+
+    def placed(self, ids: Sequence[int], media: Sequence[Keyed]) -> Prompt:
+        """Return the prompt of token ids in which a placeholder stands for each of the media. Raises RequestError."""
+        placeholder = self.tokenizer.encode(self.encoder.info.placeholder)
+        places = _places(ids, placeholder)
+        if len(places) != len(media):
+            text = f"The prompt has {len(places)} placeholders of images, for {len(media)} images."
+            raise RequestError(text, "messages", "unsupported_content")
+        found: list[int] = []
+        end = 0
+        for place, (_, encoded) in zip(places, media, strict=True):
+            found += [*ids[end:place], *self.tokenizer.encode(encoded.text)]
+            end = place + len(placeholder)
+        found += ids[end:]
+        return Prompt(found, MediaSpans(self._spans(found, media, ["image"] * len(media))))
 
     async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
         return (await self.prompt(text, refs, tokenise, 1)).ids
@@ -155,18 +174,18 @@ class EncodedPrompts:
             mark(encoded.text) + part for (_, encoded), part in zip(media, parts[1:], strict=True)
         )
 
-    def _spans(self, ids: Sequence[int], media: Sequence[Keyed], refs: Sequence[MediaRef]) -> tuple[MediaSpan, ...]:
+    def _spans(self, ids: Sequence[int], media: Sequence[Keyed], kinds: Sequence[MediaKind]) -> tuple[MediaSpan, ...]:
         """Find the media in the tokens of the expanded prompt: each from its first token of an image or video to its
         last."""
         tokens = {self.encoder.info.image_token_id, self.encoder.info.video_token_id}
         places = [position for position, token_id in enumerate(ids) if token_id in tokens]
         if len(places) != sum(encoded.rows for _, encoded in media):
             raise RequestError(
-                f"The {refs[0].kind}s are not whole in the prompt: it cannot be truncated.", "truncate_prompt_tokens"
+                f"The {kinds[0]}s are not whole in the prompt: it cannot be truncated.", "truncate_prompt_tokens"
             )
         spans: list[MediaSpan] = []
         row = 0
-        for (key, encoded), ref in zip(media, refs, strict=True):
+        for (key, encoded), kind in zip(media, kinds, strict=True):
             start = places[row]
             row += encoded.rows
             spans.append(
@@ -179,7 +198,7 @@ class EncodedPrompts:
                     data=encoded.data,
                     grid=encoded.grid,
                     interval=encoded.interval,
-                    kind=ref.kind,
+                    kind=kind,
                 )
             )
         return tuple(spans)
@@ -219,6 +238,12 @@ class BackendPrompts:
         assert isinstance(encoding, Encoding), "the backend's own"
         return Prompt(ids, encoding)
 
+    async def given(self, text: str, ids: Sequence[int], refs: Sequence[MediaRef]) -> Prompt:
+        """Return the prompt of a chat that was rendered and tokenised elsewhere."""
+        _check_count(refs, {"image": self.max_images, "video": self.max_videos})
+        budget = _Pixels(self.max_pixels)
+        return Prompt([*ids], MediaFiles(text, tuple(await all_of(self._load(ref, budget) for ref in refs))))
+
     async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
         _check_count(refs, {"image": self.max_images, "video": self.max_videos, "audio": self.max_audios})
         return await tokenise(text)
@@ -257,6 +282,16 @@ def _check_count(refs: Sequence[MediaRef], most: Mapping[MediaKind, int]) -> Non
     for kind, count in most.items():
         if sum(ref.kind == kind for ref in refs) > count:
             raise RequestError(f"The messages may have {count} {kind}s at most.", "messages", f"too_many_{kind}s")
+
+
+def _places(ids: Sequence[int], placeholder: Sequence[int]) -> list[int]:
+    """Return where a placeholder begins in token ids; places do not overlap."""
+    size, places = len(placeholder), list[int]()
+    for place, token_id in enumerate(ids):
+        follows = not places or place >= places[-1] + size
+        if token_id == placeholder[0] and follows and [*ids[place : place + size]] == placeholder:
+            places.append(place)
+    return places
 
 
 async def _fetched(loader: MediaLoader, ref: MediaRef, budget: _Pixels) -> MediaInput | Embeddings:

@@ -1,10 +1,9 @@
 """Works through the batches of messages, at the lowest priority and a few requests at a time."""
 
 import asyncio
-import fcntl
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
@@ -20,7 +19,7 @@ from multimodal.request import Ask
 from protocol.messages import MessagesRequest
 from routers.batches.store import BatchJob, BatchStore
 from routers.body import parsed
-from routers.database import StoreUnavailable
+from routers.database import StoreUnavailable, elected
 from routers.fields import FieldCheck
 from routers.messages import ENDPOINT, convert
 
@@ -59,27 +58,14 @@ class BatchWorker:
         while True:
             try:
                 if self.store.path.exists():
-                    async with self._elected() as elected:
-                        if elected:
+                    async with elected(self.store.path) as mine:
+                        if mine:
                             await self._work()
             except StoreUnavailable:  # it is logged
                 pass
             except Exception:  # of any kind: batches go on once it is gone
                 log.exception("batches of messages have stopped for now")
             await self._pause()
-
-    @asynccontextmanager
-    async def _elected(self) -> AsyncIterator[bool]:
-        """Lock a file beside the store during the block; say whether no other process has. The lock ends with the
-        process.
-        """
-        with self.store.path.with_suffix(".lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-            else:
-                yield True
 
     async def _work(self) -> None:
         """Do requests until the store fails."""

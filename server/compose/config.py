@@ -34,12 +34,14 @@ log = logging.getLogger(__name__)
 
 def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
     """Return the configuration of the chosen backend."""
-    return msgspec.structs.replace(_backend_config(settings, folder), sleep=sleep_config(settings))
+    return msgspec.structs.replace(
+        _backend_config(settings, folder), sleep=sleep_config(settings) if role_of(settings).has_engine else None
+    )
 
 
 def sleep_config(settings: Settings) -> SleepConfig | None:
-    """Return how the engine sleeps; None if nothing puts it to sleep."""
-    if not role_of(settings).has_engine or not (settings.admin_key or settings.sleep_after_idle_seconds):
+    """Return how the engine, or an encode replica's encoder, sleeps; None if nothing puts it to sleep."""
+    if not role_of(settings).has_model or not (settings.admin_key or settings.sleep_after_idle_seconds):
         return None
     return SleepConfig(
         idle_seconds=settings.sleep_after_idle_seconds,

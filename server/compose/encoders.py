@@ -6,7 +6,7 @@ import json
 import logging
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from engine.checkpoints.facts import read_model_facts
 from engine.config import EncoderConfig, TrtllmEncoderConfig
@@ -14,22 +14,22 @@ from engine.encoder import Encoder, EncoderInfo
 from engine.errors import EngineFailure
 from engine.kit.tasks import in_thread
 from engine.replicas.encode_answers import EmbeddingStore, EncodeService, open_arena
+from engine.sleep import ReleasableEncoder, SleepingEncoder
 from engine.transfer.arena import Arena
-from engine.types import EngineInfo
 from multimodal.errors import RequestError
 from multimodal.media.cache import EmbeddingCache
 from multimodal.media.limits import MediaLimits
 from multimodal.media.loader import MediaLoader
 from multimodal.media.prompts import BackendPrompts, EncodedPrompts
 from multimodal.text.control import ControlTokens, unmarked
-from multimodal.text.prompts import MediaPrompts
 from multimodal.text.tokenizer import Tokenizer
 from server.compose.composition import Composition, Failed, never
-from server.compose.config import engine_config, video_options
+from server.compose.config import engine_config, sleep_config, video_options
 from server.compose.model import load_text
+from server.compose.sleeping import follow_sleep
 from server.health.canary import encoder_probe
-from server.metrics.embedding_cache import watch_cache
 from server.metrics.peers import EncodeMetrics, PeerMetrics
+from server.metrics.replica import watch_cache
 from server.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,9 @@ async def start_encoders(to: Composition, folder: Path | None) -> Encoders:
         if not to.role.has_engine:
             raise EngineFailure(f"the model {to.settings.model} takes no images: there is nothing to encode")
         return Encoders(None, None)
+    sleeper = None
+    if not to.role.has_engine:
+        encoder, sleeper = _sleeping(to, encoder)
     if to.settings.encode_urls:
         to.replica.loading = "The model is loading, or no encode replica answers."
     to.stack.push_async_callback(encoder.close)
@@ -66,8 +69,24 @@ async def start_encoders(to: Composition, folder: Path | None) -> Encoders:
     service = _service(to, encoder)
     to.stack.push_async_callback(service.close)
     if not to.role.has_engine:
-        await _add_canary(to, service, encoder, folder)
+        await _add_canary(to, service, encoder if sleeper is None else sleeper.inner, folder)
+    if sleeper is not None:
+        sleeper.caches.append(service.store.trim)
+        await follow_sleep(to, sleeper)
     return Encoders(encoder, service)
+
+
+def _sleeping(to: Composition, encoder: Encoder) -> tuple[Encoder, SleepingEncoder | None]:
+    """Return the encoder of an encode replica as one that can sleep, if the settings allow it. Raises EngineFailure."""
+    config = sleep_config(to.settings)
+    if config is None:
+        return encoder, None
+    if to.settings.engine == "trtllm":
+        if config.idle_seconds:
+            raise EngineFailure("SLEEP_AFTER_IDLE_SECONDS cannot be kept: TensorRT-LLM's encoder keeps its memory")
+        return encoder, None
+    sleeper = SleepingEncoder(cast("ReleasableEncoder", encoder), config)
+    return sleeper, sleeper
 
 
 def image_prompts(
@@ -76,10 +95,10 @@ def image_prompts(
     encoders: Encoders,
     tokenizer: Tokenizer,
     control: ControlTokens,
-    info: EngineInfo,
-) -> MediaPrompts | None:
+    max_encoded: int = 0,
+) -> BackendPrompts | EncodedPrompts | None:
     """Return what puts images into the prompts of this replica, whose engine and encoders have started. None if the
-    model takes no images.
+    model takes no images. `max_encoded` is the engine's `max_encoded_images`.
     """
     settings, encoder = to.settings, encoders.encoder
     limits = MediaLimits(
@@ -117,7 +136,7 @@ def image_prompts(
             encoder,
             control,
             settings.max_request_pixels,
-            info.max_encoded_images,
+            max_encoded,
             settings.max_videos,
             settings.max_audios,
         )
@@ -224,8 +243,12 @@ async def _add_canary(to: Composition, service: EncodeService, encoder: Encoder,
         log.warning("no canary: the model's chat template shows no image")
         return
     await to.health.add_canary(
-        encoder_probe(encoder, prompt), lambda: service.served, lambda: service.healthy, to.stack
+        encoder_probe(encoder, prompt), lambda: service.served, lambda: _is_awake(to, service), to.stack
     )
+
+
+def _is_awake(to: Composition, service: EncodeService) -> bool:
+    return service.healthy and to.replica.sleep.phase == "awake"
 
 
 async def _image_prompt(to: Composition, folder: Path | None) -> str | None:

@@ -38,6 +38,7 @@ from server.compose.config import default_processors, engine_config, sleep_confi
 from server.compose.encoders import Encoders, image_prompts, start_encoders
 from server.compose.model import answer_format, load_text, model_folder
 from server.compose.publishing import publish_events
+from server.compose.sleeping import follow_sleep
 from server.health.canary import engine_probe
 from server.http.errors import render_event
 from server.metrics.peers import PeerMetrics
@@ -76,7 +77,9 @@ async def add_engine(to: Composition, folder: Path | None) -> Failed:
     if text is not None and engine.info.backend != "fake":
         check_vocabulary(text[0], engine.info)
     await to.stack.enter_async_context(background(to.metrics.watch_engine(engine), "engine-statistics"))
-    await _follow_sleep(to, local)
+    if sleep_config(settings) is not None:
+        assert isinstance(local, EngineClient | SleepingEngine)
+        await follow_sleep(to, local)
     speech = await _start_speech(to, folder)
     probe = engine_probe(local, prefill_only=to.role.prefill_only, **(speech.probe if speech is not None else {}))
     awake = lambda: local.healthy and to.replica.sleep.phase == "awake"  # noqa: E731
@@ -134,25 +137,6 @@ async def _stopped(engine: Engine) -> str:
     return "the engine has stopped working"
 
 
-async def _follow_sleep(to: Composition, local: Engine) -> None:
-    """Let operators put the engine to sleep, and keep its state, if the settings allow it."""
-    if sleep_config(to.settings) is None:
-        return
-    assert isinstance(local, EngineClient | SleepingEngine)
-    replica = to.replica
-    replica.sleeper = sleeper = local
-
-    async def follow() -> None:
-        async for state in sleeper.sleep_states():
-            replica.sleep = state
-
-    await to.stack.enter_async_context(background(follow(), "sleep-state"))
-    text = "How deep the engine sleeps: 1 or 2, 0 while it is awake"
-    to.metrics.polled.gauge("trtllm_sleep_level", text, lambda: replica.sleep.level, "livemax")
-    text = "Seconds that waking up took the last time"
-    to.metrics.polled.gauge("trtllm_wake_seconds", text, lambda: replica.sleep.wake_seconds, "livemax")
-
-
 def _with_remote_prefill(to: Composition, local: Engine) -> Engine:
     """Return the engine that requests go to: `local`, or one that has prompts computed by other replicas before `local`
     decodes.
@@ -192,7 +176,7 @@ def _chat_service(
     control = template.control if template is not None else None
     images = None
     if control is not None:
-        images = image_prompts(to, folder, encoders, tokenizer, control, engine.info)
+        images = image_prompts(to, folder, encoders, tokenizer, control, engine.info.max_encoded_images)
     if images is not None:
         to.stack.push_async_callback(images.aclose)
     answers = answer_format(settings, folder, template)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from engine.checkpoints.facts import read_model_facts
 from engine.checkpoints.gguf.split import stem_of
+from engine.checkpoints.pipelines import present_pipeline, resolve_pipeline
 from multimodal.answers.formats import AnswerFormat
 from multimodal.answers.parsers.choose import choose, family
 from multimodal.answers.parsers.formats import OutputFormat
@@ -12,7 +13,7 @@ from multimodal.answers.parsers.response_templates import RESPONSE_TEMPLATE, fam
 from multimodal.text.control import ControlTokens
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import IMAGE, Tokenizer, byte_tokenizer, response_template
-from server.roles import role_of
+from server.roles import makes_pictures, role_of
 from server.settings import DEFAULT_MODEL, Settings
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ def model_folder(settings: Settings) -> Path | None:
     if settings.engine == "fake":
         folder = Path(settings.model).expanduser()
         return folder if folder.is_dir() else None
+    if makes_pictures(settings):
+        return resolve_pipeline(settings.model, settings.cache_dir) if role_of(settings).has_model else None
     from engine.checkpoints.store import resolve_model  # noqa: PLC0415 - the fake engine does without
 
     return resolve_model(settings.model, settings.cache_dir, weights=_needs_weights(settings))
@@ -57,6 +60,8 @@ def model_here(settings: Settings) -> Path | None:
     from engine.checkpoints.store import present_model  # noqa: PLC0415
 
     try:
+        if makes_pictures(settings):
+            return present_pipeline(settings.model, settings.cache_dir)
         return present_model(settings.model, settings.cache_dir, weights=_needs_weights(settings))
     except ModelError:
         return None

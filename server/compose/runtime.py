@@ -9,13 +9,13 @@ from pydantic import SecretStr
 
 from engine.types import EngineInfo
 from protocol.models import Peers, Runtime
-from routers.state import ChatService, ReplicaState
+from routers.state import ChatService, ReplicaState, VisualService
 from server import __version__
 from server.roles import role_of
 from server.settings import Settings
 
 _PACKAGES = (
-    *("torch", "transformers", "tensorrt_llm", "xgrammar", "flashinfer-python", "nixl-cu13"),
+    *("torch", "transformers", "diffusers", "tensorrt_llm", "xgrammar", "flashinfer-python", "nixl-cu13"),
     "ai-dynamo-runtime",
 )
 _HIDDEN = ("_args", "_address", "_urls", "_url", "_etcd", "_secret", "_keys")
@@ -38,6 +38,10 @@ def runtime_of(settings: Settings, replica: ReplicaState) -> Runtime:
     if isinstance(replica.service, ChatService):
         tools, reasoning = replica.service.processor.format.parser_names
         runtime = runtime.model_copy(update={"tool_call_parser": tools or None, "reasoning_parser": reasoning or None})
+    if isinstance(replica.service, VisualService) and replica.service.healthy:
+        info = replica.service.engine.info
+        pictures = {"device": info.device, "dtype": info.dtype, "pipeline": info.pipeline, "makes": list(info.makes)}
+        return runtime.model_copy(update=pictures)
     engine = replica.engine
     return runtime if engine is None else runtime.model_copy(update=_facts(engine.info))
 

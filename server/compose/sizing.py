@@ -38,7 +38,7 @@ with an 8B model at 64 streams, 15,000 in FP8 at 256, and more with smaller mode
 
 @dataclass(frozen=True)
 class Machine:
-    """What sizes depend on. `memory` and `free` are the host's, in bytes."""
+    """Facts on which sizes depend. `memory` and `free` are the host's, in bytes."""
 
     gpus: tuple[Gpu, ...] | None = ()
     """Those that CUDA_VISIBLE_DEVICES shows; None if nvidia-smi did not answer."""

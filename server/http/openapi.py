@@ -15,6 +15,7 @@ from routers.endpoint import OPENAI
 from routers.endpoints import ENDPOINTS
 from routers.responses import routes as responses
 from routers.state import state_of
+from routers.visual import images, videos
 from server.compose.model import served_name
 from server.http.middleware import LIVENESS, PROBES
 from server.settings import Settings
@@ -26,6 +27,8 @@ _BODIES: tuple[type[BaseModel], ...] = (
     *responses.BODIES,
     *tokenize.BODIES,
     *transcriptions.BODIES,
+    *images.BODIES,
+    *videos.BODIES,
 )
 _REFERENCE = "#/components/schemas/{model}"
 _DESCRIPTION = """\

@@ -16,10 +16,13 @@ ADMIN = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/release_memory", "/re
 """Routes for operators, with ADMIN_KEY."""
 _LACKING = frozenset(
     {"assistants", "batches", "chatkit", "containers", "conversations", "embeddings", "engines", "evals"}
-    | {"files", "fine-tunes", "fine_tuning", "images", "moderations", "organization", "realtime"}
-    | {"threads", "uploads", "vector_stores", "videos"}
+    | {"files", "fine-tunes", "fine_tuning", "moderations", "organization", "realtime"}
+    | {"threads", "uploads", "vector_stores"}
 )
 """First segments of OpenAI's routes that this server lacks."""
+_OF_PICTURES = frozenset({"images", "videos"})
+_OF_TEXT = frozenset({"chat", "completions", "messages", "responses", "tokenize", "detokenize"})
+"""First segments of routes that a server has, or has not, by what its model makes."""
 _MESSAGES = "/v1/messages/"
 _MOST_CHARACTERS = 100
 """Length from which on a path is not compared with the routes."""
@@ -60,13 +63,18 @@ def _unknown(path: str, request: Request) -> str:
     if path in ADMIN:
         return f"There is no route {path} here: it needs ADMIN_KEY, and a role with an engine."
     core = _core(path)
-    if core.partition("/")[0] in _LACKING:
+    first = core.partition("/")[0]
+    if first in _OF_PICTURES and "models" in known and f"{first}/generations" not in known:
+        return f"The model of this server makes text: there is no /v1/{shown(core)}."
+    if first in _OF_TEXT and "images/generations" in known:
+        return f"The model of this server makes pictures or videos: there is no /v1/{shown(core)}."
+    if first in _LACKING:
         return f"This server does not support OpenAI's /v1/{shown(core)}."
     if core.startswith("chat/completions/"):
         return "This server does not support OpenAI's stored chat completions."
     if not core:
         entries = " and ".join(known[name] for name in ("docs", "models") if name in known)
-        page = " PAGE=true serves a page to chat here." if path == "/" and "models" in known else ""
+        page = " PAGE=true serves a page to chat here." if path == "/" and "chat/completions" in known else ""
         return f"There is no route {shown(path)}" + (f"; see {entries}." if entries else ".") + page
     meant = known.get(core) or next((known[near] for near in get_close_matches(core, known, 1, _SIMILAR)), None)
     return f"There is no route {shown(path)}" + (f"; did you mean {meant}?" if meant else ".")

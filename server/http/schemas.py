@@ -31,6 +31,7 @@ from protocol import (
     responses,
     tokenize,
     transcriptions,
+    visual,
 )
 from protocol.common import GenerationFields, ModelFields, Wire
 from routers.chat import REFUSED_PARTS
@@ -41,7 +42,7 @@ Schema = dict[str, Any]
 
 _MODULES: tuple[ModuleType, ...] = (
     *(common, chat, completions, messages, batches, responses),
-    *(tokenize, chunks, errors, models, transcriptions),
+    *(tokenize, chunks, errors, models, transcriptions, visual),
 )
 _EXAMPLE = re.compile(r"(?s)(.*?)\s*Example: (.*)")
 _KEYWORDS = {
@@ -175,7 +176,7 @@ _CONDITIONS: dict[str, Schema] = {
         ]
     },
 }
-"""What fields of an object have to do with each other."""
+"""Rules between the fields of an object."""
 _DEPENDENT: Schema = {
     "top_logprobs": _needs(logprobs={"const": True}),
     "stream_options": _needs(stream={"const": True}),

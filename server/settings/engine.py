@@ -226,7 +226,9 @@ class SleepSettings(Section):
     group = "Sleep"
 
     sleep_after_idle_seconds: float = Field(SleepConfig().idle_seconds, ge=0)
-    """Seconds without a request after which the engine gives the memory of weights and KV cache back; 0 is never."""
+    """Seconds without a request after which the engine gives the memory of weights and KV cache back, and that of an
+    encode replica its encoder; 0 is never.
+    """
     sleep_level: int = Field(SleepConfig().idle_level, ge=1, le=2)
     """How deep an idle engine sleeps: 1 keeps the weights in host memory, 2 reads them from the model's files again."""
     wake_on_demand: bool = SleepConfig().wake_on_demand
@@ -235,8 +237,8 @@ class SleepSettings(Section):
     @field_validator("sleep_after_idle_seconds", mode="after")
     @classmethod
     def _has_an_engine(cls, value: float, info: ValidationInfo) -> float:
-        if value and (role := info.data.get("disaggregation_mode")) in ("encode", "router"):
-            raise ValueError(f"the role {role} has no engine that could sleep")
+        if value and info.data.get("disaggregation_mode") == "router":
+            raise ValueError("the role router has no engine that could sleep")
         return value
 
 
@@ -317,8 +319,8 @@ class TrtllmSettings(Section):
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     engine_hang_seconds: float = Field(TrtllmConfig(model="").hang_seconds, ge=0)
-    """Seconds for which the engine may owe tokens without making progress, or its process may not respond, before it is
-    killed and restarted, 10 at least; 0 is without limit.
+    """Seconds for which the engine may owe tokens, or a step of pictures, without making progress, or its process may
+    not respond, before it is killed and restarted, 10 at least; 0 is without limit.
     """
     publish_kv_events: bool = Field(
         False, validation_alias=AliasChoices("publish_kv_events", "publish_events_and_metrics")

@@ -1,13 +1,12 @@
 """Settings of media: what a request may contain, and where images are encoded."""
 
-import json
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from engine.config import VideoOptions
 from multimodal.media.limits import MAX_AUDIOS, MAX_REQUEST_PIXELS, MAX_VIDEOS, MediaLimits
-from server.settings.types import Names, PathOrNone, Section, Urls
+from server.settings.types import JsonObject, Names, PathOrNone, Section, Urls
 
 VIDEOS = VideoOptions()
 
@@ -60,24 +59,13 @@ class MediaSettings(Section):
     """Folder that file:// media may be in; empty allows none."""
     embedding_cache_mb: float = Field(256.0, ge=0)
     """Memory of each API process for the embeddings of media in MiB; a cached file is not encoded again."""
-    image_processor_options: str = ""
+    image_processor_options: JsonObject = ""
     """JSON object with options for the model's image processor."""
 
     max_transcription_seconds: float = Field(7200.0, gt=0)
     """Maximum length of an audio file to transcribe, in seconds; MAX_BODY_MB bounds its bytes. While it is transcribed,
     a second takes 32 or 51 KB of memory.
     """
-
-    @field_validator("image_processor_options", mode="after")
-    @classmethod
-    def _json_object(cls, value: str) -> str:
-        try:
-            valid = isinstance(json.loads(value or "{}"), dict)
-        except ValueError:
-            valid = False
-        if not valid:
-            raise ValueError("must be a JSON object")
-        return value
 
 
 class EncodeSettings(Section):

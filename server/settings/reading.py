@@ -40,6 +40,7 @@ from server.settings.observability import (
     TraceSettings,
 )
 from server.settings.replicas import DisaggregationSettings, DynamoSettings, RoutingSettings
+from server.settings.visual import VisualSettings
 
 
 class EngineArgsError(SettingsError):
@@ -61,6 +62,7 @@ class Settings(
     EncodeSettings,
     DisaggregationSettings,
     TrtllmSettings,
+    VisualSettings,
     MediaSettings,
     MessageBatchSettings,
     LimitSettings,

@@ -1,5 +1,6 @@
 """Types of settings: sections, comma-separated lists, addresses and paths."""
 
+import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -64,6 +65,16 @@ def _connect_addresses(value: tuple[str, ...]) -> tuple[str, ...]:
     return value
 
 
+def _json_object(value: str) -> str:
+    try:
+        valid = isinstance(json.loads(value or "{}"), dict)
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ValueError("must be a JSON object")
+    return value
+
+
 def none_if_empty(value: object) -> object:
     return None if value == "" else value
 
@@ -73,6 +84,8 @@ Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_comma_sepa
 Secret = Annotated[SecretStr | None, BeforeValidator(none_if_empty)]
 OptionalBool = Annotated[bool | None, BeforeValidator(none_if_empty)]
 Urls = Annotated[Names, AfterValidator(_replica_urls)]
+JsonObject = Annotated[str, AfterValidator(_json_object)]
+"""Empty for an empty object."""
 ListenAddress = Annotated[str, AfterValidator(_listen_address)]
 ConnectAddresses = Annotated[Names, AfterValidator(_connect_addresses)]
 ExpandedPath = Annotated[Path, AfterValidator(Path.expanduser)]

@@ -34,7 +34,7 @@ class Measurement:
     seconds: float
 
     def fault(self, point: Point, *, check_prompts: bool) -> str:
-        """Return why the answers cannot be used, or "". aiperf counts prompts itself, so they are not checked for it."""
+        """Return why the answers cannot be used, or "". Prompts of aiperf are not checked: it counts them itself."""
         failed = [sample for sample in self.samples if sample.error]
         if failed:
             return f"{len(failed)} of {len(self.samples)} requests failed: {failed[0].error}"

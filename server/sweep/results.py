@@ -31,7 +31,7 @@ _LINES = "measurements.jsonl"
 
 
 class Measured(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One measurement of a point. `digest` identifies everything else that the figures depend on, except the repetition."""
+    """One measurement of a point. `digest` identifies all else that the figures depend on, except the repetition."""
 
     deployment: str
     length: str
@@ -44,8 +44,8 @@ class Measured(msgspec.Struct, frozen=True, omit_defaults=True):
     rate: float = 0.0
     seconds: float = 0.0
     requests: list[tuple[float, float, float, int, int, int]] = []
-    """Of each request: seconds, time to the first token, mean time between tokens; tokens of the prompt, cached, of the
-    answer."""
+    """For each request: seconds, time to the first token, mean time between tokens; numbers of tokens in the prompt,
+    cached, and in the answer."""
     error: str = ""
     """Why there are no figures."""
     note: str = ""

@@ -268,6 +268,28 @@ def test_flags_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.Mo
             ["--kv-events-replay-endpoint", "tcp://*:70000"],
             "(KV_EVENTS_REPLAY_ENDPOINT): must be tcp://*:port",
         ),
+        (["--visual-engine-args", "[1]"], "(VISUAL_ENGINE_ARGS): must be a JSON object"),
+        (
+            ["--visual-step-cache", "0.1", "--visual-cfg-batching", "false"],
+            "(VISUAL_CFG_BATCHING): false cannot be used with VISUAL_STEP_CACHE",
+        ),
+        (
+            ["--engine", "fake", "--modality", "visual", "--api-processes", "2"],
+            "(API_PROCESSES): the role aggregated has one",
+        ),
+        (
+            [
+                "--modality",
+                "visual",
+                "--disaggregation-mode",
+                "decode",
+                "--internal-secret",
+                "s",
+                "--prefill-urls",
+                "http://a:1",
+            ],
+            "a model of pictures or videos is aggregated",
+        ),
         (["--nats-url", "localhost:4222"], "(NATS_URL): must be nats://host:port"),
         (["--nats-subject", "events.>"], "--nats-subject (NATS_SUBJECT)"),
         (["--otel-endpoint", "collector:4317"], "(OTEL_ENDPOINT): must be http://host:port"),

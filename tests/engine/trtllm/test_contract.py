@@ -13,7 +13,9 @@ import pytest
 from tests.support.trtllm_contract_walker import Findings, Walker, untyped
 
 ROOT = Path(__file__).resolve().parents[3]
-ADAPTER = sorted((ROOT / "engine" / "trtllm").glob("*.py"))
+FILES = sorted((ROOT / "engine" / "trtllm").glob("*.py"))
+ADAPTER = [path for path in FILES if path.name != "visual.py"]
+"""But for what 1.2.1 lacks: `test_visual.py`."""
 HELD = {
     "llm": "LLM",
     "self.llm": "LLM",
@@ -89,7 +91,7 @@ def test_no_other_file_imports_the_package_and_none_does_so_by_a_string() -> Non
             calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
             by_string = [ast.unparse(call) for call in calls if "import" in ast.unparse(call.func)]
             assert not any("tensorrt_llm" in call for call in by_string), path
-            if path not in ADAPTER:
+            if path not in FILES:
                 assert Walker(path.name, {}).walk(source).faults == [] and "import tensorrt_llm" not in source, path
                 assert "from tensorrt_llm" not in source, path
 

@@ -25,7 +25,7 @@ from engine.embedded.models.devices import UnsupportedModelError, device_of, dty
 from engine.embedded.models.runner import StepInput
 from engine.embedded.models.shared_weights import SharedWeights, TensorLayout
 from engine.embedded.models.torch.runner import TorchRunner
-from engine.embedded.models.transformers_models import auto_class, load_config
+from engine.embedded.models.transformers_models import auto_class, load_config, read_weights
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class CudaRunner(TorchRunner):
         stable = _tensors(self._decoder)
         decoder = self._decoder
         try:
-            super()._load(*self._reload.args)
+            self._load_again(*self._reload.args)
             for tensor, read in zip(stable, _tensors(self._decoder), strict=True):
                 tensor.copy_(read)
         finally:
@@ -188,16 +188,32 @@ class CudaRunner(TorchRunner):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
+    def _load_again(self, config: EmbeddedConfig, facts: ModelFacts) -> None:
+        """Read the weights of files that have been read before: they are not tried again, and transformers is asked
+        only for a model whose files it converts, or that takes images."""
+        if config.load_format != "dummy" and not self.takes_images:
+            module = self._shapes()
+            if read_weights(module, config.model, self.device):
+                self._decoder = LlamaDecoder(module, self.context_length)
+                if config.quantization == "fp8":
+                    self._decoder.quantise()
+                return
+        super()._load(config, facts)
+
     def _without_weights(self, config: EmbeddedConfig) -> LlamaDecoder:
         """Return a decoder whose weights have shapes and types alone."""
+        decoder = LlamaDecoder(self._shapes(), self.context_length, device=self.device)
+        if config.quantization == "fp8":
+            decoder.quantise()
+        return decoder
+
+    def _shapes(self) -> Any:
+        """Return transformers' model, of which only what is no weight is on the device."""
         with torch.device("meta"):
             module = auto_class(self.hf_config).from_config(self.hf_config, dtype=self.dtype)
         inner = module.get_decoder()
         inner.rotary_emb = type(inner.rotary_emb)(inner.config).to(self.device)
-        decoder = LlamaDecoder(module, self.context_length, device=self.device)
-        if config.quantization == "fp8":
-            decoder.quantise()
-        return decoder
+        return module
 
     def _adapt(self, config: EmbeddedConfig, attends: Attends) -> None:
         """Join and quantise the weights layer by layer, so that the memory this frees is there for KV blocks."""

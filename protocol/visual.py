@@ -1,0 +1,216 @@
+"""/v1/images and /v1/videos: OpenAI's pictures and videos, and our extensions, as TensorRT-LLM spells them."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from protocol.common import Finite, Int64, ModelFields
+
+MAX_PROMPT = 32_000
+"""Characters, as OpenAI has it."""
+Prompt = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT)]
+Percent = Annotated[int, Field(ge=0, le=100)]
+
+
+class DrawingFields(ModelFields):
+    """What pictures and videos have in common."""
+
+    prompt: Prompt
+    """What is to be seen. Example: "a red circle on a white background" """
+    size: str | None = None
+    """Width and height in pixels; `auto` is the model's own. Example: "512x512" """
+    seed: Int64 | None = None
+    """The same seed, prompt and parameters give the same picture. Without, each is another. Example: 7"""
+    num_inference_steps: Annotated[int, Field(ge=1)] | None = None
+    """Denoising steps. Example: 20"""
+    guidance_scale: Annotated[Finite, Field(ge=0, le=100)] | None = None
+    """How closely the prompt is followed. Example: 5.0"""
+    negative_prompt: Annotated[str, Field(max_length=MAX_PROMPT)] | None = None
+    """What is not to be seen. Example: "blurry" """
+    user: Any = None
+    """Accepted and ignored. Example: "user-1" """
+
+
+class ImageFields(DrawingFields):
+    """What new pictures and changed ones have in common."""
+
+    n: Annotated[int, Field(ge=1)] | None = None
+    """Number of pictures. Those after the first have the seeds that follow. Example: 1"""
+    response_format: Literal["b64_json", "url"] | None = None
+    """Whether the answer has the files, or URLs of this server, which keeps them for a while.
+    Example: "b64_json" """
+    output_format: Literal["png", "webp", "jpeg"] | None = None
+    """Format of the files. Example: "png" """
+    output_compression: Percent | None = None
+    """Quality of WebP and JPEG; 100 is the best. Example: 90"""
+    quality: Literal["auto", "standard", "low", "medium", "high", "hd"] | None = None
+    """Steps, if `num_inference_steps` names none: `low` takes half of the model's, `high` and `hd` half as many more.
+    Example: "auto" """
+    background: Literal["auto", "opaque"] | None = None
+    """Accepted and ignored: pictures are opaque. Example: "auto" """
+    moderation: Any = None
+    """Accepted and ignored. Example: "auto" """
+    style: Any = None
+    """Accepted and ignored. Example: "vivid" """
+    stream: Literal[False] | None = None
+    """Pictures are not streamed. Example: false"""
+    partial_images: Literal[0] | None = None
+    """Unfinished pictures are not sent. Example: 0"""
+
+
+class ImageRequest(ImageFields):
+    """New pictures of a prompt."""
+
+
+class ImageEditRequest(ImageFields):
+    """Changed pictures, as a form whose file `image` is to be changed: all of it, or what is transparent in the file
+    `mask`."""
+
+    strength: Annotated[Finite, Field(gt=0, le=1)] | None = None
+    """How much is changed; 1 keeps nothing. Example: 0.8"""
+    input_fidelity: Any = None
+    """Accepted and ignored. Example: "low" """
+
+
+class VideoRequest(DrawingFields):
+    """A video of a prompt."""
+
+    seconds: Annotated[Finite, Field(gt=0)] | str | None = None
+    """Length, as a number or as text. Example: "2" """
+    fps: Annotated[Finite, Field(ge=1, le=120)] | None = None
+    """Frames per second. Example: 8"""
+    num_frames: Annotated[int, Field(ge=1)] | None = None
+    """Number of frames, in place of `seconds`. Example: 16"""
+    output_compression: Percent | None = None
+    """Quality of the file; 100 is the best. Example: 70"""
+
+
+class Image(BaseModel):
+    """A picture."""
+
+    b64_json: str | None = None
+    """The file in base64."""
+    url: str | None = None
+    """Where the file is, for those who have the key that asked for it."""
+    revised_prompt: str | None = None
+    """Always null: prompts are taken as they are."""
+    seed: int
+    """The seed that gives this picture again, an extension."""
+
+
+class ImageTokenDetails(BaseModel):
+    """Parts of `input_tokens`."""
+
+    text_tokens: int
+    """Tokens of the prompt."""
+    image_tokens: int
+    """Patches of the picture to change."""
+
+
+class ImageUsage(BaseModel):
+    """What pictures were made of."""
+
+    input_tokens: int
+    """Tokens of the prompt, and patches of the picture to change."""
+    input_tokens_details: ImageTokenDetails
+    """Parts of `input_tokens`."""
+    output_tokens: int
+    """Patches of 16 by 16 pixels of all pictures."""
+    total_tokens: int
+    """The sum of both."""
+
+
+class ImagesAnswer(BaseModel):
+    """Pictures."""
+
+    created: int
+    """Unix time in seconds."""
+    background: Literal["opaque"] = "opaque"
+    """Pictures are opaque."""
+    data: list[Image]
+    """The pictures."""
+    output_format: Literal["png", "webp", "jpeg"]
+    """Format of the files."""
+    size: str
+    """Width and height in pixels."""
+    usage: ImageUsage
+    """What they were made of."""
+
+
+class VideoError(BaseModel):
+    """Why there is no video."""
+
+    code: str
+    """For programs."""
+    message: str
+    """For people."""
+    param: str | None = None
+    """The field at fault."""
+    type: str | None = None
+    """Kind of error."""
+
+
+VideoStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
+
+
+class VideoJob(BaseModel):
+    """A video that is asked for, and how far it is."""
+
+    id: str
+    """Id of the job."""
+    object: Literal["video"] = "video"
+    """Kind of this object."""
+    model: str
+    """Name of the model."""
+    status: VideoStatus
+    """State of the job."""
+    stage: Literal["generating", "postprocessing"] | None = None
+    """Of one in progress, an extension: frames are computed, or written to a file."""
+    progress: int
+    """Percent of the work that is done."""
+    created_at: int
+    """Unix time in seconds."""
+    completed_at: int | None = None
+    """Unix time in seconds at which it ended."""
+    expires_at: int | None = None
+    """Unix time in seconds until which the file is kept."""
+    prompt: str
+    """The prompt."""
+    size: str
+    """Width and height in pixels."""
+    seconds: str
+    """Length."""
+    seed: int
+    """The seed that gives this video again, an extension."""
+    num_frames: int
+    """Number of frames, an extension."""
+    error: VideoError | None = None
+    """Why it has failed."""
+    remixed_from_video_id: str | None = None
+    """Always null."""
+
+
+class VideoPage(BaseModel):
+    """Jobs."""
+
+    object: Literal["list"] = "list"
+    """Kind of this object."""
+    data: list[VideoJob]
+    """The jobs."""
+    first_id: str | None
+    """Id of the first."""
+    last_id: str | None
+    """Id of the last; `after` this come the next."""
+    has_more: bool
+    """Whether there are more."""
+
+
+class DeletedVideo(BaseModel):
+    """A job that is gone."""
+
+    id: str
+    """Id of the job."""
+    object: Literal["video.deleted"] = "video.deleted"
+    """Kind of this object."""
+    deleted: Literal[True] = True
+    """It is deleted."""

@@ -1,0 +1,174 @@
+"""/v1/images: OpenAI's pictures, new ones and changed ones, and the files behind their URLs."""
+
+import asyncio
+import time
+from base64 import b64encode
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import FileResponse
+from msgspec.structs import replace
+
+from engine import trace
+from engine.errors import InvalidRequest
+from engine.kit.work import NATIVE
+from engine.visual.types import MEDIA_TYPES, VisualDelta, VisualRequest
+from multimodal.errors import DeadlineExceeded, InvalidMedia, RequestError
+from multimodal.media.sniff import check_image
+from protocol.visual import ImageEditRequest, ImageFields, ImageRequest, ImagesAnswer
+from routers.body import json_body, request_body, while_connected
+from routers.forms import read_form
+from routers.state import Owner, RequestId, StateDep, VisualService, VisualServiceDep
+from routers.visual.drawing import image_request
+
+PATHS = ("/v1/images/generations", "/v1/images/edits")
+BODIES = (ImageRequest, ImageEditRequest)
+FILES_PATH = "/v1/images/files"
+_PATCH = 16 * 16
+"""Pixels that usage counts as a token."""
+
+router = APIRouter(tags=["pictures and videos"])
+
+
+@router.post(
+    PATHS[0],
+    response_model=ImagesAnswer,
+    summary="Make pictures",
+    openapi_extra=request_body(ImageRequest),
+)
+async def generate(
+    request: Request,
+    state: StateDep,
+    service: VisualServiceDep,
+    owner: Owner,
+    request_id: RequestId,
+    body: Annotated[ImageRequest, Depends(json_body(ImageRequest))],
+) -> Response:
+    """Make pictures of a prompt."""
+    service.fields.check(body)
+    asked = image_request(body, service.engine.info, service.limits, request_id)
+    return await while_connected(request, _answer(request, service, owner, body, asked))
+
+
+@router.post(
+    PATHS[1],
+    response_model=ImagesAnswer,
+    summary="Change a picture",
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"multipart/form-data": {"schema": {"$ref": "#/components/schemas/ImageEditRequest"}}},
+        }
+    },
+)
+async def edit(
+    request: Request, state: StateDep, service: VisualServiceDep, owner: Owner, request_id: RequestId
+) -> Response:
+    """Change a picture, or the part of it that is transparent in a mask, as a prompt says."""
+    form = await read_form(request)
+    body = form.parsed(ImageEditRequest)
+    service.fields.check(body)
+    info = service.engine.info
+    image, mask = form.file("image"), form.file("mask")
+    if image is None:
+        raise RequestError("'image' must be a file of the form.", "image")
+    if not info.edits or (mask is not None and not info.inpaints):
+        what = "image" if not info.edits else "mask"
+        raise RequestError(
+            f"The pipeline of this model, {info.pipeline}, cannot change pictures"
+            f"{'' if what == 'image' else ' by a mask'}.",
+            what,
+            "unsupported_parameter",
+        )
+    size = _checked(image, "image", service)
+    if mask is not None and _checked(mask, "mask", service) != size:
+        raise RequestError("'mask' must be as large as 'image'.", "mask")
+    asked = image_request(body, info, service.limits, request_id, size)
+    asked = replace(asked, image=bytes(image), mask=bytes(mask or b""))
+    return await while_connected(request, _answer(request, service, owner, body, asked, size))
+
+
+@router.get(f"{FILES_PATH}/{{name}}", summary="Download a picture", response_class=Response)
+async def file(service: VisualServiceDep, owner: Owner, name: str) -> Response:
+    """The file behind a URL of an answer."""
+    found = await service.media.get(owner, name)
+    kind = MEDIA_TYPES[found.path.suffix[1:]]
+    return FileResponse(
+        found.path, media_type=kind, headers={"Cache-Control": "private", "X-Content-Type-Options": "nosniff"}
+    )
+
+
+async def made(service: VisualService, asked: VisualRequest) -> list[VisualDelta]:
+    """Return the files of a request, in the order of its seeds. Raises what the engine raises, with the names that
+    fields have in bodies, and DeadlineExceeded.
+    """
+    files: list[VisualDelta] = []
+    attributes = {"trellis.pictures": len(asked.seeds), "trellis.steps": asked.steps, "trellis.frames": asked.frames}
+    try:
+        with trace.span("generate", attributes):
+            async with asyncio.timeout(service.timeout_seconds), aclosing(service.engine.generate(asked)) as news:
+                files = [delta async for delta in news if delta.stage == "file"]
+    except TimeoutError:
+        raise DeadlineExceeded(service.timeout_seconds) from None
+    return sorted(files, key=lambda delta: delta.index)
+
+
+async def _answer(
+    request: Request,
+    service: VisualService,
+    owner: str,
+    body: ImageFields,
+    asked: VisualRequest,
+    edited: tuple[int, int] = (0, 0),
+) -> Response:
+    files = await made(service, asked)
+    if body.response_format == "url":
+        stored = [await service.media.put(owner, found.data, asked.format) for found in files]
+        places: Sequence[dict[str, Any]] = [
+            {"url": f"{request.base_url}{FILES_PATH[1:]}/{found.name}"} for found in stored
+        ]
+        content = orjson.dumps(_described(asked, files, places, edited))
+    else:
+        content = await NATIVE.run(
+            lambda: orjson.dumps(
+                _described(asked, files, [{"b64_json": b64encode(found.data).decode()} for found in files], edited)
+            )
+        )
+    return Response(content, media_type="application/json")
+
+
+def _described(
+    asked: VisualRequest, files: Sequence[VisualDelta], places: Sequence[dict[str, Any]], edited: tuple[int, int]
+) -> dict[str, Any]:
+    text, image = max(found.prompt_tokens for found in files), edited[0] * edited[1] // _PATCH
+    patches = len(files) * asked.width * asked.height // _PATCH
+    usage = {
+        "input_tokens": text + image,
+        "input_tokens_details": {"text_tokens": text, "image_tokens": image},
+        "output_tokens": patches,
+        "total_tokens": text + image + patches,
+    }
+    return {
+        "created": int(time.time()),
+        "background": "opaque",
+        "data": [
+            place | {"revised_prompt": None, "seed": seed} for place, seed in zip(places, asked.seeds, strict=True)
+        ],
+        "output_format": asked.format,
+        "size": f"{asked.width}x{asked.height}",
+        "usage": usage,
+    }
+
+
+def _checked(data: memoryview, field: str, service: VisualService) -> tuple[int, int]:
+    """Return the size of a picture by its header. Raises MediaError."""
+    limits = service.limits
+    if len(data) > limits.max_image_bytes:
+        raise InvalidMedia(f"'{field}' has more than {limits.max_image_bytes} bytes (MAX_IMAGE_MB).", field)
+    try:
+        return check_image(bytes(data), limits.max_image_pixels)
+    except InvalidRequest as error:
+        raise error.at(field) from None

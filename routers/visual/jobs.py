@@ -1,0 +1,185 @@
+"""Videos that are asked for: one table for all processes that serve a model on this machine. It outlives them."""
+
+import asyncio
+import sqlite3
+import time
+from contextlib import suppress
+from typing import Any, Literal
+from uuid import uuid4
+
+import msgspec
+
+from engine.errors import QueueFull
+from engine.visual.types import VisualRequest
+from routers.errors import VideoNotFound
+from routers.visual.media import MediaStore
+
+State = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
+_COLUMNS = "number, id, owner, created, state, stage, progress, ended, request, error, file"
+_MOST_KEPT = 10_000
+"""Jobs that have ended."""
+_OPEN = "('queued', 'in_progress')"
+
+
+class VideoRecord(msgspec.Struct, frozen=True):
+    """A job. Times are Unix times."""
+
+    number: int
+    id: str
+    owner: str
+    created: float
+    state: State
+    stage: str | None
+    progress: int
+    ended: float | None
+    request: VisualRequest
+    error: bytes | None
+    """Envelope of the error, as JSON."""
+    file: str | None
+    """Name in the store of files."""
+
+
+class VideoJobs:
+    """Jobs of all owners, of which `max_open` may wait or be in progress. Methods for clients see only what `owner`
+    owns.
+    """
+
+    def __init__(self, media: MediaStore, max_open: int) -> None:
+        self.media = media
+        self._news = asyncio.Event()
+        """Set when this process has added or cancelled a job."""
+        self._max_open = max_open
+        self._database = media.database
+
+    @property
+    def keep_seconds(self) -> float:
+        return self.media.max_seconds
+
+    async def create(self, owner: str, request: VisualRequest) -> VideoRecord:
+        """Add a job. Raises QueueFull."""
+        job = f"video_{uuid4().hex}"
+        encoded = msgspec.msgpack.encode(request)
+
+        def work(db: sqlite3.Connection) -> VideoRecord:
+            self._forget(db)
+            (open_,) = db.execute(f"SELECT count(*) FROM videos WHERE state IN {_OPEN}").fetchone()
+            if open_ >= self._max_open:
+                raise QueueFull("too many videos wait already (VIDEO_MAX_JOBS)")
+            query = "INSERT INTO videos (id, owner, created, state, request) VALUES (?, ?, ?, 'queued', ?)"
+            db.execute(query, (job, owner, time.time(), encoded))
+            return _record(db, owner, job)
+
+        record = await self._database.run(work)
+        self._news.set()
+        return record
+
+    async def get(self, owner: str, job: str) -> VideoRecord:
+        """Raises VideoNotFound."""
+        return await self._database.run(lambda db: _record(db, owner, job))
+
+    async def page(self, owner: str, limit: int, after: str | None, ascending: bool) -> tuple[list[VideoRecord], bool]:
+        """Return jobs, and whether there are more after them. Raises VideoNotFound."""
+
+        def work(db: sqlite3.Connection) -> tuple[list[VideoRecord], bool]:
+            order, sign = ("ASC", ">") if ascending else ("DESC", "<")
+            place = "" if after is None else f" AND number{sign}{_record(db, owner, after).number}"
+            query = f"SELECT {_COLUMNS} FROM videos WHERE owner=?{place} ORDER BY number {order} LIMIT ?"
+            found = db.execute(query, (owner, limit + 1)).fetchall()
+            return [_decoded(row) for row in found[:limit]], len(found) > limit
+
+        return await self._database.run(work)
+
+    async def cancel(self, owner: str, job: str) -> VideoRecord:
+        """Cancel a job that has not ended. Raises VideoNotFound."""
+
+        def work(db: sqlite3.Connection) -> VideoRecord:
+            record = _record(db, owner, job)
+            query = f"UPDATE videos SET state='cancelled', stage=NULL, ended=? WHERE number=? AND state IN {_OPEN}"
+            db.execute(query, (time.time(), record.number))
+            return _record(db, owner, job)
+
+        record = await self._database.run(work)
+        self._news.set()
+        return record
+
+    async def delete(self, owner: str, job: str) -> None:
+        """Remove a job and its file; one that has not ended is cancelled. Raises VideoNotFound."""
+
+        def work(db: sqlite3.Connection) -> None:
+            record = _record(db, owner, job)
+            if record.file is not None:
+                self.media.remove(db, record.file)
+            db.execute("DELETE FROM videos WHERE number=?", (record.number,))
+
+        await self._database.run(work)
+        self._news.set()
+
+    async def resume(self) -> None:
+        """Have done again what a process that has ended was doing."""
+        query = "UPDATE videos SET state='queued', stage=NULL, progress=0 WHERE state='in_progress'"
+        await self._database.run(lambda db: db.execute(query))
+
+    async def take(self) -> VideoRecord | None:
+        """Return the next job, which is in progress from now on; None if none waits."""
+
+        def work(db: sqlite3.Connection) -> VideoRecord | None:
+            query = f"SELECT {_COLUMNS} FROM videos WHERE state='queued' ORDER BY number LIMIT 1"
+            row = db.execute(query).fetchone()
+            if row is None:
+                return None
+            record = _decoded(row)
+            db.execute("UPDATE videos SET state='in_progress', stage='generating' WHERE number=?", (record.number,))
+            return record
+
+        return await self._database.run(work)
+
+    async def note(self, number: int, stage: str, progress: int) -> None:
+        """Note how far a job is."""
+        query = "UPDATE videos SET stage=?, progress=? WHERE number=? AND state='in_progress'"
+        await self._database.run(lambda db: db.execute(query, (stage, progress, number)))
+
+    async def wanted(self, number: int) -> bool:
+        """Return whether a job that is in progress has been neither cancelled nor deleted."""
+        query = "SELECT 1 FROM videos WHERE number=? AND state='in_progress'"
+        return await self._database.run(lambda db: db.execute(query, (number,)).fetchone() is not None)
+
+    async def changed(self, seconds: float) -> None:
+        """Return when a client may have changed something: at once if it was in this process, else after `seconds`."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), seconds)
+        self._news.clear()
+
+    async def end(
+        self, number: int, state: State, file: str | None = None, error: bytes | None = None, progress: int = 0
+    ) -> None:
+        """Note the end of a job, or that it waits again. The file of one that nobody wants any more is removed."""
+
+        def work(db: sqlite3.Connection) -> None:
+            ended = None if state == "queued" else time.time()
+            query = (
+                "UPDATE videos SET state=?, stage=NULL, progress=?, ended=?, file=?, error=?"
+                " WHERE number=? AND state='in_progress'"
+            )
+            if not db.execute(query, (state, progress, ended, file, error, number)).rowcount and file is not None:
+                self.media.remove(db, file)
+
+        await self._database.run(work)
+
+    def _forget(self, db: sqlite3.Connection) -> None:
+        """Remove jobs that ended long ago, or whose files are too old."""
+        db.execute("DELETE FROM videos WHERE ended<=?", (time.time() - self.keep_seconds,))
+        query = "DELETE FROM videos WHERE number <= (SELECT max(number) FROM videos) - ? AND ended IS NOT NULL"
+        db.execute(query, (_MOST_KEPT,))
+
+
+def _record(db: sqlite3.Connection, owner: str, job: str) -> VideoRecord:
+    row = db.execute(f"SELECT {_COLUMNS} FROM videos WHERE id=? AND owner=?", (job, owner)).fetchone()
+    if row is None:
+        raise VideoNotFound(job)
+    return _decoded(row)
+
+
+def _decoded(row: tuple[Any, ...]) -> VideoRecord:
+    number, job, owner, created, state, stage, progress, ended, request, error, file = row
+    known = msgspec.msgpack.decode(request, type=VisualRequest)
+    return VideoRecord(number, job, owner, created, state, stage, progress, ended, known, error, file)

@@ -1,0 +1,128 @@
+"""Files that were made for clients: kept on disk, within a size and an age, each for the key that asked for it."""
+
+import asyncio
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+from uuid import uuid4
+
+from engine.errors import EngineUnavailable
+from engine.kit.work import FILES
+from routers.database import Database
+from routers.errors import MediaNotFound
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS files (
+    name TEXT PRIMARY KEY, owner TEXT NOT NULL, created REAL NOT NULL, size INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS files_created ON files (created);
+CREATE TABLE IF NOT EXISTS videos (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, created REAL NOT NULL,
+    state TEXT NOT NULL, stage TEXT, progress INTEGER NOT NULL DEFAULT 0, ended REAL, request BLOB NOT NULL,
+    error BLOB, file TEXT
+);
+CREATE INDEX IF NOT EXISTS videos_state ON videos (state, number);
+PRAGMA user_version = 1;
+"""
+"""Of files and of the jobs of videos (`jobs.py`)."""
+_STRAY_SECONDS = 3600.0
+"""Age from which a file that the database does not know is removed: its process ended while it wrote."""
+
+
+class StoredFile(NamedTuple):
+    """A file and where it is."""
+
+    name: str
+    path: Path
+    created: float
+
+
+class MediaStore:
+    """Files in `folder`, of at most `max_bytes` together. The oldest leave when there is no room, and all after
+    `max_seconds`.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int, max_seconds: float) -> None:
+        self.database = Database(folder / "media.sqlite", SCHEMA, "pictures and videos")
+        self.max_seconds = max_seconds
+        self._folder = folder / "files"
+        self._max_bytes = max_bytes
+
+    async def put(self, owner: str, data: bytes, format_: str) -> StoredFile:
+        """Keep a file. It is whole or not there at all, whenever the process ends. Raises EngineUnavailable."""
+        if len(data) > self._max_bytes:
+            raise EngineUnavailable("The file is larger than all that is kept (MEDIA_STORE_MB).")
+        name = f"{uuid4().hex}.{format_}"
+        path = self._folder / name
+
+        def work(db: sqlite3.Connection) -> float:
+            created = time.time()
+            self._make_room(db, len(data), created)
+            db.execute("INSERT INTO files VALUES (?, ?, ?, ?)", (name, owner, created, len(data)))
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            partial = path.with_suffix(".partial")
+            with partial.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+            return created
+
+        return StoredFile(name, path, await self.database.run(work))
+
+    async def get(self, owner: str, name: str) -> StoredFile:
+        """Raises MediaNotFound."""
+
+        def work(db: sqlite3.Connection) -> StoredFile | None:
+            query = "SELECT created FROM files WHERE name=? AND owner=? AND created>?"
+            row = db.execute(query, (name, owner, time.time() - self.max_seconds)).fetchone()
+            return None if row is None else StoredFile(name, self._folder / name, row[0])
+
+        found = await self.database.run(work)
+        if found is None or not await FILES.run(found.path.is_file):
+            raise MediaNotFound(name)
+        return found
+
+    def remove(self, db: sqlite3.Connection, name: str) -> None:
+        """Remove a file, within a transaction."""
+        (self._folder / name).unlink(missing_ok=True)
+        db.execute("DELETE FROM files WHERE name=?", (name,))
+
+    async def clean(self) -> None:
+        """Remove what is too old, and files that the database does not know."""
+
+        def work(db: sqlite3.Connection) -> None:
+            self._make_room(db, 0, time.time())
+            known = {name for (name,) in db.execute("SELECT name FROM files")}
+            for path in self._strays(known):
+                path.unlink(missing_ok=True)
+
+        if self.database.path.exists():
+            await self.database.run(work)
+
+    async def close(self) -> None:
+        await self.database.close()
+
+    def _strays(self, known: set[str]) -> Iterator[Path]:
+        for path in self._folder.glob("*"):
+            if path.name not in known and path.stat().st_mtime < time.time() - _STRAY_SECONDS:
+                yield path
+
+    def _make_room(self, db: sqlite3.Connection, size: int, now: float) -> None:
+        (excess,) = db.execute("SELECT coalesce(sum(size), 0) FROM files").fetchone()
+        excess += size - self._max_bytes
+        for name, created, its_size in db.execute("SELECT name, created, size FROM files ORDER BY created").fetchall():
+            if excess <= 0 and created > now - self.max_seconds:
+                break
+            self.remove(db, name)
+            excess -= its_size
+
+
+async def clean_for_ever(store: MediaStore, pause: float = 600.0) -> None:
+    """Remove from time to time what is too old."""
+    while True:
+        await store.clean()
+        await asyncio.sleep(pause)

@@ -1,0 +1,67 @@
+"""Settings of pictures and videos out."""
+
+from typing import Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from server.settings.types import JsonObject, Section
+
+
+class VisualSettings(Section):
+    """How a model of `diffusers` makes pictures and videos, and how long these are kept."""
+
+    group = "Pictures and videos out"
+
+    modality: Literal["auto", "text", "visual"] = "auto"
+    """What the model makes: text, or pictures and videos (visual); auto takes visual for a folder of diffusers, which
+    has a model_index.json. For a model of the hub that has not been downloaded, say visual.
+    """
+    visual_max_batch: int = Field(4, ge=1, le=256)
+    """Maximum number of pictures, of equal size, steps and guidance, that are computed together."""
+    visual_max_queue: int = Field(64, ge=0)
+    """Number of pictures and videos that may wait for the model; more are refused with 429."""
+    visual_steps: int = Field(0, ge=0)
+    """Denoising steps of a request that names none; 0 takes the pipeline's default."""
+    visual_guidance: float = Field(-1.0, ge=-1)
+    """Guidance scale of a request that names none; -1 takes the pipeline's default."""
+    visual_step_cache: float = Field(0.0, ge=0, lt=1)
+    """Skip all but the first block of a transformer in steps in which that block's output has changed by less than this
+    share, such as 0.05 (first-block cache, a form of TeaCache); 0 computes all. Pictures then depend a little on those
+    computed with them.
+    """
+    visual_cfg_batching: bool = True
+    """Compute the pictures with and without the prompt, which guidance needs, in one batch; false computes them one
+    after the other, in half the memory.
+    """
+    visual_cuda_graphs: bool = False
+    """Launch a denoising step on a GPU as one CUDA graph, once pictures of the same size and number have been computed;
+    small models gain most. It has no effect with VISUAL_STEP_CACHE, which decides in each step.
+    """
+    visual_max_images: int = Field(10, ge=1, le=1000)
+    """Maximum number of pictures of a request."""
+    visual_max_pixels: int = Field(1 << 22, ge=64)
+    """Maximum size of a picture, or a frame, in pixels: width times height."""
+    visual_max_steps: int = Field(200, ge=1)
+    """Maximum number of denoising steps of a request."""
+    visual_max_frames: int = Field(256, ge=1)
+    """Maximum number of frames of a video."""
+    visual_max_video_pixels: int = Field(1 << 28, ge=64)
+    """Maximum size of a video in pixels, of all its frames. Making one takes about 16 bytes of memory for each."""
+    video_max_jobs: int = Field(64, ge=1)
+    """Number of videos, of all keys, that may wait or be made; more are refused with 429."""
+    video_timeout_seconds: float = Field(3600.0, gt=0)
+    """Seconds that a video may take, its wait for others included."""
+    media_store_mb: int = Field(1024, ge=1)
+    """Disk space in CACHE_DIR for pictures with URLs and for videos, in MiB; the oldest make room for new ones."""
+    media_store_hours: float = Field(24.0, gt=0)
+    """Hours for which these are kept."""
+
+    visual_engine_args: JsonObject = ""
+    """JSON object with arguments of TensorRT-LLM's VisualGenArgs, which only ENGINE=trtllm takes."""
+
+    @field_validator("visual_cfg_batching", mode="after")
+    @classmethod
+    def _one_way_to_save(cls, value: bool, info: ValidationInfo) -> bool:
+        if not value and info.data.get("visual_step_cache"):
+            raise ValueError("false cannot be used with VISUAL_STEP_CACHE, which compares whole batches: choose one")
+        return value

@@ -1,0 +1,235 @@
+"""/v1/images on a fake pipeline: what is asked for and what comes, whom files belong to, and what is refused."""
+
+import asyncio
+import io
+import struct
+import zlib
+from base64 import b64decode
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+
+from protocol.visual import ImagesAnswer
+from routers.state import VisualService
+from routers.visual import media as media_module
+from routers.visual.media import MediaStore
+from tests.support.servers import application
+from tests.support.waiting import until
+
+NEW, CHANGED = "/v1/images/generations", "/v1/images/edits"
+BODY = {"model": "fake", "prompt": "a red circle"}
+KEYS: dict[str, Any] = {"api_keys": ("one", "two")}
+
+
+def key(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {name}"}
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with application(modality="visual", cache_dir=tmp_path) as (client, _):
+        yield client
+
+
+def picture(size: tuple[int, int] = (24, 24), mode: str = "RGB", format_: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    Image.new(mode, size).save(file, format_)
+    return file.getvalue()
+
+
+def refusal(answer: httpx.Response, status: int = 400) -> tuple[str | None, str | None]:
+    """The field and the code of a refusal."""
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["message"]
+    return error["param"], error["code"]
+
+
+async def test_pictures_come_with_their_seeds_and_usage(client: httpx.AsyncClient) -> None:
+    answer = await client.post(NEW, json=BODY | {"n": 3, "seed": 7, "size": "32x16", "user": "u"})
+    found = ImagesAnswer.model_validate(answer.json())
+    assert [one.seed for one in found.data] == [7, 8, 9]
+    for one in found.data:
+        with Image.open(io.BytesIO(b64decode(one.b64_json or ""))) as image:
+            assert (image.format, image.size) == ("PNG", (32, 16))
+    usage = found.usage
+    assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (3, 6, 9)
+    again = await client.post(NEW, json=BODY | {"seed": 8, "size": "32x16"})
+    assert again.json()["data"][0]["b64_json"] == found.data[1].b64_json
+    assert {one["seed"] for one in (await client.post(NEW, json=BODY | {"n": 2})).json()["data"]} != {7, 8}
+
+
+async def test_a_url_leads_to_the_file(client: httpx.AsyncClient) -> None:
+    for name in ("png", "webp", "jpeg"):
+        body = BODY | {"response_format": "url", "output_format": name, "output_compression": 40, "seed": 1}
+        answer = (await client.post(NEW, json=body)).json()
+        assert answer["output_format"] == name
+        file = await client.get(answer["data"][0]["url"])
+        assert file.headers["content-type"] == f"image/{name}"
+        with Image.open(io.BytesIO(file.content)) as image:
+            assert image.format == name.upper()
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": "x" * 40_000}, "prompt"),
+    ({"n": 0}, "n"),
+    ({"n": 11}, "n"),
+    ({"size": "big"}, "size"),
+    ({"size": "0x64"}, "size"),
+    ({"size": "63x64"}, "size"),
+    ({"size": "8192x8192"}, "size"),
+    ({"num_inference_steps": 0}, "num_inference_steps"),
+    ({"num_inference_steps": 201}, "num_inference_steps"),
+    ({"guidance_scale": -1}, "guidance_scale"),
+    ({"seed": -1}, "seed"),
+    ({"seed": 1 << 64}, "seed"),
+    ({"response_format": "file"}, "response_format"),
+    ({"output_format": "gif"}, "output_format"),
+    ({"output_compression": 101}, "output_compression"),
+    ({"stream": True}, "stream"),
+    ({"background": "transparent"}, "background"),
+    ({"quality": "best"}, "quality"),
+]
+
+
+async def test_a_refusal_names_the_field(client: httpx.AsyncClient) -> None:
+    for fields, param in WRONG:
+        assert refusal(await client.post(NEW, json=BODY | fields))[0] == param, fields
+    assert refusal(await client.post(NEW, json=BODY | {"model": "dall-e-3"}), 404) == ("model", "model_not_found")
+    assert refusal(await client.post(NEW, json={"model": "fake"}))[0] == "prompt"
+    refusal(await client.post(NEW, json=BODY | {"prompt": "refuse"}))
+    assert refusal(await client.post(NEW, json=BODY | {"prompt": "fail"}), 500)[1] == "engine_failure"
+
+
+async def test_quality_chooses_the_steps(tmp_path: Path) -> None:
+    async with application(modality="visual", cache_dir=tmp_path, visual_steps=10) as (client, state):
+        service: VisualService = state["replica"].service
+        for quality, steps in (("low", 5), ("auto", 10), ("hd", 15)):
+            before = (await anext(aiter(service.engine.stats()))).steps
+            await client.post(NEW, json=BODY | {"quality": quality})
+            assert (await anext(aiter(service.engine.stats()))).steps - before == steps
+
+
+async def test_a_picture_is_changed(client: httpx.AsyncClient) -> None:
+    files = {"image": ("a.png", picture(), "image/png")}
+    form = {"prompt": "blue", "model": "fake", "seed": "1", "strength": "0.5"}
+    plain = await client.post(CHANGED, data=form, files=files)
+    found = ImagesAnswer.model_validate(plain.json())
+    assert found.size == "24x24", "as large as the one to change"
+    assert found.usage.input_tokens_details.image_tokens == 2
+    masked = await client.post(CHANGED, data=form, files=files | {"mask": ("m.png", picture(mode="RGBA"), "image/png")})
+    assert masked.json()["data"][0]["b64_json"] != found.data[0].b64_json
+
+
+def bomb() -> bytes:
+    """A PNG of a gigapixel, a few bytes long."""
+    head = struct.pack(">IIBBBBB", 32768, 32768, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(b"\0")), (b"IEND", b""))
+    parts = (
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+async def test_files_that_cannot_be_changed(client: httpx.AsyncClient) -> None:
+    cases: list[tuple[dict[str, bytes], int, str]] = [
+        ({}, 400, "image"),
+        ({"image": b"no picture"}, 415, "image"),
+        ({"image": bomb()}, 400, "image"),
+        ({"image": picture(), "mask": picture((16, 16))}, 400, "mask"),
+        ({"image": picture(), "mask": b"GIF89a"}, 400, "mask"),
+    ]
+    for files, status, param in cases:
+        given = {name: (name, data, "image/png") for name, data in files.items()} or {"other": ("o", b"", "text/plain")}
+        answer = await client.post(CHANGED, data={"prompt": "blue", "model": "fake"}, files=given)
+        assert refusal(answer, status)[0] == param
+    refusal(await client.post(CHANGED, json=BODY), 415)
+
+
+async def test_files_belong_to_a_key(tmp_path: Path) -> None:
+    async with application(modality="visual", cache_dir=tmp_path, **KEYS) as (client, _):
+        answer = await client.post(NEW, json=BODY | {"response_format": "url"}, headers=key("one"))
+        url = answer.json()["data"][0]["url"]
+        assert (await client.get(url, headers=key("one"))).status_code == 200
+        assert refusal(await client.get(url, headers=key("two")), 404) == ("file", "file_not_found")
+        assert (await client.get(url)).status_code == 401
+        assert refusal(await client.get("/v1/images/files/..%2Fmedia.sqlite", headers=key("one")), 404)
+
+
+async def test_files_outlive_a_restart_and_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with application(modality="visual", cache_dir=tmp_path) as (client, _):
+        url = (await client.post(NEW, json=BODY | {"response_format": "url"})).json()["data"][0]["url"]
+    async with application(modality="visual", cache_dir=tmp_path) as (client, _):
+        assert (await client.get(url)).status_code == 200
+    async with application(modality="visual", cache_dir=tmp_path, media_store_hours=1e-9) as (client, _):
+        assert (await client.get(url)).status_code == 404
+        await until(lambda: not stored(tmp_path, "*.png"))
+
+
+async def test_the_oldest_files_make_room(tmp_path: Path) -> None:
+    store = MediaStore(tmp_path, 100, 60)
+    first, second = await store.put("me", b"1" * 60, "png"), await store.put("me", b"2" * 60, "png")
+    with pytest.raises(media_module.MediaNotFound):
+        await store.get("me", first.name)
+    assert (await store.get("me", second.name)).path.read_bytes() == b"2" * 60
+    with pytest.raises(media_module.EngineUnavailable, match="MEDIA_STORE_MB"):
+        await store.put("me", b"3" * 101, "png")
+    await store.close()
+
+
+def stored(folder: Path, pattern: str) -> list[Path]:
+    return list(folder.rglob(pattern))
+
+
+async def test_half_a_file_is_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MediaStore(tmp_path, 100, 60)
+    monkeypatch.setattr(media_module.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "disk full")))
+    with pytest.raises(media_module.EngineUnavailable):
+        await store.put("me", b"1", "png")
+    assert not stored(tmp_path, "*.png")
+    monkeypatch.undo()
+    monkeypatch.setattr(media_module, "_STRAY_SECONDS", -1.0)
+    await store.clean()
+    assert not stored(tmp_path, "*.partial"), "what was left is removed"
+    await store.close()
+
+
+async def test_a_client_that_leaves_ends_the_work(tmp_path: Path) -> None:
+    async with application(modality="visual", cache_dir=tmp_path, fake_token_delay_ms=5) as (client, state):
+        service: VisualService = state["replica"].service
+        body = BODY | {"num_inference_steps": 200}
+        asking = asyncio.create_task(client.post(NEW, json=body))
+        news = aiter(service.engine.stats())
+        while (await anext(news)).steps < 2:
+            pass
+        asking.cancel()
+        while (now := await anext(news)).aborted < 1:
+            pass
+        assert now.steps < 200
+
+
+async def test_a_request_has_a_deadline(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"fake_token_delay_ms": 20, "request_timeout_seconds": 0.05}
+    async with application(modality="visual", cache_dir=tmp_path, **settings) as (client, _):
+        answer = await client.post(NEW, json=BODY | {"num_inference_steps": 200})
+        assert refusal(answer, 504)[1] == "deadline_exceeded"
+
+
+async def test_routes_say_what_the_model_makes(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/chat/completions", json={})
+    assert answer.status_code == 404
+    assert "makes pictures" in answer.text
+    runtime = (await client.get("/v1/models")).json()["data"][0]["runtime"]
+    assert (runtime["pipeline"], runtime["makes"]) == ("FakePipeline", ["image", "video"])
+    document = (await client.get("/openapi.json")).json()
+    assert {"/v1/images/generations", "/v1/images/edits", "/v1/videos"} <= document["paths"].keys()
+    assert "prompt" in document["components"]["schemas"]["ImageEditRequest"]["properties"]
+    async with application() as (text, _):
+        answer = await text.post(NEW, json=BODY)
+        assert answer.status_code == 404
+        assert "makes text" in answer.text

@@ -1,0 +1,243 @@
+"""/v1/videos on a fake pipeline: the life of a job, over restarts, and who sees it."""
+
+import asyncio
+import io
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.errors import EngineDied
+from engine.visual.base import VisualStream
+from engine.visual.types import VisualInfo, VisualRequest
+from protocol.visual import VideoJob, VideoRequest
+from routers.visual.drawing import VisualLimits, video_request
+from routers.visual.jobs import VideoJobs
+from routers.visual.media import MediaStore
+from routers.visual.worker import VideoWorker
+from server.http.errors import render_event
+from tests.routers.visual.test_images import KEYS, key, refusal
+from tests.support.servers import application
+from tests.support.waiting import slowness
+
+pytest.importorskip("av")
+PATH = "/v1/videos"
+BODY: dict[str, Any] = {"model": "fake", "prompt": "a red circle"}
+LONG = BODY | {"num_inference_steps": 200}
+SLOW: dict[str, Any] = {"modality": "visual", "fake_token_delay_ms": 5}
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with application(modality="visual", cache_dir=tmp_path) as (client, _):
+        yield client
+
+
+async def create(client: httpx.AsyncClient, body: dict[str, Any] = BODY, **options: Any) -> VideoJob:
+    answer = await client.post(PATH, json=body, **options)
+    assert answer.status_code == 202, answer.text
+    return VideoJob.model_validate(answer.json())
+
+
+async def reached(client: httpx.AsyncClient, job: VideoJob, *states: str, **options: Any) -> VideoJob:
+    """The job in one of these states."""
+    async with asyncio.timeout(20 * slowness()):
+        while True:
+            found = VideoJob.model_validate((await client.get(f"{PATH}/{job.id}", **options)).json())
+            if found.status in states:
+                return found
+            await asyncio.sleep(0.01)
+
+
+async def test_a_job_from_the_request_to_the_file(client: httpx.AsyncClient) -> None:
+    import av  # noqa: PLC0415
+
+    body = BODY | {"seconds": "1.5", "fps": 4, "size": "32x16", "seed": 3, "output_compression": 50}
+    job = await create(client, body)
+    assert (job.status, job.progress, job.seconds, job.num_frames) == ("queued", 0, "1.5", 6)
+    done = await reached(client, job, "completed")
+    assert (done.progress, done.size, done.seed, done.stage) == (100, "32x16", 3, None)
+    assert done.completed_at is not None
+    assert done.expires_at is not None
+    file = await client.get(f"{PATH}/{job.id}/content")
+    assert file.headers["content-type"] == "video/webm"
+    with av.open(io.BytesIO(file.content)) as container:
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert [frame.shape for frame in frames] == [(16, 32, 3)] * 6
+    part = await client.get(f"{PATH}/{job.id}/content", headers={"Range": "bytes=0-3"})
+    assert (part.status_code, part.content) == (206, b"\x1aE\xdf\xa3")
+    deleted = await client.delete(f"{PATH}/{job.id}")
+    assert deleted.json() == {"id": job.id, "object": "video.deleted", "deleted": True}
+    assert refusal(await client.get(f"{PATH}/{job.id}"), 404) == ("video_id", "video_not_found")
+
+
+async def test_jobs_are_listed_in_pages(client: httpx.AsyncClient) -> None:
+    jobs = [await create(client) for _ in range(3)]
+    ids = [job.id for job in jobs]
+    first = (await client.get(PATH, params={"limit": 2})).json()
+    assert ([job["id"] for job in first["data"]], first["has_more"]) == (ids[:0:-1], True)
+    rest = (await client.get(PATH, params={"after": first["last_id"]})).json()
+    assert ([job["id"] for job in rest["data"]], rest["has_more"]) == (ids[:1], False)
+    assert [job["id"] for job in (await client.get(PATH, params={"order": "asc"})).json()["data"]] == ids
+    refusal(await client.get(PATH, params={"after": "video_none"}), 404)
+
+
+async def test_cancelling_ends_a_job_before_its_next_step(tmp_path: Path) -> None:
+    async with application(**SLOW, cache_dir=tmp_path) as (client, state):
+        running, waiting, last = [await create(client, LONG) for _ in range(3)]
+        begun = await reached(client, running, "in_progress")
+        assert begun.stage == "generating"
+        refusal(await client.get(f"{PATH}/{running.id}/content"))
+        for job in (waiting, running):
+            cancelled = VideoJob.model_validate((await client.post(f"{PATH}/{job.id}/cancel")).json())
+            assert cancelled.status == "cancelled"
+        assert (await client.delete(f"{PATH}/{last.id}")).status_code == 200
+        news = aiter(state["replica"].service.engine.stats())
+        async with asyncio.timeout(20 * slowness()):
+            while (now := await anext(news)).running:
+                pass
+        assert now.steps < 200
+        assert (await client.post(f"{PATH}/{running.id}/cancel")).json()["status"] == "cancelled"
+
+
+async def test_a_failure_says_why(client: httpx.AsyncClient) -> None:
+    for prompt, code in (("fail", "engine_failure"), ("refuse", "invalid_request_error")):
+        failed = await reached(client, await create(client, BODY | {"prompt": prompt}), "failed")
+        assert failed.error is not None
+        assert failed.error.code == code
+        assert failed.error.message
+        refusal(await client.get(f"{PATH}/{failed.id}/content"))
+
+
+async def test_jobs_go_on_after_a_restart(tmp_path: Path) -> None:
+    async with application(**SLOW, cache_dir=tmp_path) as (client, _):
+        job = await create(client, LONG)
+        await reached(client, job, "in_progress")
+    async with application(modality="visual", cache_dir=tmp_path) as (client, _):
+        await reached(client, job, "completed")
+        assert (await client.get(f"{PATH}/{job.id}/content")).status_code == 200
+
+
+async def test_jobs_belong_to_a_key(tmp_path: Path) -> None:
+    async with application(modality="visual", cache_dir=tmp_path, **KEYS) as (client, _):
+        job = await create(client, headers=key("one"))
+        await reached(client, job, "completed", headers=key("one"))
+        other = {"headers": key("two")}
+        for path in (f"{PATH}/{job.id}", f"{PATH}/{job.id}/content"):
+            refusal(await client.get(path, **other), 404)
+        refusal(await client.delete(f"{PATH}/{job.id}", **other), 404)
+        refusal(await client.post(f"{PATH}/{job.id}/cancel", **other), 404)
+        assert (await client.get(PATH, **other)).json()["data"] == []
+
+
+async def test_only_so_many_jobs_may_wait(tmp_path: Path) -> None:
+    async with application(**SLOW, cache_dir=tmp_path, video_max_jobs=1) as (client, _):
+        job = await create(client, LONG)
+        assert refusal(await client.post(PATH, json=BODY), 429)[1] == "queue_full"
+        await client.delete(f"{PATH}/{job.id}")
+        await create(client)
+
+
+async def test_a_video_that_takes_too_long_fails(tmp_path: Path) -> None:
+    async with application(**SLOW, cache_dir=tmp_path, video_timeout_seconds=0.05) as (client, _):
+        failed = await reached(client, await create(client, LONG), "failed")
+        assert failed.error is not None
+        assert failed.error.code == "deadline_exceeded"
+
+
+async def test_a_video_is_answered_at_once(client: httpx.AsyncClient) -> None:
+    answer = await client.post(f"{PATH}/generations", json=BODY | {"seed": 4})
+    assert answer.status_code == 200
+    assert answer.content.startswith(b"\x1aE\xdf\xa3")
+    assert answer.headers["x-trellis-seed"] == "4"
+
+
+async def test_a_form_is_taken_as_json_is(client: httpx.AsyncClient) -> None:
+    files = {"seconds": (None, "2"), "prompt": (None, "a red circle"), "model": (None, "fake")}
+    answer = await client.post(PATH, files=files)
+    assert answer.status_code == 202, answer.text
+    assert answer.json()["seconds"] == "2"
+    reference = files | {"input_reference": ("a.png", b"x", "image/png")}
+    assert refusal(await client.post(PATH, files=reference))[0] == "input_reference"
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"seconds": "long"}, "seconds"),
+    ({"seconds": 0}, "seconds"),
+    ({"seconds": "1e9"}, "seconds"),
+    ({"seconds": 60}, "seconds"),
+    ({"num_frames": 1000}, "num_frames"),
+    ({"num_frames": 8, "seconds": 1, "fps": 8}, "num_frames"),
+    ({"fps": 0.5}, "fps"),
+    ({"size": "8192x8192"}, "size"),
+    ({"num_frames": 250, "size": "2048x2048"}, "num_frames"),
+    ({"input_reference": {"image_url": "http://x"}}, "input_reference"),
+]
+
+
+async def test_a_refusal_names_the_field(client: httpx.AsyncClient) -> None:
+    for fields, param in WRONG:
+        assert refusal(await client.post(PATH, json=BODY | fields))[0] == param, fields
+
+
+LIMITS = VisualLimits(
+    visual_max_images=1,
+    visual_max_pixels=1 << 20,
+    visual_max_steps=100,
+    visual_max_frames=256,
+    visual_max_video_pixels=1 << 28,
+    max_image_bytes=1,
+    max_image_pixels=1,
+)
+FIXED = VisualInfo(
+    pipeline="P", backend="fake", device="cpu", dtype="float32", makes=("video",), frames=16, frames_fixed=True
+)
+FREE = VisualInfo(
+    pipeline="P", backend="fake", device="cpu", dtype="float32", makes=("video",), frames=81, frames_step=4, fps=16
+)
+
+
+@pytest.mark.parametrize(
+    ("info", "fields", "frames", "fps"),
+    [
+        (FIXED, {}, 16, 8.0),
+        (FIXED, {"seconds": 4.0}, 16, 4.0),
+        (FIXED, {"fps": 16.0}, 16, 16.0),
+        (FIXED, {"num_frames": 16, "seconds": 1.0}, 16, 16.0),
+        (FREE, {}, 81, 16.0),
+        (FREE, {"seconds": 2.0}, 33, 16.0),
+        (FREE, {"seconds": 1.0, "fps": 8.0}, 9, 8.0),
+        (FREE, {"num_frames": 17}, 17, 16.0),
+        (FREE, {"num_frames": 17, "seconds": 2.0}, 17, 8.5),
+    ],
+    ids=str,
+)
+def test_frames_and_their_rate(info: VisualInfo, fields: dict[str, Any], frames: int, fps: float) -> None:
+    asked = video_request(VideoRequest(prompt="a", **fields), info, LIMITS, "r")
+    assert (asked.frames, asked.fps) == (frames, fps)
+
+
+async def test_a_job_that_kills_the_engine_is_given_up(tmp_path: Path) -> None:
+    class Dying:
+        deaths = 0
+
+        def generate(self, request: VisualRequest) -> VisualStream:
+            self.deaths += 1
+            return VisualStream.failed(EngineDied("killed"))
+
+    engine: Any = Dying()
+    jobs = VideoJobs(MediaStore(tmp_path, 1000, 60), 5)
+    request = VisualRequest(request_id="r", prompt="a", seeds=(1,), width=8, height=8, steps=1, frames=1, fps=1)
+    job = await jobs.create("me", request)
+    worker = VideoWorker(jobs, engine, 60, render_event, lambda: True, pause=0.01)
+    working = asyncio.create_task(worker.run())
+    async with asyncio.timeout(20 * slowness()):
+        while (found := await jobs.get("me", job.id)).state != "failed":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    working.cancel()
+    await asyncio.wait([working])
+    await jobs.media.close()
+    assert engine.deaths == 3
+    assert b"engine_died" in (found.error or b"")
