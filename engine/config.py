@@ -109,9 +109,9 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     kv_disk_cache_mb: int = 0
     kv_disk_cache_dir: str = ""
     kv_offload_min_requests: int = 1
-    speculative: Literal["none", "ngram", "suffix", "draft"] = "none"
+    speculative: Literal["none", "ngram", "suffix", "draft", "eagle3"] = "none"
     speculative_model: str = ""
-    """Folder of the draft model."""
+    """Folder of the draft model, or of the EAGLE-3 head."""
     speculative_tokens: int = 16
     """Most drafted tokens of a sequence in a step."""
     speculative_min_match: int = 2
@@ -137,6 +137,11 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     """Folder for code that is compiled for this machine; empty takes the settings' default."""
     processors: tuple[ProcessorConfig, ...] = ()
     """Logits processors that requests may name."""
+
+    @property
+    def head_folder(self) -> str:
+        """Folder of the EAGLE-3 head; empty without one."""
+        return self.speculative_model if self.speculative == "eagle3" else ""
 
 
 class EncoderConfig(_ModelConfig, frozen=True, kw_only=True):

