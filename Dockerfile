@@ -45,6 +45,9 @@ COPY routers routers
 COPY multimodal multimodal
 COPY engine engine
 COPY protocol protocol
+COPY smolaudio smolaudio
+COPY smoldraw smoldraw
+COPY smoleagle smoleagle
 COPY smolvideo smolvideo
 COPY smolvision smolvision
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .

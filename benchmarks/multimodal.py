@@ -1,8 +1,9 @@
-"""Measure images or videos: the encoder's speed, the effect of caches on the first token, and transfers of embeddings.
+"""Measure images, videos or audio: the encoder's speed, what caches do for the first token, transfers of embeddings.
 
     python -m benchmarks.multimodal                                   # smolvision on this CPU
     python -m benchmarks.multimodal --device cuda --model llava-7b    # LLaVA's shape with random weights
     python -m benchmarks.multimodal --kind video --model smolvideo    # clips of four seconds, MPEG-4 in MP4
+    python -m benchmarks.multimodal --kind audio --model smolaudio    # WAV files of 2, 10 and 60 seconds
 
 First tokens are measured over HTTP, one request at a time: for new images (cold), for known images after a text (their
 embeddings are cached), and for known images with another question after them, as in a continued chat (their keys and
@@ -19,6 +20,7 @@ import signal
 import sys
 import tempfile
 import time
+import wave
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +53,7 @@ AT_ONCE = (1, 8, 32)
 SIDES = (256, 1024, 3072)
 """Sides in pixels of a thumbnail, a picture on a page and a photograph."""
 CLIP_SIDES = (256, 720)
+AUDIO_SECONDS = (2, 10, 60)
 LLAVA_7B = "llava-7b"
 CLIP_SECONDS, CLIP_FPS, CLIP_FRAMES = 4, 24, 8
 """Of the clips that are measured, and the frames that are taken of each."""
@@ -72,7 +75,8 @@ def main() -> int:
     rng = random.Random(args.seed)
     with model_folder(args) as folder:
         config = EncoderConfig(model=str(folder), device=args.device, load_format=args.flags.get("load-format", "auto"))
-        made, sides = (clip, CLIP_SIDES) if args.kind == "video" else (photo, SIDES)
+        measured = {"image": (photo, SIDES), "video": (clip, CLIP_SIDES), "audio": (recording, AUDIO_SECONDS)}
+        made, sides = measured[args.kind]
         found = uvloop.run(encoding(config, made, sides, rng)) | first_tokens(args, folder, made, sides, rng)
         found |= moving(args) if args.kind == "image" else {}
     lines = "\n".join(f"- {key}: {value}" for key, value in facts.items())
@@ -94,13 +98,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--model", default="smolvision", help=f"a vision-language model's name or folder, or {LLAVA_7B}"
     )
-    parser.add_argument("--kind", choices=["image", "video"], default="image")
+    parser.add_argument("--kind", choices=["image", "video", "audio"], default="image")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--seed", default=str(int(time.time())))
     parser.add_argument("--label", default="", help="name of the result files")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     args, flags = parser.parse_known_args()
-    args.label = args.label or f"{'video' if args.kind == 'video' else 'multimodal'}-{args.device}"
+    args.label = args.label or f"{'multimodal' if args.kind == 'image' else args.kind}-{args.device}"
     args.flags = settings_of(flags, parser)
     return args
 
@@ -140,10 +144,24 @@ def clip(side: int, rng: random.Random) -> MediaInput:
         return MediaInput(Path(path).read_bytes(), kind="video", sampling=FrameSampling(num_frames=CLIP_FRAMES))
 
 
+def recording(seconds: int, rng: random.Random) -> MediaInput:
+    """Return a new WAV file of noise, 16 kHz mono."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as written:
+        written.setparams((1, 2, 16_000, 0, "NONE", ""))
+        written.writeframes(rng.randbytes(seconds * 32_000))
+    return MediaInput(file.getvalue(), kind="audio")
+
+
+def of(size: int, kind: str) -> str:
+    """Return how files of a size are called in results."""
+    return f"{size} s" if kind == "audio" else f"{size} x {size}"
+
+
 async def encoding(
     config: EncoderConfig, made: Callable[[int, random.Random], MediaInput], sides: Sequence[int], rng: random.Random
 ) -> Rows:
-    """Return images or frames per second through the encoder's process, for several numbers of files at once."""
+    """Return images, frames or seconds of audio per second through the encoder's process, for several files at once."""
     encoder = EmbeddedEncoder(config)
     rows: Rows = {}
     try:
@@ -156,8 +174,10 @@ async def encoding(
                     began = time.perf_counter()
                     await asyncio.gather(*(encoder.encode([image]) for image in images))
                     seconds.append(time.perf_counter() - began)
-                unit, each = ("frames", CLIP_FRAMES) if images[0].kind == "video" else ("images", 1)
-                rows[f"encoding {count} of {side} x {side} at once, {unit}/s"] = count * each / median(seconds)
+                kind = images[0].kind
+                units = {"image": ("images", 1), "video": ("frames", CLIP_FRAMES), "audio": ("seconds", side)}
+                unit, each = units[kind]
+                rows[f"encoding {count} of {of(side, kind)} at once, {unit}/s"] = count * each / median(seconds)
     finally:
         await encoder.close()
     return rows
@@ -185,17 +205,18 @@ def first_tokens(
                         sample = asked(server, parts)
                         times[kind] += [sample.ttft * 1e3] * bool(repeat)
                 for kind, values in times.items():
-                    rows[f"first token, {count} of {side} x {side}, {kind}, ms"] = median(values)
+                    rows[f"first token, {count} of {of(side, args.kind)}, {kind}, ms"] = median(values)
                 cold, *cached = (median(values) for values in times.values())
                 for kind, value in zip([*times][1:], cached, strict=True):
-                    rows[f"first token, {count} of {side} x {side}, cold / {kind}"] = cold / value
+                    rows[f"first token, {count} of {of(side, args.kind)}, cold / {kind}"] = cold / value
         rows["hits of the embedding cache"] = total(server.get("/metrics"), "trtllm_embedding_cache_hits_total")
     return rows
 
 
 def shown(media: MediaInput) -> dict[str, object]:
-    """Return the image or video as a content part."""
-    field, form = ("video_url", "video/mp4") if media.kind == "video" else ("image_url", "image/jpeg")
+    """Return the file as a content part."""
+    form = {"image": "image/jpeg", "video": "video/mp4", "audio": "audio/wav"}[media.kind]
+    field = f"{media.kind}_url"
     return {"type": field, field: {"url": f"data:{form};base64,{base64.b64encode(media.data).decode()}"}}
 
 

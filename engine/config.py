@@ -7,6 +7,8 @@ import msgspec
 from engine.kit.processors import ProcessorConfig
 from engine.media import FrameSampling
 
+MAX_AUDIO_SECONDS = 600.0
+"""Default limit for the length of a recording."""
 MAX_IMAGE_PIXELS = 64_000_000
 """Default limit for the size of an image, width times height, of all its frames."""
 
@@ -143,12 +145,13 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
 
 
 class EncoderConfig(_ModelConfig, frozen=True, kw_only=True):
-    """The vision tower of the embedded engine."""
+    """The tower of the embedded engine: what encodes images, or audio."""
 
     max_image_pixels: int = MAX_IMAGE_PIXELS
     processor_options: dict[str, Any] = {}
     """Override the configuration of the model's image processor, by its own names."""
     videos: VideoOptions = VideoOptions()
+    max_audio_seconds: float = MAX_AUDIO_SECONDS
     timeout_seconds: float = 60.0
     """Seconds that an image, or on a GPU a small batch, may take before the process that encodes them is replaced."""
 
@@ -161,6 +164,7 @@ class TrtllmConfig(_BackendConfig, frozen=True, kw_only=True, tag="trtllm"):
     backend: Literal["pytorch", "_autodeploy"] = "pytorch"
     max_image_pixels: int = MAX_IMAGE_PIXELS
     videos: VideoOptions = VideoOptions()
+    max_audio_seconds: float = MAX_AUDIO_SECONDS
     arguments: dict[str, Any] = {}
     sampling: Literal["native", "processors"] = "native"
     """Whether logits processors of ours do what the engine's sampler ignores (`engine/trtllm/support.py`)."""

@@ -1,6 +1,9 @@
 """Makes the engine of a configuration: the only module that imports the backends, each only when it is chosen."""
 
+from pathlib import Path
+
 from engine.base import Engine
+from engine.checkpoints.facts import transcribes
 from engine.config import EngineConfig, FakeConfig, TrtllmConfig
 from engine.kit.processors import register_all
 from engine.sleep import ReleasableEngine, SleepingEngine
@@ -22,6 +25,10 @@ def _backend(config: EngineConfig) -> ReleasableEngine:
         from engine.trtllm.engine import TrtllmEngine  # noqa: PLC0415
 
         return TrtllmEngine(config)
+    if transcribes(Path(config.model)):
+        from engine.embedded.whisper.engine import WhisperEngine  # noqa: PLC0415
+
+        return WhisperEngine(config)
     from engine.embedded.engine import EmbeddedEngine  # noqa: PLC0415
 
     return EmbeddedEngine(config)

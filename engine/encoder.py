@@ -30,6 +30,8 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
     and becomes several."""
     video_token_id: int = -1
     """The token whose embeddings are replaced by those of videos."""
+    audio: bool = False
+    """Whether the encoder takes audio; else it takes images and videos."""
     hidden_size: int = 0
     """Hidden size of the language model."""
     dtype: str = ""
@@ -68,8 +70,8 @@ class Encoder(Protocol):
         `prompt`, for an encoder that needs it, is the text that the chat template renders, with a placeholder for each
         of them and the model's special tokens.
 
-        Raises InvalidRequest (param `image`) for files that cannot be decoded or exceed the limits, EngineUnavailable
-        and EngineFailure. Cancelling aborts.
+        Raises InvalidRequest (param `image` or `audio`) for files that cannot be decoded or exceed the limits,
+        EngineUnavailable and EngineFailure. Cancelling aborts.
         """
         ...
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from engine.transfer.shared_bytes import Data
 
-MediaKind = Literal["image", "video"]
+MediaKind = Literal["image", "video", "audio"]
 Detail = Literal["auto", "low", "high"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -36,7 +36,8 @@ ANY_FRAMES = FrameSampling()
 class MediaInput(msgspec.Struct, frozen=True, omit_defaults=True):
     """The bytes of one file as they came, checked to be of its kind and within the limits, not yet decoded.
 
-    Images are PNG, JPEG, WEBP or GIF files; videos are MP4, WebM, Matroska or AVI files.
+    Images are PNG, JPEG, WEBP or GIF files; videos are MP4, WebM, Matroska or AVI files; audio is WAV,
+    FLAC, MP3, Ogg or Opus files.
     """
 
     data: bytes
@@ -119,9 +120,31 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     """Where the embeddings are, in the backend's own terms."""
 
 
+class Speech(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="speech"):
+    """A window of speech, for a model that does nothing but transcribe. Its decoder attends to it from the side: no
+    token of the prompt stands for it.
+    """
+
+    key: str
+    """Requests with equal keys have equal features, which are encoded once."""
+    data: Data = b""
+    """Features of the whole window: contiguous float32 [mel bins, frames] (`engine/kit/log_mel.py`)."""
+    frames: int
+    """Frames that the recording has within the window; silence fills up the rest."""
+    align: bool = False
+    """Report when the tokens of the prompt are spoken (`PromptReport.spoken`)."""
+
+
 Unexpanded: TypeAlias = MediaFiles | Encoding
 """Media of a prompt that the backend expands: it gets longer than the request's token ids."""
-PromptMedia: TypeAlias = MediaSpans | MediaFiles | Encoding
+PromptMedia: TypeAlias = MediaSpans | MediaFiles | Encoding | Speech
+
+
+def kinds_of(media: PromptMedia) -> set[MediaKind]:
+    """Return the kinds of a prompt's media. Only images are encoded by another replica in a backend's own terms."""
+    if isinstance(media, Encoding | Speech):
+        return {"image"} if isinstance(media, Encoding) else {"audio"}
+    return {one.kind for one in (media.spans if isinstance(media, MediaSpans) else media.files)}
 
 
 def detach_media(media: Sequence[MediaInput]) -> tuple[list[MediaInput], list[bytes]]:

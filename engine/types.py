@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import msgspec
 from msgspec.structs import replace
 
-from engine.media import MediaFiles, MediaSpan, MediaSpans, PromptMedia, attach_media
+from engine.media import MediaFiles, MediaSpan, MediaSpans, PromptMedia, Speech, attach_media
 from engine.transfer.shared_bytes import Data
 
 FinishReason = Literal["stop", "length"]
@@ -115,6 +115,11 @@ class PromptReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """From the engine's receipt of the request until its first token was scheduled."""
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """One entry for each prompt token, the first None; only when asked for."""
+    no_speech: float | None = None
+    """Probability that nobody speaks in the window, from a model that transcribes."""
+    spoken: tuple[float, ...] = ()
+    """Seconds of the window at which each prompt token between <|notimestamps|> and the last begins to be spoken, and
+    the last of them ends, if `Speech.align` asks for it."""
 
 
 class Held(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -271,7 +276,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Do not copy the KV blocks of this request to the host or the disk."""
     media: PromptMedia | None = None
     """The prompt's images: encoded, as files for the backend to encode, or encoded elsewhere in the backend's own
-    terms."""
+    terms. For a model that transcribes, the speech."""
     handoff: Handoff | None = None
     """Go on from here: the deltas are those after `handoff.first`, and carry no report on the prompt."""
     prefill_only: bool = False
@@ -301,6 +306,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
                 return [span.data for span in spans]
             case MediaFiles(_, files):
                 return [file.data for file in files]
+            case Speech():
+                return [self.media.data]
         return []
 
     def detach(self) -> "tuple[GenerateRequest, list[Data]]":
@@ -316,6 +323,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
                 return replace(self, media=MediaSpans(found))
             case MediaFiles(text, files):
                 return replace(self, media=MediaFiles(text, tuple(attach_media(files, parts))))
+            case Speech():
+                (data,) = parts
+                return replace(self, media=replace(self.media, data=data))
         if parts:
             raise ValueError(f"{len(parts)} parts belong to no medium")
         return self

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from engine.media import kinds_of
 from engine.types import GenerateRequest, Performance
 
 Api = Literal["chat_completions", "completions", "responses", "messages"]
@@ -79,7 +80,9 @@ class GenerationMetrics:
         self.output_length = histogram(
             "request_generation_tokens", "Tokens generated for a choice that finished", _TOKENS
         )
-        self.image_requests = counter("request_type_image", "Requests with images")
+        self.image_requests = counter("request_type_image", "Requests with images or videos")
+        self.audio_requests = counter("request_type_audio", "Requests with audio")
+        self.speech_seconds = counter("transcribed_audio_seconds", "Seconds of audio in finished transcripts")
         self.structured_requests = counter(
             "request_type_structured_output", "Requests whose output has to follow a grammar"
         )
@@ -99,7 +102,9 @@ class GenerationMetrics:
     def requested(self, request: GenerateRequest) -> None:
         """Count a request, all of whose choices are like `request`."""
         if request.media is not None:
-            self.image_requests.inc()
+            kinds = kinds_of(request.media)
+            self.image_requests.inc(bool(kinds - {"audio"}))
+            self.audio_requests.inc("audio" in kinds)
         if request.sampling.guide is not None:
             self.structured_requests.inc()
 

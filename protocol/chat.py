@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from protocol.common import MAX_MESSAGES, GenerationFields, Int32, Int64, LongUrl, Usage, Wire
+from protocol.common import MAX_MESSAGES, GenerationFields, InputAudio, Int32, Int64, LongUrl, Usage, Wire
 
 
 class ImageUrl(Wire):
@@ -25,12 +25,20 @@ class VideoUrl(Wire):
     Example: "https://example.com/video.mp4" """
 
 
+class AudioUrl(Wire):
+    """Where a recording is."""
+
+    url: LongUrl
+    """http(s), a data URL (data:audio/wav;base64,…), or a file of the server's folder of media.
+    Example: "https://example.com/speech.wav" """
+
+
 class ContentPart(Wire):
     """One part of a message's content. A text model takes only text."""
 
     type: str
-    """`text` (or `input_text`), `refusal`, `image_url` or `video_url`: the field that has the content.
-    Example: "text" """
+    """`text` (or `input_text`), `refusal`, `image_url`, `video_url`, `audio_url` or `input_audio`: the field that has
+    the content. Example: "text" """
     text: str | None = None
     """The text. Example: "Hello" """
     refusal: str | None = None
@@ -40,11 +48,12 @@ class ContentPart(Wire):
     video_url: VideoUrl | LongUrl | None = None
     """The video, as an object or by its URL alone. Example: {"url": "https://example.com/video.mp4"}"""
 
+    audio_url: AudioUrl | LongUrl | None = None
+    """The recording, as an object or by its URL alone. Example: {"url": "https://example.com/speech.wav"}"""
+    input_audio: InputAudio | None = None
+    """The recording itself, as OpenAI has it. Example: {"data": "UklGRiQAAABXQVZF", "format": "wav"}"""
+
     # Refused by name (`routers/chat.py`).
-    input_audio: Any = None
-    """Not supported."""
-    audio_url: Any = None
-    """Not supported."""
     file: Any = None
     """Not supported."""
 

@@ -39,6 +39,20 @@ class Wire(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
+class InputAudio(Wire):
+    """A recording in the request."""
+
+    data: LongUrl
+    """The file in base64. Example: "UklGRiQAAABXQVZF" """
+    format: Literal["wav", "flac", "mp3", "ogg", "opus"]
+    """Its format; the file's own first bytes decide. Example: "wav" """
+
+    @property
+    def url(self) -> str:
+        """A data URL with the file."""
+        return f"data:audio/{self.format};base64,{self.data}"
+
+
 class StreamOptions(Wire):
     """What a stream has besides the answer."""
 
@@ -288,6 +302,8 @@ class PromptTokensDetails(BaseModel):
 
     cached_tokens: int
     """Tokens whose KV blocks were cached."""
+    audio_tokens: int | None = None
+    """Tokens of the prompt that stand for audio, if any."""
     image_tokens: int | None = None
     """Tokens that stand for images, if the prompt has any."""
 

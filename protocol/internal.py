@@ -67,6 +67,7 @@ class EncodeInfo(msgspec.Struct, frozen=True):
     image_token_id: int = -1
     video_placeholder: str = ""
     video_token_id: int = -1
+    audio: bool = False
     hidden_size: int = 0
     dtype: str = ""
     """As `EncoderInfo` has these; a backend that expands and encodes by itself (TensorRT-LLM) says nothing of them."""

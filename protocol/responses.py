@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from protocol.common import MAX_MESSAGES, Int32, Int64, LongUrl, ModelFields, SamplingFields, Wire
+from protocol.common import MAX_MESSAGES, InputAudio, Int32, Int64, LongUrl, ModelFields, SamplingFields, Wire
 
 Include = Literal[
     "reasoning.encrypted_content",
@@ -23,8 +23,8 @@ class InputPart(Wire):
     """One part of an item's content."""
 
     type: str
-    """`input_text`, `output_text`, `summary_text`, `reasoning_text` or `text`, `refusal` or `input_image`: the field
-    that has the content. Example: "input_text" """
+    """`input_text`, `output_text`, `summary_text`, `reasoning_text` or `text`, `refusal`, `input_image` or
+    `input_audio`: the field that has the content. Example: "input_text" """
     text: str | None = None
     """The text. Example: "Hello" """
     refusal: str | None = None
@@ -33,6 +33,8 @@ class InputPart(Wire):
     """URL of an image, or a data URL with the image itself. Example: "https://example.com/image.png" """
     detail: Literal["auto", "low", "high", "original"] | None = None
     """`low` scales the image down to 512 pixels a side; others leave it as it is. Example: "auto" """
+    input_audio: InputAudio | None = None
+    """A recording. Example: {"data": "UklGRiQAAABXQVZF", "format": "wav"}"""
     annotations: Any = None
     """Accepted and ignored. Example: []"""
     logprobs: Any = None

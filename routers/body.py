@@ -38,9 +38,9 @@ _WEIGHTS = {b",": 1, b"[": 1, b":": 3, b"{": 11}
 _IN_TEXT = re.compile(rb'(?:[^"\\]++|\\.)++', re.DOTALL)
 _WINDOW = 1 << 16
 """Bytes for which a regular expression may hold up the event loop."""
-_IMAGE = re.compile(rb'"(?:image_url|video_url|url)"\s*:\s*\Z')
-_BASE64 = re.compile(rb'"data"\s*:\s*(?="(?:\\?/9j\\?/|iVBORw0KGgo|R0lGOD|UklGR))')
-"""A field with an image in base64 and no URL around it: JPEG, PNG, GIF or WebP."""
+_IMAGE = re.compile(rb'"(?:image_url|video_url|audio_url|url)"\s*:\s*\Z')
+_BASE64 = re.compile(rb'"data"\s*:\s*(?="(?:\\?/9j\\?/|\\?/\\?/|iVBORw0KGgo|R0lGOD|UklGR|ZkxhQ|T2dnU|SUQz))')
+"""A field with a file in base64 and no URL around it: JPEG, MP3, PNG, GIF, WebP or WAV, FLAC, Ogg, or ID3."""
 _MAX_DIGITS = 400
 """Digits of a number; the time to parse one grows with their square."""
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)

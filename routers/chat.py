@@ -22,9 +22,14 @@ from routers.fields import to_ask
 from routers.tools import tools_of
 
 _TEXT_PARTS = ("text", "input_text", "refusal")
-MEDIA_PARTS: dict[str, MediaKind] = {"image_url": "image", "video_url": "video"}
-"""Fields, and types, of content parts that name a file, and the file's kind."""
-REFUSED_PARTS = frozenset({"input_audio", "audio_url", "file"})
+MEDIA_PARTS: dict[str, MediaKind] = {
+    "image_url": "image",
+    "video_url": "video",
+    "audio_url": "audio",
+    "input_audio": "audio",
+}
+"""Fields, and types, of content parts that name or have a file, and the file's kind."""
+REFUSED_PARTS = frozenset({"file"})
 """Fields, and types, of content parts that are not supported."""
 
 
@@ -152,18 +157,16 @@ def _text(part: ContentPart) -> str:
 
 def _file(part: ContentPart) -> dict[str, Any]:
     given = getattr(part, part.type)
-    kind = MEDIA_PARTS[part.type]
     if not (given if isinstance(given, str | None) else given.url):
         raise RequestError(f"The part {part.type} of a message has no URL.", "messages")
-    return {"type": kind}
+    return {"type": MEDIA_PARTS[part.type]}
 
 
 def _wrong_type(given: str, param: str) -> RequestError:
     if given in REFUSED_PARTS:
         return _unsupported(f"This server does not support content parts of type {given!r}.", param)
-    return _unsupported(
-        f"'{param}' must be {', '.join(_TEXT_PARTS)}, image_url or video_url, not '{shown(given)}'.", param
-    )
+    *known, last = (*_TEXT_PARTS, *MEDIA_PARTS)
+    return _unsupported(f"'{param}' must be {', '.join(known)} or {last}, not '{shown(given)}'.", param)
 
 
 def _unsupported(message: str, param: str = "messages") -> RequestError:

@@ -44,7 +44,7 @@ async def encode(request: Request, state: StateDep, encoding: EncodingDep, reque
     model = state["replica"].model_name
     service = _service(encoding)
     most = max(  # a prompt's images come together
-        MAX_MEDIA_BYTES, options.max_images * options.max_image_bytes, options.max_video_bytes
+        MAX_MEDIA_BYTES, options.max_images * options.max_image_bytes, options.max_video_bytes, options.max_audio_bytes
     )
     body = await read_message(request, options, most + _ENVELOPE_BYTES)
     wanted, images = await converted(state, lambda: _read(body, model, options))
@@ -54,7 +54,7 @@ async def encode(request: Request, state: StateDep, encoding: EncodingDep, reque
 def _service(service: PrefillService | EncodeService) -> EncodeService:
     encoding = service.encoding if isinstance(service, PrefillService) else service
     if encoding is None:
-        raise WrongReplica("This replica encodes no images: its model has no vision tower.")
+        raise WrongReplica("This replica encodes no images: its model takes neither images nor audio.")
     return encoding
 
 
@@ -70,7 +70,11 @@ def _read(raw: bytes, model: str, options: HttpOptions) -> tuple[EncodeRequest, 
     if not 0 < len(images) <= most:
         raise RequestError(f"The request has {len(images)} images; from 1 to {most} are taken at once.", "image")
     for image in images:
-        limit = options.max_video_bytes if image.kind == "video" else options.max_image_bytes
+        limit = {
+            "image": options.max_image_bytes,
+            "video": options.max_video_bytes,
+            "audio": options.max_audio_bytes,
+        }[image.kind]
         if len(image.data) > limit:
             raise RequestError(f"An {image.kind} has {len(image.data)} bytes; the most is {limit}.", image.kind)
     return envelope, images

@@ -11,7 +11,9 @@ from multimodal.errors import ModelNotFound, RequestError, shown
 from multimodal.request import Ask, AskedGuide, Conversation
 from protocol.common import GenerationFields, ModelFields, Prediction, ResponseFormat, SamplingFields, Wire
 from protocol.messages import PromptFields
+from protocol.transcriptions import SpeechFields
 from protocol.visual import DrawingFields
+from routers.errors import WrongReplica
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ def refused(body: type[ModelFields]) -> dict[str, tuple[object, ...]]:
     accepted = {"echo", "prompt"} if "echo" in fields and "messages" not in fields else set()
     if issubclass(body, PromptFields):
         accepted = {"context_management"}  # Claude Code asks for nothing else than to keep all
-    if issubclass(body, DrawingFields):
+    if issubclass(body, SpeechFields | DrawingFields):
         accepted = {"prompt"}
     return {name: harmless for name, harmless in _REFUSED.items() if name in fields - accepted}
 
@@ -76,13 +78,15 @@ def refused(body: type[ModelFields]) -> dict[str, tuple[object, ...]]:
 class FieldCheck:
     """Checks the bodies for one model. With `strict` unknown fields are refused, else each is logged once.
 
-    With `model_optional` a body that generates may do without the model's name.
+    With `model_optional` a body that generates may do without the model's name. A model that `transcribes` does nothing
+    else.
     """
 
-    def __init__(self, model_name: str, *, strict: bool, model_optional: bool) -> None:
+    def __init__(self, model_name: str, *, strict: bool, model_optional: bool, transcribes: bool = False) -> None:
         self._model_name = model_name
         self._strict = strict
         self._model_optional = model_optional
+        self._transcribes = transcribes
         self._seen: set[str] = set()
 
     def check_model(self, name: str | None) -> None:
@@ -95,6 +99,12 @@ class FieldCheck:
         if not body.model and not self._model_optional:
             raise RequestError(f"'model' must name a model; this server serves '{shown(self._model_name)}'.", "model")
         self.check_model(body.model)
+        if self._transcribes and not isinstance(body, SpeechFields):
+            raise WrongReplica(
+                f"The model '{shown(self._model_name)}' transcribes speech and does nothing else: send audio to "
+                "/v1/audio/transcriptions.",
+                "model",
+            )
         for name, harmless in refused(type(body)).items():
             value = getattr(body, name)
             if name == "best_of" and isinstance(body, GenerationFields):

@@ -40,6 +40,7 @@ from routers.responses.convert import conversation_of
 from routers.responses.service import is_reference, response_of
 from routers.state import DP_RANK_HEADER, INTERNAL_HEADER, RouterService, RouterServiceDep, State, state_of
 from routers.tokenize import PATHS
+from routers.transcriptions import PATHS as AUDIO_PATHS
 from routers.visual import images, videos
 
 router = APIRouter(tags=["router"])
@@ -100,6 +101,7 @@ for _path in (
     COUNT_PATH,
     *responses.PATHS,
     *PATHS,
+    *AUDIO_PATHS,
     *images.PATHS,
     videos.PATH,
     videos.SYNC_PATH,

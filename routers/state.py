@@ -19,6 +19,7 @@ from engine.replicas.routing.fleet import Fleet
 from engine.sleep import Sleeper, SleepState
 from engine.visual.base import VisualEngine
 from multimodal.processor import Processor
+from multimodal.speech.transcriber import Transcriber
 from multimodal.text.prompts import MediaPrompts
 from multimodal.text.routed_prompts import RoutedPrompts
 from protocol.models import Runtime
@@ -46,6 +47,8 @@ class ChatService:
     """Puts images into chats, if the model takes any."""
     encoder: Encoder | None = None
     """Makes embeddings of these images, here or elsewhere; None where the engine does."""
+    transcriber: Transcriber | None = None
+    """Writes speech down, if the model does that; it does nothing else then."""
     batches: BatchStore | None = None
     """Keeps batches of messages, if the settings allow them."""
     responses: Responses = field(default_factory=Responses)
@@ -225,6 +228,7 @@ class HttpOptions:
     max_images: int
     max_image_bytes: int
     max_video_bytes: int
+    max_audio_bytes: int
     max_text_bytes: int
     """Bytes of a body besides its images."""
     max_values: int

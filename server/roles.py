@@ -152,7 +152,7 @@ _ENCODE_SECRET = Need(
 
 
 def _public() -> tuple[APIRouter, ...]:
-    from routers import internal, messages, models, tokenize  # noqa: PLC0415
+    from routers import internal, messages, models, tokenize, transcriptions  # noqa: PLC0415
     from routers.batches import routes as batches  # noqa: PLC0415
     from routers.endpoints import ENDPOINTS  # noqa: PLC0415
     from routers.responses import websocket  # noqa: PLC0415
@@ -164,6 +164,7 @@ def _public() -> tuple[APIRouter, ...]:
         batches.router,
         models.router,
         tokenize.router,
+        transcriptions.router,
         internal.operator_router,
     )
 

@@ -40,13 +40,14 @@ class ModelFacts:
         self.family = family_of(self.model_type)
         self._part = next((name for name in _LANGUAGE_PARTS if config.get(name)), "")
         part = self._section(self._part) if self._part else config
-        vision = self.family.vision
-        self.text_type = self._kind(part, self._named("model_type")) if self._part or not vision else ""
-        if vision and not self.text_type:
-            self.text_type = vision.text_type
+        media = self.family.media
+        self.text_type = self._kind(part, self._named("model_type")) if self._part or not media else ""
+        if media and not self.text_type:
+            self.text_type = media.text_type
         self.text_family = family_of(self.text_type)
-        defaults = self.text_family.defaults if self._part or vision else {}
-        self.text: Config = {**config, **defaults, **part, "model_type": self.text_type}
+        defaults = self.text_family.defaults if self._part or media else {}
+        renamed = {key: part[name] for key, name in self.text_family.names.items() if name in part}
+        self.text: Config = {**config, **defaults, **part, **renamed, "model_type": self.text_type}
         """The language part's keys, then those of the whole model, such as `quantization_config`."""
 
     def completed(self, config: Config) -> "ModelFacts":
@@ -193,6 +194,16 @@ class ModelFacts:
         return ""
 
     @property
+    def takes_media(self) -> bool:
+        """Whether the model takes images or audio, whichever engine encodes them."""
+        return self.takes_images or "audio_config" in self.config
+
+    @property
+    def no_media(self) -> str:
+        """Reason why the embedded engine can serve the model with neither images nor audio; empty if it can."""
+        return "" if self.family.audio else self.no_images
+
+    @property
     def vision(self) -> VisionPart:
         """The family's vision part. Raises EngineFailure with `no_images` if images cannot be served."""
         if objection := self.no_images:
@@ -202,7 +213,12 @@ class ModelFacts:
 
     @property
     def image_tokens(self) -> ImageTokens | None:
-        """Which tokens of a prompt are replaced by embeddings of images; None if the model runs without images."""
+        """Which tokens of a prompt are replaced by embeddings of media; None if the model runs without media."""
+        if (audio := self.family.audio) is not None:
+            token_id = self.config.get("audio_token_id", audio.audio_token_id)
+            if type(token_id) is not int or token_id < 0:
+                raise self._wrong("audio_token_id", "a token id", token_id)
+            return ImageTokens(token_id, self.hidden_size)
         vision = self.family.vision
         if vision is None:
             return None
@@ -239,7 +255,10 @@ class ModelFacts:
     def media_token_ids(self) -> frozenset[int]:
         """Tokens of a prompt that stand for media: those that config.json names, and the family's default."""
         named = {value for key, value in self.config.items() if _MEDIA_TOKEN.fullmatch(key) and type(value) is int}
-        return frozenset(named | ({self.family.vision.image_token_id} if not named and self.family.vision else set()))
+        if named:
+            return frozenset(named)
+        vision, audio = self.family.vision, self.family.audio
+        return frozenset({vision.image_token_id} if vision else {audio.audio_token_id} if audio else ())
 
     def integer(self, key: str) -> int:
         """Return a positive integer of the language part."""
@@ -291,6 +310,15 @@ def read_model_facts(folder: Path) -> ModelFacts:
     if config is None:
         raise EngineFailure(f"{folder} has no config.json")
     return ModelFacts(config, generation, folder)
+
+
+def transcribes(folder: Path) -> bool:
+    """Return whether the model in `folder` writes down speech, and does nothing else. What is wrong with its files,
+    the engine says."""
+    try:
+        return read_model_facts(folder).family.transcribes
+    except EngineFailure:
+        return False
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -14,15 +14,45 @@ Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class VisionPart:
-    """The facts that are needed to serve a vision-language family with images."""
+class MediaPart:
+    """How the parts of a model that takes media are named."""
 
     text_type: str
     """Default `model_type` of the language part, for a `text_config` that has none."""
     language: str
     """Submodule that holds the language part."""
     tower: tuple[str, ...]
-    """Submodules that compute embeddings of images: the vision tower and the projector."""
+    """Submodules that compute embeddings of media: the tower and the projector."""
+
+    def text_tensor(self, name: str) -> str | None:
+        """Return the name that a text-only model has for a checkpoint's tensor; None for a tensor of the tower."""
+        if name.removeprefix("model.").split(".")[0] in self.tower:
+            return None
+        for prefix, plain in (
+            (f"model.{self.language}.", "model."),
+            (f"{self.language}.model.", "model."),  # the names in older files
+            (f"{self.language}.lm_head.", "lm_head."),
+        ):
+            if name.startswith(prefix):
+                return plain + name.removeprefix(prefix)
+        return name
+
+
+@dataclass(frozen=True)
+class AudioPart(MediaPart):
+    """The facts that are needed to serve a family with audio: the encoder is Whisper's, and averages of two positions
+    go through a projector of two layers (`engine/embedded/whisper/tower.py`)."""
+
+    audio_token_id: int
+    """Default id of the audio token, for a config.json that has none."""
+    audio_token: str
+    """Default text of the audio token, for a processor_config.json that has none."""
+
+
+@dataclass(frozen=True)
+class VisionPart(MediaPart):
+    """The facts that are needed to serve a vision-language family with images."""
+
     image_token_id: int
     """Default id of the image token, for a config.json that has none."""
     processor: str
@@ -43,19 +73,6 @@ class VisionPart:
     tokens_per_second: int = 0
     """Default positions of a second of video in mRoPE; 0 counts patches, whatever their time."""
 
-    def text_tensor(self, name: str) -> str | None:
-        """Return the name that a text-only model has for a checkpoint's tensor; None for a tensor of the tower."""
-        if name.removeprefix("model.").split(".")[0] in self.tower:
-            return None
-        for prefix, plain in (
-            (f"model.{self.language}.", "model."),
-            (f"{self.language}.model.", "model."),  # the names in older files
-            (f"{self.language}.lm_head.", "lm_head."),
-        ):
-            if name.startswith(prefix):
-                return plain + name.removeprefix(prefix)
-        return name
-
 
 @dataclass(frozen=True)
 class Family:
@@ -69,8 +86,18 @@ class Family:
     """Default `sliding_window` of all layers; None for kinds that ignore that key."""
     vision: VisionPart | None = None
     """None for models that cannot be served with images."""
+    audio: AudioPart | None = None
+    """None for models that cannot be served with audio."""
     no_images: str = ""
     """Reason why images cannot be served although the model takes them."""
+    transcribes: bool = False
+    """Whether the model writes down speech, and does nothing else (`engine/embedded/whisper/`)."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Keys that config.json spells in another way, by the name that `ModelFacts` reads."""
+
+    @property
+    def media(self) -> MediaPart | None:
+        return self.vision or self.audio
 
 
 def _llava_settings(config: Config) -> dict[str, Any]:
@@ -145,10 +172,29 @@ FAMILIES = {
             tokens_per_second=4,
         )
     ),
+    "audioflamingo3": Family(
+        compiled=True,
+        audio=AudioPart(
+            text_type="qwen2",
+            language="language_model",
+            tower=("audio_tower", "multi_modal_projector"),
+            audio_token_id=151669,
+            audio_token="<sound>",
+        ),
+    ),
     "idefics3": Family(compiled=True, vision=_IDEFICS3),
     "smolvlm": Family(compiled=True, vision=replace(_IDEFICS3, videos="frames")),
     "gemma3": Family(no_images=f"its image tokens attend to each other in both directions, {_BOTH_DIRECTIONS}"),
     "paligemma": Family(no_images=f"its prompts attend in both directions, {_BOTH_DIRECTIONS}"),
+    "whisper": Family(
+        transcribes=True,
+        names={
+            "hidden_size": "d_model",
+            "max_position_embeddings": "max_target_positions",
+            "num_attention_heads": "decoder_attention_heads",
+            "intermediate_size": "decoder_ffn_dim",
+        },
+    ),
     "mllama": Family(no_images="it attends to images by layers of their own, which the engine does not have"),
 }
 _OTHER = Family()

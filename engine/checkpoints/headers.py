@@ -118,10 +118,10 @@ def _files(folder: Path) -> list[Path]:
 def _layers(facts: ModelFacts, stored: Headers) -> set[int]:
     """Return how many layers each stack of layers has; those of a vision tower count only where nothing tells them
     apart."""
-    vision = facts.family.vision
+    part = facts.family.media
     stacks: defaultdict[str, set[int]] = defaultdict(set)
     for name in stored:
-        plain = vision.text_tensor(name) if vision else name
+        plain = part.text_tensor(name) if part else name
         if plain is not None and (match := _LAYER.match(plain)):
             stacks[match[1]].add(int(match[2]))
     return {len(numbers) for numbers in stacks.values()}

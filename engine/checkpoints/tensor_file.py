@@ -1,4 +1,4 @@
-"""Read and write bfloat16 safetensors files without torch: a header, then the bytes of the tensors in order."""
+"""Write and read safetensors files of 16-bit floats without torch: a header, then the bytes of the tensors in order."""
 
 import json
 import struct
@@ -12,13 +12,15 @@ Progress = Callable[[int, int], None]
 """Called repeatedly with the bytes written so far, and the total."""
 
 
-def write_tensors(path: Path, shapes: dict[str, list[int]], blocks: Iterable[bytes], progress: Progress) -> None:
-    """Write tensors of these names and shapes. `blocks` are their bytes in order, split anywhere."""
+def write_tensors(
+    path: Path, shapes: dict[str, list[int]], blocks: Iterable[bytes], progress: Progress, dtype: str = "BF16"
+) -> None:
+    """Write tensors of these names and shapes, in BF16 or F16. `blocks` are their bytes in order, split anywhere."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     total = 0
     for name, shape in shapes.items():
         end = total + 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [total, end]}
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [total, end]}
         total = end
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -34,13 +36,13 @@ class TensorFile:
     """Tensors of a safetensors file, mapped into memory."""
 
     def __init__(self, path: Path) -> None:
-        """Open a file. Raises ValueError if a tensor is not bfloat16, OSError if the file cannot be read."""
+        """Open a file. Raises ValueError if a tensor is not BF16 or F16, OSError if the file cannot be read."""
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(size))
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
-        if others := {entry["dtype"] for entry in header.values()} - {"BF16"}:
-            raise ValueError(f"{path} has tensors of {', '.join(sorted(others))}; only BF16 is supported")
+        if others := {entry["dtype"] for entry in header.values()} - {"BF16", "F16"}:
+            raise ValueError(f"{path} has tensors of {', '.join(sorted(others))}; only BF16 and F16 are supported")
         self._entries: dict[str, Any] = header
         self._bytes = np.memmap(path, np.uint8, "r", offset=8 + size)
 
@@ -49,14 +51,17 @@ class TensorFile:
         return {name: entry["shape"] for name, entry in self._entries.items()}
 
     def bits(self, name: str) -> np.ndarray:
-        """Return a tensor's bfloat16 values as uint16, in its shape."""
+        """Return a tensor's 16-bit values as uint16, in its shape."""
         entry = self._entries[name]
         begin, end = entry["data_offsets"]
         return self._bytes[begin:end].view(np.uint16).reshape(entry["shape"])
 
     def floats(self, name: str) -> np.ndarray:
         """Return a tensor as float32."""
-        return (self.bits(name).astype(np.uint32) << 16).view(np.float32)
+        bits = self.bits(name)
+        if self._entries[name]["dtype"] == "F16":
+            return bits.view(np.float16).astype(np.float32)
+        return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def bfloat16(weights: np.ndarray) -> bytes:

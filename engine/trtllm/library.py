@@ -294,13 +294,15 @@ def _begins(media: Unexpanded, start: str) -> bool:
 
 
 def _with_images(prompt: str, images: Sequence[Any]) -> dict[str, Any]:
-    """Return the inputs of a prompt with PIL images, and frames of videos."""
+    """Return the inputs of a prompt with PIL images, frames of videos, and recordings."""
     data: dict[str, list[Any]] = {}
     for item in images:
         if isinstance(item, Frames):
             from tensorrt_llm.inputs.utils import VideoData  # noqa: PLC0415
 
             data.setdefault("video", []).append(VideoData(frames=item.frames, metadata=item.metadata))
+        elif isinstance(item, tuple):
+            data.setdefault("audio", []).append(item)
         else:
             data.setdefault("image", []).append(item)
     return {"prompt": prompt, "multi_modal_data": data}

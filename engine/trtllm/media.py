@@ -1,4 +1,4 @@
-"""Decodes images and videos for TensorRT-LLM, whose processor takes pixels: in threads, before a request begins."""
+"""Decodes media for TensorRT-LLM, whose processors take pixels and samples: in threads, before a request begins."""
 
 import asyncio
 import logging
@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from PIL.Image import Image, fromarray
 
 from engine.base import DeltaStream
 from engine.config import TrtllmConfig
 from engine.errors import EngineError, EngineFailure
+from engine.kit.audio_file import RATE, decode_audio
 from engine.kit.image_file import decode
 from engine.kit.video_file import VideoFile, evenly, sampling_of
 from engine.media import MediaInput
@@ -27,14 +29,21 @@ class Frames:
     metadata: dict[str, Any]
 
 
-async def decoded(media: Sequence[MediaInput], config: TrtllmConfig) -> list[Image | Frames]:
-    """Decode files one after the other, in RGB and upright. Raises InvalidRequest (param `image` or `video`)."""
+Sound = tuple[np.ndarray, int]
+"""Samples of a recording and how many are a second, as TensorRT-LLM's own loader returns them."""
+Decoded = Image | Frames | Sound
+
+
+async def decoded(media: Sequence[MediaInput], config: TrtllmConfig) -> list[Decoded]:
+    """Decode files one after the other, pictures in RGB and upright. Raises InvalidRequest, whose param is the kind."""
     return [await asyncio.to_thread(_decoded, file, config) for file in media]
 
 
-def _decoded(file: MediaInput, config: TrtllmConfig) -> Image | Frames:
+def _decoded(file: MediaInput, config: TrtllmConfig) -> Decoded:
     if file.kind == "image":
         return decode(file, config.max_image_pixels)
+    if file.kind == "audio":
+        return decode_audio(file.data, config.max_audio_seconds), RATE
     video = VideoFile(file, config.videos)
     taken = dict(video.frames(evenly(video.total, video.fps, sampling_of(file.sampling, config.videos))))
     return Frames(
@@ -52,7 +61,7 @@ class Deferred:
     """A request that begins once its images are decoded. Its `stream` exists at once; closed early, it never begins."""
 
     def __init__(
-        self, images: Sequence[MediaInput], config: TrtllmConfig, begin: Callable[[list[Image | Frames]], DeltaStream]
+        self, images: Sequence[MediaInput], config: TrtllmConfig, begin: Callable[[list[Decoded]], DeltaStream]
     ) -> None:
         self.stream = DeltaStream(self._abort)
         self._images = images

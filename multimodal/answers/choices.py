@@ -78,7 +78,8 @@ class Choice:
         self.prompt_index = index // ask.n
         """Which of the request's prompts this choice answers."""
         self.prompt_tokens = len(request.prompt_token_ids)
-        self.image_tokens = sum(image.rows for image in request.spans)
+        self.image_tokens = sum(span.rows for span in request.spans if span.kind != "audio")
+        self.audio_tokens = sum(span.rows for span in request.spans if span.kind == "audio")
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.drafted_tokens = 0
@@ -172,6 +173,8 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
     details = {"cached_tokens": sum(choice.cached_tokens for choice in firsts)}
     if images := sum(choice.image_tokens for choice in firsts):
         details["image_tokens"] = images
+    if audio := sum(choice.audio_tokens for choice in firsts):
+        details["audio_tokens"] = audio
     made = {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)}
     if any(choice.predicted for choice in choices):
         made["accepted_prediction_tokens"] = accepted = sum(choice.accepted_tokens for choice in choices)

@@ -116,7 +116,7 @@ class Fetcher:
             httpx.URL(scheme=url.scheme, host=address.compressed, port=url.port),
             headers={
                 "host": url.authority,
-                "accept": "image/*, video/*, application/octet-stream;q=0.9",
+                "accept": "image/*, video/*, audio/*, application/octet-stream;q=0.9",
                 "accept-encoding": "identity",
                 "connection": "close",
                 "user-agent": "trellis",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import MAX_IMAGE_PIXELS
+from engine.config import MAX_AUDIO_SECONDS, MAX_IMAGE_PIXELS
 from engine.media import MediaKind
 
 MAX_REQUEST_PIXELS = 2 * MAX_IMAGE_PIXELS
@@ -12,6 +12,8 @@ MAX_REQUEST_PIXELS = 2 * MAX_IMAGE_PIXELS
 
 MAX_VIDEOS = 4
 """Default limit for the number of videos in a request."""
+MAX_AUDIOS = 8
+"""Default limit for the number of recordings in a request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +23,8 @@ class MediaLimits:
     max_image_bytes: int = 20 << 20
     max_image_pixels: int = MAX_IMAGE_PIXELS
     max_video_bytes: int = 64 << 20
+    max_audio_bytes: int = 25 << 20
+    max_audio_seconds: float = MAX_AUDIO_SECONDS
     timeout_seconds: float = 30.0
     """Time for a whole fetch: name, connection, redirects and body. Waiting for other fetches does not count."""
     concurrency: int = 16
@@ -35,4 +39,4 @@ class MediaLimits:
 
     def max_bytes(self, kind: MediaKind) -> int:
         """Maximum size of a file."""
-        return {"image": self.max_image_bytes, "video": self.max_video_bytes}[kind]
+        return {"image": self.max_image_bytes, "video": self.max_video_bytes, "audio": self.max_audio_bytes}[kind]

@@ -18,6 +18,7 @@ from multimodal.media.fetch import Fetcher
 from multimodal.media.inflight import InFlight
 from multimodal.media.limits import MediaLimits
 from multimodal.media.sniff import check_image, check_video
+from multimodal.media.sniff_audio import check_audio
 from multimodal.media.sources import decode_data_url, local_path, read_file
 from multimodal.media.url import MAX_LENGTH, Url, parse_url
 
@@ -125,6 +126,9 @@ class MediaLoader:
                 return read_embeddings(data, self._hidden_size)
             if kind == "video":
                 check_video(data)
+                return MediaInput(data, kind=kind)
+            if kind == "audio":
+                check_audio(data, self._limits.max_audio_seconds)
                 return MediaInput(data, kind=kind)
             width, height = check_image(data, self._limits.max_image_pixels)
             return MediaInput(data, kind=kind, pixels=width * height)

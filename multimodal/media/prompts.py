@@ -29,7 +29,7 @@ from multimodal.errors import RequestError
 from multimodal.media.cache import EmbeddingCache
 from multimodal.media.embeddings import Embeddings
 from multimodal.media.inflight import InFlight
-from multimodal.media.limits import MAX_REQUEST_PIXELS, MAX_VIDEOS
+from multimodal.media.limits import MAX_AUDIOS, MAX_REQUEST_PIXELS, MAX_VIDEOS
 from multimodal.media.loader import MediaLoader
 from multimodal.request import MediaRef
 from multimodal.text.control import ControlTokens
@@ -62,6 +62,7 @@ class EncodedPrompts:
     max_images: int
     max_pixels: int = MAX_REQUEST_PIXELS
     max_videos: int = MAX_VIDEOS
+    max_audios: int = MAX_AUDIOS
     _encoding: InFlight[str, EncodedMedia] = field(default_factory=InFlight, init=False)
     _waiting: int = field(default=0, init=False)
 
@@ -72,7 +73,8 @@ class EncodedPrompts:
 
     async def load(self, refs: Sequence[MediaRef]) -> list[Keyed]:
         """Return the files encoded, in order."""
-        _check_count(refs, {"image": self.max_images, "video": self.max_videos})
+        _check_count(refs, {"image": self.max_images, "video": self.max_videos, "audio": self.max_audios})
+        self._check_kinds(refs)
         budget = _Pixels(self.max_pixels)
         return await all_of(self._load(ref, budget) for ref in refs)
 
@@ -104,6 +106,15 @@ class EncodedPrompts:
     @cached_property
     def _image_token(self) -> str:
         return self.tokenizer.decode([self.encoder.info.image_token_id])
+
+    def _check_kinds(self, refs: Sequence[MediaRef]) -> None:
+        """Raise RequestError for a kind of media that the model does not take."""
+        takes = "audio" if self.encoder.info.audio else "images"
+        for ref in refs:
+            if (ref.kind == "audio") != self.encoder.info.audio:
+                raise RequestError(
+                    f"This model takes text and {takes}, no {ref.kind}.", ref.param, "unsupported_content"
+                )
 
     async def _load(self, ref: MediaRef, budget: "_Pixels") -> Keyed:
         """Fetch a file, then take its encoding from the cache or have it encoded."""
@@ -208,6 +219,7 @@ class BackendPrompts:
     max_pixels: int = MAX_REQUEST_PIXELS
     max_encoded: int = 0
     max_videos: int = MAX_VIDEOS
+    max_audios: int = MAX_AUDIOS
     video_part = "video"
 
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
@@ -233,7 +245,7 @@ class BackendPrompts:
         return Prompt([*ids], MediaFiles(text, tuple(await all_of(self._load(ref, budget) for ref in refs))))
 
     async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
-        _check_count(refs, {"image": self.max_images, "video": self.max_videos})
+        _check_count(refs, {"image": self.max_images, "video": self.max_videos, "audio": self.max_audios})
         return await tokenise(text)
 
     async def aclose(self) -> None:

@@ -16,6 +16,10 @@ _DATA = re.compile(r"data:(?P<type>[a-z0-9.+-]{1,64}/[a-z0-9.+-]{1,64});base64,"
 _TYPES: dict[MediaKind, tuple[str, ...]] = {
     "image": ("image/png", "image/jpeg", "image/webp", "image/gif", "image/jpg"),
     "video": ("video/mp4", "video/webm", "video/x-matroska", "video/avi", "video/x-msvideo", "video/quicktime"),
+    "audio": (
+        *("audio/wav", "audio/x-wav", "audio/wave", "audio/flac", "audio/x-flac", "audio/mpeg", "audio/mp3"),
+        *("audio/ogg", "audio/opus"),
+    ),
 }
 _LETTERS = re.compile(r"[A-Za-z0-9+/]*={0,2}")
 _NO_BASE64 = "A data URL's data is not base64."

@@ -72,14 +72,14 @@ class Messages:
         self.messages.append(message)
 
     def _result(self, call: str, content: str | list[dict[str, Any]]) -> None:
-        """Add the result of a call. Templates show images in a user's messages only, so those of a result follow."""
-        images = []
+        """Add the result of a call. Templates show media in a user's messages only, so those of a result follow."""
+        media = []
         if not isinstance(content, str):
-            images = [part for part in content if part["type"] == "image"]
+            media = [part for part in content if part["type"] != "text"]
             content = "\n".join(part["text"] for part in content if part["type"] == "text")
         self._append({"role": "tool", "tool_call_id": call, "content": content})
-        if images:
-            self._append({"role": "user", "content": images})
+        if media:
+            self._append({"role": "user", "content": media})
 
     def _message(self, item: InputItem, param: str) -> None:
         if item.role is None:
@@ -126,7 +126,7 @@ class Messages:
         if isinstance(content, str):
             return content
         parts = list(self._parts(content, param))
-        if any(part["type"] == "image" for part in parts):
+        if any(part["type"] != "text" for part in parts):
             return parts
         return "\n".join(part["text"] for part in parts)
 
@@ -145,8 +145,13 @@ class Messages:
                 detail = "high" if part.detail == "original" else part.detail
                 self.media.append(MediaRef(url, detail or "auto", f"{spelled}.image_url"))
                 yield {"type": "image"}
+            elif part.type == "input_audio":
+                if part.input_audio is None:
+                    raise RequestError(f"'{spelled}.input_audio' is missing.", f"{spelled}.input_audio")
+                self.media.append(MediaRef(part.input_audio.url, "auto", f"{spelled}.input_audio", "audio"))
+                yield {"type": "audio"}
             else:
-                known = "input_text, output_text, refusal or input_image"
+                known = "input_text, output_text, refusal, input_image or input_audio"
                 said = f"'{spelled}.type' must be {known}, not '{shown(part.type)}'."
                 raise RequestError(said, f"{spelled}.type", "unsupported_content")
 

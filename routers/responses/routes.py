@@ -341,15 +341,15 @@ async def _fitting(make: Any, ask: Ask) -> Generation:
 
 def _cut(ask: Ask, chat: Conversation, head: int, first: int) -> Ask:
     """Return a request without the messages from `head` to before `first`."""
-    images = _images(chat.messages[:head])
-    dropped = _images(chat.messages[head:first])
-    media = [*chat.media[:images], *chat.media[images + dropped :]]
+    kept = _media(chat.messages[:head])
+    dropped = _media(chat.messages[head:first])
+    media = [*chat.media[:kept], *chat.media[kept + dropped :]]
     return replace(ask, prompt=replace(chat, messages=[*chat.messages[:head], *chat.messages[first:]], media=media))
 
 
-def _images(messages: list[dict[str, Any]]) -> int:
+def _media(messages: list[dict[str, Any]]) -> int:
     contents = (message["content"] for message in messages)
-    return sum(part["type"] == "image" for content in contents if isinstance(content, list) for part in content)
+    return sum(part["type"] != "text" for content in contents if isinstance(content, list) for part in content)
 
 
 def _with_input(body: Any, items: list[InputItem]) -> Any:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from engine.checkpoints.facts import read_model_facts
+from engine.checkpoints.facts import read_model_facts, transcribes
 from engine.config import (
     EmbeddedConfig,
     EngineConfig,
@@ -60,6 +60,8 @@ def _backend_config(settings: Settings, folder: Path | None) -> EngineConfig:
             max_num_seqs=settings.max_batch_size or default.max_num_seqs,
             script=_script(settings, folder),
         )
+    if folder is not None and transcribes(folder):
+        _check_transcription(settings)
     if settings.engine == "trtllm":
         from server.compose import engine_args  # noqa: PLC0415 - other engines do without
 
@@ -73,6 +75,7 @@ def _backend_config(settings: Settings, folder: Path | None) -> EngineConfig:
             backend=arguments.pop("backend", settings.backend),
             max_image_pixels=settings.max_image_pixels,
             videos=video_options(settings),
+            max_audio_seconds=settings.max_audio_seconds,
             arguments=arguments,
             sampling=settings.trtllm_sampling,
             hang_seconds=settings.engine_hang_seconds,
@@ -85,6 +88,21 @@ def _backend_config(settings: Settings, folder: Path | None) -> EngineConfig:
         processors=_processors(settings, folder),
         speculative_model=str(draft_folder(settings) or ""),
     )
+
+
+def _check_transcription(settings: Settings) -> None:
+    """Raise EngineFailure if the settings cannot serve a model that transcribes."""
+    if settings.engine == "trtllm":
+        raise EngineFailure(
+            "TensorRT-LLM 1.2 serves no Whisper model (its LLM API has had them since 1.3): set ENGINE=embedded"
+        )
+    if settings.disaggregation_mode != "aggregated":
+        raise EngineFailure(
+            f"a model that transcribes has no prompts worth dividing: DISAGGREGATION_MODE must be aggregated, not "
+            f"{settings.disaggregation_mode}"
+        )
+    if settings.speculative != "none":
+        raise EngineFailure("SPECULATIVE cannot be used with a model that transcribes: leave it out")
 
 
 def _script(settings: Settings, folder: Path | None) -> tuple[tuple[int, ...], ...]:

@@ -105,6 +105,8 @@ def image_prompts(
         max_image_bytes=int(settings.max_image_mb * (1 << 20)),
         max_image_pixels=settings.max_image_pixels,
         max_video_bytes=int(settings.max_video_mb * (1 << 20)),
+        max_audio_bytes=int(settings.max_audio_mb * (1 << 20)),
+        max_audio_seconds=settings.max_audio_seconds,
         timeout_seconds=settings.media_timeout_seconds,
         concurrency=settings.media_concurrency,
         allowed_hosts=settings.media_allowed_hosts,
@@ -125,8 +127,9 @@ def image_prompts(
             settings.max_images,
             settings.max_request_pixels,
             settings.max_videos,
+            settings.max_audios,
         )
-    if settings.engine == "trtllm" and folder is not None and read_model_facts(folder).takes_images:
+    if settings.engine == "trtllm" and folder is not None and read_model_facts(folder).takes_media:
         return BackendPrompts(
             MediaLoader(limits),
             settings.max_images,
@@ -135,17 +138,18 @@ def image_prompts(
             settings.max_request_pixels,
             max_encoded,
             settings.max_videos,
+            settings.max_audios,
         )
     return None
 
 
-def _has_vision(settings: Settings, folder: Path | None) -> bool:
-    """Return whether the model takes images that are encoded apart from the engine. TensorRT-LLM encodes by itself."""
+def _has_tower(settings: Settings, folder: Path | None) -> bool:
+    """Return whether the model takes media that are encoded apart from the engine. TensorRT-LLM encodes by itself."""
     if settings.engine == "fake":
         return folder is None
     if settings.engine == "trtllm" or folder is None:
         return False
-    return not read_model_facts(folder).no_images
+    return not read_model_facts(folder).no_media
 
 
 def _encoder(to: Composition, folder: Path | None) -> Encoder | None:
@@ -158,7 +162,7 @@ def _encoder(to: Composition, folder: Path | None) -> Encoder | None:
         if not to.role.has_engine:
             return _trtllm_encoder(settings, folder)
         return _remote_encoder(to, info=EncoderInfo()) if asks_replicas else None
-    if not _has_vision(settings, folder):
+    if not _has_tower(settings, folder):
         return None
     if not asks_replicas:
         return _tower(settings, folder)
@@ -212,7 +216,7 @@ def _service(to: Composition, encoder: Encoder) -> EncodeService:
 
 
 def _tower(settings: Settings, folder: Path | None) -> Encoder:
-    """Return the model's vision tower in this replica."""
+    """Return what encodes media in this replica."""
     if settings.engine == "fake":
         from engine.fake.encoder import FakeEncoder  # noqa: PLC0415 - other engines do without
 
@@ -228,6 +232,7 @@ def _tower(settings: Settings, folder: Path | None) -> Encoder:
         max_image_pixels=settings.max_image_pixels,
         processor_options=json.loads(settings.image_processor_options or "{}"),
         videos=video_options(settings),
+        max_audio_seconds=settings.max_audio_seconds,
     )
     return EmbeddedEncoder(config)
 

@@ -6,13 +6,16 @@ import hashlib
 from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.admission import MOST_WAITING_BYTES, AdmissionEngine
 from engine.base import Engine
+from engine.checkpoints.facts import transcribes
+from engine.checkpoints.whisper import WhisperSizes, WhisperTokens, read_sizes, read_tokens
 from engine.create import create_engine
 from engine.errors import EngineFailure
 from engine.kit.tasks import all_of, background, in_thread
+from engine.media import Speech
 from engine.process.child import EngineProcess
 from engine.process.client import EngineClient
 from engine.sleep import SleepingEngine
@@ -20,6 +23,7 @@ from engine.types import EngineInfo
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
 from multimodal.request import Limits
+from multimodal.speech.transcriber import Transcriber
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import Tokenizer
@@ -40,7 +44,12 @@ from server.http.errors import render_event
 from server.metrics.peers import PeerMetrics
 from server.metrics.replica import watch_engine_process
 
+if TYPE_CHECKING:
+    from engine.embedded.whisper.reader import HostedReader
+
 _HEALTH_PAUSE = 1.0
+_READ_SECONDS, _READ_SPEED = 60.0, 60.0
+"""Seconds in which any audio file is decoded, and how many of its own a long one has for each more."""
 
 
 async def add_engine(to: Composition, folder: Path | None) -> Failed:
@@ -71,7 +80,8 @@ async def add_engine(to: Composition, folder: Path | None) -> Failed:
     if sleep_config(settings) is not None:
         assert isinstance(local, EngineClient | SleepingEngine)
         await follow_sleep(to, local)
-    probe = engine_probe(local, prefill_only=to.role.prefill_only)
+    speech = await _start_speech(to, folder)
+    probe = engine_probe(local, prefill_only=to.role.prefill_only, **(speech.probe if speech is not None else {}))
     awake = lambda: local.healthy and to.replica.sleep.phase == "awake"  # noqa: E731
     await to.health.add_canary(probe, lambda: to.metrics.iteration, awake, to.stack)
     publish_events(to, engine)
@@ -85,7 +95,7 @@ async def add_engine(to: Composition, folder: Path | None) -> Failed:
         )
         to.replica.service = prefill
     else:
-        service = _chat_service(to, engine, folder, encoders, *text)
+        service = _chat_service(to, engine, folder, encoders, speech, *text)
         if service.batches is not None:
             await to.stack.enter_async_context(background(_batch_worker(to, service).run(), "batches"))
         to.replica.service = service
@@ -158,6 +168,7 @@ def _chat_service(
     engine: AdmissionEngine,
     folder: Path | None,
     encoders: Encoders,
+    speech: "_Transcribing | None",
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
 ) -> ChatService:
@@ -170,24 +181,73 @@ def _chat_service(
         to.stack.push_async_callback(images.aclose)
     answers = answer_format(settings, folder, template)
     limits = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Limits)}
+    metrics = GenerationMetrics(to.metrics.registry, name, answers.parser_names)
     processor = Processor(
         engine,
         Prompts(tokenizer, template, images, openings=answers.reads_prompts),
         Limits(**limits),
         name,
-        GenerationMetrics(to.metrics.registry, name, answers.parser_names),
+        metrics,
         default_processors(settings),
         answers,
     )
+    transcriber = None
+    if speech is not None:
+        transcriber = Transcriber(
+            engine, speech.reader, tokenizer, speech.sizes, speech.tokens, processor.limits, metrics, name
+        )
     return ChatService(
         engine=engine,
         processor=processor,
-        fields=FieldCheck(name, strict=settings.strict_fields, model_optional=settings.model_optional),
+        fields=FieldCheck(
+            name,
+            strict=settings.strict_fields,
+            model_optional=settings.model_optional,
+            transcribes=transcriber is not None,
+        ),
+        transcriber=transcriber,
         images=images,
         encoder=encoders.encoder,
         responses=_responses(to),
         batches=_batch_store(to),
     )
+
+
+class _Transcribing(NamedTuple):
+    """What a model that transcribes needs besides its engine."""
+
+    reader: "HostedReader"
+    sizes: WhisperSizes
+    tokens: WhisperTokens
+
+    @property
+    def probe(self) -> dict[str, Any]:
+        """Arguments of `engine_probe`: silence, and the token that begins a transcript."""
+        silence = bytes(4 * self.sizes.bins * self.sizes.frames)
+        return {"token": self.tokens.start, "speech": Speech(key="canary", data=silence, frames=0)}
+
+
+async def _start_speech(to: Composition, folder: Path | None) -> _Transcribing | None:
+    """Start what reads audio files, if the model transcribes."""
+    if folder is None or to.settings.engine != "embedded" or not transcribes(folder):
+        return None
+    try:
+        from engine.embedded.whisper.reader import HostedReader, ReaderConfig  # noqa: PLC0415 - most models do without
+    except ImportError as error:
+        raise EngineFailure(f"audio cannot be decoded ({error}): pip install soundfile soxr") from error
+    sizes, tokens = read_sizes(folder), read_tokens(folder)
+    longest = to.settings.max_transcription_seconds
+    reader = HostedReader(
+        ReaderConfig(
+            bins=sizes.bins,
+            frames=sizes.frames,
+            max_seconds=longest,
+            timeout_seconds=_READ_SECONDS + longest / _READ_SPEED,
+        )
+    )
+    to.stack.push_async_callback(reader.close)
+    await reader.start()
+    return _Transcribing(reader, sizes, tokens)
 
 
 def _batch_store(to: Composition) -> BatchStore | None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.checkpoints.facts import ModelFacts, read_model_facts
-from engine.checkpoints.packaged import VIDEO, VISION
+from engine.checkpoints.packaged import PACKAGED
+from engine.checkpoints.whisper import WhisperSizes
 from engine.embedded.threads import compute_threads
 from engine.errors import EngineFailure
 from engine.kit.machine import free_memory, host_memory
@@ -121,16 +122,18 @@ def api_processes(settings: Settings, folder: Path | None, machine: Machine) -> 
         return Size(1, "the engine runs in it")
     if settings.engine == "fake" or not on_gpu(settings, machine):
         return Size(1, "it keeps up with an engine on a CPU")
-    if settings.engine == "embedded" and _takes_images(settings, folder):
-        return Size(1, "each would load the model's vision tower")
+    if settings.engine == "embedded" and _has_tower(settings, folder):
+        return Size(1, "each would load what encodes the model's media")
     count = min(_MOST_API_PROCESSES, max(1, machine.cores // _CORES_PER_API_PROCESS))
     most = f", {_MOST_API_PROCESSES} at most" if count == _MOST_API_PROCESSES else ""
     return Size(count, f"1 for each {_CORES_PER_API_PROCESS} of {machine.cores} cores beside a GPU{most}")
 
 
-def _takes_images(settings: Settings, folder: Path | None) -> bool:
+def _has_tower(settings: Settings, folder: Path | None) -> bool:
+    """Return whether something encodes media: all built-in models that are trained on top of another take some."""
     try:
-        return settings.model in (VISION, VIDEO) or (folder is not None and read_model_facts(folder).takes_images)
+        built_in = PACKAGED.get(settings.model)
+        return bool(built_in and built_in.base) or (folder is not None and read_model_facts(folder).takes_media)
     except EngineFailure:
         return False
 
@@ -156,6 +159,12 @@ def _on_cpu(settings: Settings, folder: Path | None, machine: Machine) -> dict[s
     facts = _facts(folder)
     if facts is None:
         return chosen | {"kv_cache_memory_mb": Size(_UNKNOWN_KV, "until the model is known")}
+    if facts.family.transcribes:
+        sizes = WhisperSizes.of(facts)
+        needed = -(-(settings.max_batch_size or batch) * sizes.place_bytes(_value_bytes(settings)) // MIB)
+        given = machine.free // 4 // MIB
+        why = "all that the batch can use" if needed <= given else f"1/4 of {machine.free / GIB:.1f} GiB of free memory"
+        return chosen | {"kv_cache_memory_mb": Size(max(_LEAST_KV, min(needed, given)), why)}
     token_bytes = kv_bytes(settings, facts)
     if not token_bytes:
         return chosen | {"kv_cache_memory_mb": Size(_UNKNOWN_KV, "the model's layers differ")}
@@ -182,11 +191,14 @@ def kv_bytes(settings: Settings, facts: ModelFacts) -> int:
         return 0
     if facts.text.get("sliding_window") and facts.text.get("use_sliding_window", True):
         return 0
-    width = 2 if settings.dtype in ("bfloat16", "float16") else 4
     try:
-        return facts.layers * 2 * facts.kv_heads * facts.head_dim * width
+        return facts.layers * 2 * facts.kv_heads * facts.head_dim * _value_bytes(settings)
     except EngineFailure:
         return 0
+
+
+def _value_bytes(settings: Settings) -> int:
+    return 2 if settings.dtype in ("bfloat16", "float16") else 4
 
 
 def _facts(folder: Path | None) -> ModelFacts | None:

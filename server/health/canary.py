@@ -11,7 +11,7 @@ from contextlib import aclosing
 from engine.base import Engine
 from engine.encoder import Encoder
 from engine.errors import EngineError
-from engine.media import MediaInput
+from engine.media import MediaInput, Speech
 from engine.types import CANARY_SALT, GenerateRequest, SamplingParams
 
 OUTCOMES = ("ok", "failed", "timeout")
@@ -81,16 +81,18 @@ class Canary:
         self._reason = reason
 
 
-def engine_probe(engine: Engine, *, prefill_only: bool) -> Probe:
-    """Return a probe that computes one token."""
+def engine_probe(engine: Engine, *, prefill_only: bool, token: int = 1, speech: Speech | None = None) -> Probe:
+    """Return a probe that computes one token behind another one, and behind `speech` for a model that takes nothing
+    else."""
 
     async def probe() -> None:
         request = GenerateRequest(
             request_id=f"canary-{uuid.uuid4().hex}",
-            prompt_token_ids=(1 % engine.info.vocab_size,),
+            prompt_token_ids=(token % engine.info.vocab_size,),
             sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
             cache_salt=CANARY_SALT,
             prefill_only=prefill_only,
+            media=speech,
         )
         async with aclosing(engine.generate(request)) as stream:
             await anext(stream)

@@ -9,8 +9,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from engine.types import EngineInfo
-from routers import messages, tokenize
+from routers import messages, tokenize, transcriptions
 from routers.batches import routes as batches
+from routers.endpoint import OPENAI
 from routers.endpoints import ENDPOINTS
 from routers.responses import routes as responses
 from routers.state import state_of
@@ -25,6 +26,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
     *batches.BODIES,
     *responses.BODIES,
     *tokenize.BODIES,
+    *transcriptions.BODIES,
     *images.BODIES,
     *videos.BODIES,
 )
@@ -77,8 +79,9 @@ def _document(app: FastAPI, settings: Settings, info: EngineInfo | None) -> dict
     app.openapi_schema = None  # it is changed below
     document = app.openapi()
     named: dict[str, type[BaseModel]] = {endpoint.chunk: getattr(chunks, endpoint.chunk) for endpoint in ENDPOINTS}
+    sent: tuple[type[BaseModel], ...] = (*named.values(), *transcriptions.EVENTS)
     _, definitions = models_json_schema(
-        [*((body, "validation") for body in _BODIES), *((chunk, "serialization") for chunk in named.values())],
+        [*((body, "validation") for body in _BODIES), *((model, "serialization") for model in sent)],
         ref_template=_REFERENCE,
     )
     components = document["components"]
@@ -93,4 +96,9 @@ def _document(app: FastAPI, settings: Settings, info: EngineInfo | None) -> dict
             choices = [{"$ref": _REFERENCE.format(model=name)} for name in (endpoint.chunk, endpoint.error.__name__)]
             content = path["post"]["responses"]["200"]["content"]
             content["text/event-stream"] = {"schema": {"anyOf": choices, "description": endpoint.framing.described}}
+    if (path := document["paths"].get(transcriptions.PATHS[0])) is not None:
+        names = (*(event.__name__ for event in transcriptions.EVENTS), "ErrorEnvelope")
+        choices = [{"$ref": _REFERENCE.format(model=name)} for name in names]
+        content = path["post"]["responses"]["200"]["content"]
+        content["text/event-stream"] = {"schema": {"anyOf": choices, "description": OPENAI.described}}
     return document

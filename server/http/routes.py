@@ -15,7 +15,7 @@ INTERNAL = frozenset({"/prefill", "/encode", "/reset_prefix_cache", "/start_prof
 ADMIN = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/release_memory", "/resume_memory"})
 """Routes for operators, with ADMIN_KEY."""
 _LACKING = frozenset(
-    {"assistants", "audio", "batches", "chatkit", "containers", "conversations", "embeddings", "engines", "evals"}
+    {"assistants", "batches", "chatkit", "containers", "conversations", "embeddings", "engines", "evals"}
     | {"files", "fine-tunes", "fine_tuning", "moderations", "organization", "realtime"}
     | {"threads", "uploads", "vector_stores"}
 )

@@ -19,7 +19,20 @@ from pydantic import BaseModel
 
 from engine.types import GUIDE_KINDS, EngineInfo, GuideKind
 from multimodal.request import BIAS, MAX_STRING, MAX_TOKENS, RANGES, TOKEN_ID, Ask
-from protocol import batches, chat, chunks, common, completions, errors, messages, models, responses, tokenize, visual
+from protocol import (
+    batches,
+    chat,
+    chunks,
+    common,
+    completions,
+    errors,
+    messages,
+    models,
+    responses,
+    tokenize,
+    transcriptions,
+    visual,
+)
 from protocol.common import GenerationFields, ModelFields, Wire
 from routers.chat import REFUSED_PARTS
 from routers.fields import GUIDES, STRUCTURED_OUTPUTS, refused
@@ -29,7 +42,7 @@ Schema = dict[str, Any]
 
 _MODULES: tuple[ModuleType, ...] = (
     *(common, chat, completions, messages, batches, responses),
-    *(tokenize, chunks, errors, models, visual),
+    *(tokenize, chunks, errors, models, transcriptions, visual),
 )
 _EXAMPLE = re.compile(r"(?s)(.*?)\s*Example: (.*)")
 _KEYWORDS = {
@@ -90,6 +103,7 @@ _CONDITIONS: dict[str, Schema] = {
             _needs(type={"enum": ["input_text", "output_text", "text"]}, text=_TEXT),
             _needs(type={"enum": ["refusal"]}, refusal=_TEXT),
             _needs(type={"enum": ["input_image"]}, image_url=_TEXT | {"minLength": 1}),
+            _needs(type={"enum": ["input_audio"]}, input_audio=_OBJECT),
         ]
     },
     "InputItem": {
@@ -125,6 +139,8 @@ _CONDITIONS: dict[str, Schema] = {
             _needs(type={"enum": ["refusal"]}, refusal=_TEXT),
             _needs(type={"enum": ["image_url"]}, image_url={"type": ["object", "string"], "minLength": 1}),
             _needs(type={"enum": ["video_url"]}, video_url={"type": ["object", "string"], "minLength": 1}),
+            _needs(type={"enum": ["audio_url"]}, audio_url={"type": ["object", "string"], "minLength": 1}),
+            _needs(type={"enum": ["input_audio"]}, input_audio=_OBJECT),
         ]
     },
     "ChatMessage": {

@@ -59,9 +59,9 @@ class EncodeMetrics(PushedMetrics):
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         super().__init__(registry, model_name)
-        self._images = self._counter("encoded_images", "Images encoded for other replicas")
+        self._images = self._counter("encoded_images", "Images, videos and recordings encoded for other replicas")
         self._seconds = self._histogram(
-            "encoding_seconds", "Seconds that encoding the images of one request took", _SECONDS
+            "encoding_seconds", "Seconds that encoding the media of one request took", _SECONDS
         )
         held = "Answers whose embeddings are kept for another replica to read"
         self._held = self._gauge("embeddings_held", held, "livesum")

@@ -1,20 +1,20 @@
-"""Settings of images: what a request may contain, and where images are encoded."""
+"""Settings of media: what a request may contain, and where images are encoded."""
 
 from typing import Literal
 
 from pydantic import Field
 
 from engine.config import VideoOptions
-from multimodal.media.limits import MAX_REQUEST_PIXELS, MAX_VIDEOS, MediaLimits
+from multimodal.media.limits import MAX_AUDIOS, MAX_REQUEST_PIXELS, MAX_VIDEOS, MediaLimits
 from server.settings.types import JsonObject, Names, PathOrNone, Section, Urls
 
 VIDEOS = VideoOptions()
 
 
 class MediaSettings(Section):
-    """Limits of images and videos and of fetching them, and the cache of embeddings."""
+    """Limits of images, videos and audio and of fetching them, and the cache of embeddings."""
 
-    group = "Images and videos"
+    group = "Images, videos and audio"
 
     max_images: int = Field(32, ge=0)
     """Maximum number of images in a chat; 0 refuses images."""
@@ -39,6 +39,12 @@ class MediaSettings(Section):
     or takes two."""
     video_num_frames: int = Field(VIDEOS.sampling.num_frames, ge=0)
     """Frames that are taken of a video in all, if the request does not say; with VIDEO_FPS, no more than these."""
+    max_audios: int = Field(MAX_AUDIOS, ge=0)
+    """Maximum number of recordings in a chat; 0 refuses audio."""
+    max_audio_mb: float = Field(MediaLimits.max_audio_bytes / (1 << 20), gt=0)
+    """Maximum size of an audio file in MiB."""
+    max_audio_seconds: float = Field(MediaLimits.max_audio_seconds, gt=0)
+    """Maximum length of a recording in a chat, in seconds."""
     media_timeout_seconds: float = Field(MediaLimits.timeout_seconds, gt=0)
     """Seconds that fetching a file may take; one that comes at less than 4 KiB a second is given up after 5."""
     media_concurrency: int = Field(MediaLimits.concurrency, ge=1, le=1024)
@@ -46,15 +52,20 @@ class MediaSettings(Section):
     quarter.
     """
     media_allowed_hosts: Names = MediaLimits.allowed_hosts
-    """Comma-separated hosts to fetch images and videos from; empty allows all public hosts."""
+    """Comma-separated hosts to fetch media from; empty allows all public hosts."""
     media_allow_private: bool = MediaLimits.allow_private
-    """Also fetch images from private and loopback addresses."""
+    """Also fetch media from private and loopback addresses."""
     allowed_local_media_path: PathOrNone = MediaLimits.local_folder
-    """Folder that file:// images and videos may be in; empty allows none."""
+    """Folder that file:// media may be in; empty allows none."""
     embedding_cache_mb: float = Field(256.0, ge=0)
-    """Memory of each API process for the embeddings of images and videos in MiB; a cached file is not encoded again."""
+    """Memory of each API process for the embeddings of media in MiB; a cached file is not encoded again."""
     image_processor_options: JsonObject = ""
     """JSON object with options for the model's image processor."""
+
+    max_transcription_seconds: float = Field(7200.0, gt=0)
+    """Maximum length of an audio file to transcribe, in seconds; MAX_BODY_MB bounds its bytes. While it is transcribed,
+    a second takes 32 or 51 KB of memory.
+    """
 
 
 class EncodeSettings(Section):

@@ -260,7 +260,7 @@ def test_other_media_are_refused_by_name(group: Replicas, kind: str) -> None:
     value = {"data": data, "format": "wav"} if kind == "input_audio" else {"url": f"data:video/mp4;base64,{data}"}
     for front in group.fronts:
         answer = post(front, {"role": "user", "content": [{"type": kind, kind: value}]})
-        assert answer.status_code == 400 and kind in answer.json()["error"]["message"]
+        assert answer.status_code == 400 and "no audio" in answer.json()["error"]["message"]
 
 
 def test_without_encode_replicas_known_images_are_answered(group: Replicas) -> None:

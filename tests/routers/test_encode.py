@@ -125,7 +125,7 @@ NO_IMAGE = [MediaInput(b"GIF? no")]
     ],
 )
 async def test_what_cannot_be_encoded_is_refused_by_name(body: bytes, status: int, message: str) -> None:
-    async with application(max_image_mb=1, max_body_mb=1, **ALONE) as (client, state):
+    async with application(max_image_mb=1, max_video_mb=1, max_audio_mb=1, max_body_mb=1, **ALONE) as (client, state):
         refused = await post(client, body)
         assert refused.status_code == status and message in refused.json()["error"]["message"]
         assert state["replica"].running == 0

@@ -115,6 +115,16 @@ async def test_replicas_say_what_is_wrong(body: bytes, status: int) -> None:
     assert answer.headers["x-trellis-replica"] == "0"
 
 
+async def test_forms_reach_the_replica_whole() -> None:
+    """One that is understood is refused for the model's sake: it makes text."""
+    form: Any = {"data": {"model": "fake"}, "files": {"file": ("a.wav", bytes(range(256)) * 1000)}}
+    async with replica("aggregated") as (url, _), before(url) as (client, _):
+        answer = await client.post("/v1/audio/transcriptions", **form)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].startswith("The model of this server does not transcribe audio")
+    assert answer.headers["x-trellis-replica"] == "0"
+
+
 async def test_equal_starts_go_to_one_replica() -> None:
     async with cluster(3) as (client, life, _):
         first = await client.post("/v1/chat/completions", json=LONG)

@@ -1,6 +1,6 @@
 """Parts of a checkpoint that transformers knows: its complete configuration, its class, its weights.
 
-The vision tower of a vision-language model runs elsewhere; the embeddings that it computes come with the requests.
+The tower of a model that takes media runs elsewhere; the embeddings that it computes come with the requests.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
     modeling_utils,
 )
 from transformers.configuration_utils import PreTrainedConfig
@@ -162,15 +163,21 @@ def _brief(error: Exception) -> str:
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """Return transformers' automatic class for this model. Raises EngineFailure for a model that it cannot load."""
-    auto: Any = AutoModelForImageTextToText if family_of(config.model_type).vision else AutoModelForCausalLM
+    family = family_of(config.model_type)
+    auto: Any = AutoModelForImageTextToText if family.vision else AutoModelForCausalLM
+    if family.audio:
+        auto = AutoModelForSeq2SeqLM
     if type(config) not in auto._model_mapping:
         raise EngineFailure(f"models of type {config.model_type} generate no text: transformers has no class that does")
+    model = auto._model_mapping[type(config)]
+    if family.audio and config.tie_word_embeddings:  # which transformers ignores in this class
+        model._tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
     return auto
 
 
 def drop_tower(module: Any) -> Any:
-    """Remove what computes embeddings of images from a loaded model, and return the model."""
-    if vision := family_of(module.config.model_type).vision:
-        for name in vision.tower:
+    """Remove what computes embeddings of media from a loaded model, and return the model."""
+    if part := family_of(module.config.model_type).media:
+        for name in part.tower:
             setattr(module.model, name, None)
     return module

@@ -1,7 +1,8 @@
-"""Encodes batches of images: the processor runs in a few threads, the tower takes images of equal shape together."""
+"""Encodes batches of media: the processor runs in a few threads, the tower takes images of equal shape together."""
 
 import io
 import logging
+import wave
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -18,6 +19,7 @@ from engine.embedded.threads import compute_threads
 from engine.embedded.vision.processing import ImageProcessing
 from engine.embedded.vision.tower import Tower
 from engine.embedded.vision.videos import Prepared
+from engine.embedded.whisper.tower import AudioProcessing, AudioTower
 from engine.encoder import EncoderInfo
 from engine.errors import EngineError, EngineFailure
 from engine.media import EncodedMedia, MediaInput
@@ -38,12 +40,20 @@ class BatchEncoder:
     """The processor and the tower of one model, tried out. Raises EngineFailure."""
 
     def __init__(self, config: EncoderConfig) -> None:
-        if objection := read_model_facts(Path(config.model)).no_images:
+        if objection := read_model_facts(Path(config.model)).no_media:
             raise EngineFailure(objection)
         _, facts = load_config(config.model)
         assert facts.image_tokens is not None
-        self.processing = ImageProcessing(config, facts)
-        self.tower = Tower(config)
+        self.processing: ImageProcessing | AudioProcessing
+        self.tower: Tower | AudioTower
+        videos = ""
+        if audio := facts.family.audio:
+            self.tower = AudioTower(config)
+            self.processing = AudioProcessing(config, audio, self.tower.encoder.positions)
+        else:
+            self.processing = ImageProcessing(config, facts)
+            self.tower = Tower(config)
+            videos = self.processing.videos.placeholder
         self.together = 1 if self.tower.device.type == "cpu" else _GPU_IMAGES
         self._pools = [ThreadPoolExecutor(_THREADS), ThreadPoolExecutor(_LARGE_THREADS)]
         self._computing = Lock()
@@ -51,10 +61,11 @@ class BatchEncoder:
             fingerprint=self.tower.fingerprint(self.processing.description),
             placeholder=self.processing.placeholder,
             image_token_id=facts.image_tokens.token_id,
-            video_placeholder=self.processing.videos.placeholder,
+            video_placeholder=videos,
             video_token_id=facts.video_token_id,
             hidden_size=self.tower.hidden_size,
             dtype=self.tower.dtype_name,
+            audio=audio is not None,
         )
         self._try_out(config.model)
 
@@ -114,18 +125,23 @@ class BatchEncoder:
         ]
 
     def _try_out(self, folder: str) -> None:
-        """Encode one image: a model that cannot encode fails now, and the first image is no slower than others. Raises
+        """Encode one file: a model that cannot encode fails now, and the first file is no slower than others. Raises
         EngineFailure, also for embeddings that are not finite."""
-        file = io.BytesIO()
-        Image.new("RGB", (64, 64), "red").save(file, "PNG")
-        (((_, outcome),),) = self.encode([MediaInput(file.getvalue())])
+        file, what = io.BytesIO(), "audio" if self.info.audio else "images"
+        if self.info.audio:
+            with wave.open(file, "wb") as silence:
+                silence.setparams((1, 2, 16_000, 0, "NONE", ""))
+                silence.writeframes(bytes(16_000))
+        else:
+            Image.new("RGB", (64, 64), "red").save(file, "PNG")
+        (((_, outcome),),) = self.encode([MediaInput(file.getvalue(), kind="audio" if self.info.audio else "image")])
         if isinstance(outcome, EngineError):
-            raise EngineFailure(f"the model in {folder} cannot encode images: {outcome}")
+            raise EngineFailure(f"the model in {folder} cannot encode {what}: {outcome}")
         data = readable(outcome.data)
         values = torch.frombuffer(bytearray(data), dtype=self.tower.dtype)
         if not values.isfinite().all():
             raise EngineFailure(
-                f"the vision tower in {folder} computes embeddings that are not finite in {self.tower.dtype}: its "
+                f"the tower for {what} in {folder} computes embeddings that are not finite in {self.tower.dtype}: its "
                 "weights or its config.json are wrong, or another DTYPE is needed"
             )
 
@@ -136,6 +152,6 @@ def _calls(images: dict[int, Prepared]) -> Iterator[dict[int, Prepared]]:
     for index, image in images.items():
         groups.setdefault(tuple((name, tensor.shape) for name, tensor in image.tensors.items()), []).append(index)
     for group in groups.values():
-        size = max(1, _CALL_VALUES // images[group[0]].tensors["pixel_values"].numel())
+        size = max(1, _CALL_VALUES // sum(tensor.numel() for tensor in images[group[0]].tensors.values()))
         for start in range(0, len(group), size):
             yield {index: images[index] for index in group[start : start + size]}

@@ -1,6 +1,6 @@
 """The vision tower and the projector of a transformers model, without its language model: from pixels to embeddings."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from engine.errors import EngineFailure
 from engine.media import Dtype
 from engine.transfer.shared_bytes import Data, shared_or_copied
 
-_NAMES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+DTYPE_NAMES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _SAMPLES = 4096
 """Weights of each tensor that take part in the fingerprint."""
 
@@ -32,12 +32,12 @@ class Tower:
         self.device = device_of(config)
         self.dtype = dtype_of(config, self.device)
         torch.backends.cudnn.allow_tf32 = False  # where float32 is asked for it is meant
-        self.dtype_name = _NAMES[self.dtype]
+        self.dtype_name = DTYPE_NAMES[self.dtype]
         if self.device.type == "cpu":
             torch.set_num_threads(compute_threads(config.threads))
         hf_config, facts = load_config(config.model)
         self.hidden_size = facts.hidden_size
-        _shrink(hf_config)
+        shrink(hf_config)
         if config.load_format == "dummy":
             torch.manual_seed(0)
             model: Any = AutoModel.from_config(hf_config, dtype=self.dtype)  # type: ignore[no-untyped-call]
@@ -50,12 +50,7 @@ class Tower:
 
     def fingerprint(self, more: str) -> str:
         """Return 32 hex digits that identify a sample of the weights, the type, and `more`."""
-        digest = blake3(f"{self.dtype} {more}".encode())
-        for name, weights in self.model.state_dict().items():
-            flat = weights.flatten()
-            sample = flat[:: max(1, flat.numel() // _SAMPLES)].float().cpu()
-            digest.update(f"{name} {tuple(weights.shape)}".encode() + sample.numpy().tobytes())
-        return digest.hexdigest(16)
+        return blake3(f"{self.dtype} {more}".encode() + sample_of(self.model.state_dict())).hexdigest(16)
 
     @torch.inference_mode()
     def encode(self, images: Sequence[Prepared]) -> list[Data]:
@@ -97,7 +92,17 @@ class Tower:
         return rows if self.device.type == "cpu" else self._from_device.tensor(rows.shape, rows.dtype).copy_(rows)
 
 
-def _shrink(config: PreTrainedConfig) -> None:
+def sample_of(weights: Mapping[str, torch.Tensor]) -> bytes:
+    """Return names, shapes and some values of all weights, which tell models apart."""
+    digest = blake3()
+    for name, tensor in weights.items():
+        flat = tensor.flatten()
+        sample = flat[:: max(1, flat.numel() // _SAMPLES)].float().cpu()
+        digest.update(f"{name} {tuple(tensor.shape)}".encode() + sample.numpy().tobytes())
+    return digest.digest()
+
+
+def shrink(config: PreTrainedConfig) -> None:
     """Leave a language model of no layers and a vocabulary of one token, so that its weights are never read."""
     text: Any = config.get_text_config()
     text.num_hidden_layers = 0

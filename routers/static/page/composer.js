@@ -1,19 +1,24 @@
-// Where messages are written: text, images and videos by button, drop or paste, send and stop.
+// Where messages are written: text, images, videos and recordings by button, drop or paste, send and stop.
 
-import { html, isVideo, Picture, Widget } from "./html.js";
+import { Attachment, html, kindOf, Widget } from "./html.js";
 import { isRunning, send, settingsProblem, stop } from "./run.js";
 import { app, changed, say } from "./store.js";
 
-const FILES = ["image/png", "image/jpeg", "image/webp", "image/gif", "video/mp4", "video/webm"];
+const FILES = [
+  ...["image/png", "image/jpeg", "image/webp", "image/gif", "video/mp4", "video/webm"],
+  ...["audio/wav", "audio/x-wav", "audio/flac", "audio/x-flac", "audio/mpeg", "audio/ogg", "audio/opus"],
+];
+const NAMES = { image: "Image", video: "Video", audio: "Recording" };
+const nameOf = (url) => NAMES[kindOf(url)];
 
-// Puts images and videos of a drop or paste into the draft. Returns whether there were any.
+// Puts images, videos and recordings of a drop or paste into the draft. Returns whether there were any.
 export function addFiles(files) {
   const images = [...files].filter((file) => FILES.includes(file.type));
   for (const file of images) {
     const reader = new FileReader();
     reader.addEventListener("load", () => {
       app.draft.images.push(reader.result);
-      say(`${isVideo(reader.result) ? "Video" : "Image"} attached.`);
+      say(`${nameOf(reader.result)} attached.`);
     });
     reader.readAsDataURL(file);
   }
@@ -72,10 +77,10 @@ export class Composer extends Widget {
         ${images.map(
           (url, index) =>
             html`<figure key=${url}>
-              <${Picture} url=${url} alt=${`Attached ${isVideo(url) ? "video" : "image"} ${index + 1}`} />
+              <${Attachment} url=${url} alt=${`Attached ${nameOf(url).toLowerCase()} ${index + 1}`} />
               <button
                 type="button"
-                aria-label=${`Remove ${isVideo(url) ? "video" : "image"} ${index + 1}`}
+                aria-label=${`Remove ${nameOf(url).toLowerCase()} ${index + 1}`}
                 onClick=${() => {
                   app.draft.images = images.filter((other) => other !== url);
                   changed();
@@ -87,7 +92,7 @@ export class Composer extends Widget {
         )}
       </div>`}
       <div class="box">
-        <label class="attach" title="Attach images and videos (or drop or paste them)">
+        <label class="attach" title="Attach images, videos and recordings (or drop or paste them)">
           <input type="file" accept=${FILES.join(",")} multiple onChange=${this.pick} aria-label="Attach images" />
           <svg viewBox="0 0 24 24" aria-hidden="true"><path d="M4 5h16v14H4zM4 16l5-5 4 4 3-3 4 4M15.5 9.5h.01" /></svg>
         </label>

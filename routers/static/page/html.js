@@ -17,12 +17,15 @@ export async function copyText(text) {
   area.remove();
 }
 
-// Whether a data URL is a video's.
-export const isVideo = (url) => url.startsWith("data:video/");
+// What a data URL holds: image, video or audio.
+export const kindOf = (url) => url.slice("data:".length, url.indexOf("/"));
 
-// An image or a video that was attached.
-export function Picture({ url, alt }) {
-  return isVideo(url) ? html`<video src=${url} aria-label=${alt} controls muted></video>` : html`<img src=${url} alt=${alt} />`;
+// An image, a video or a recording that was attached.
+export function Attachment({ url, alt }) {
+  const kind = kindOf(url);
+  if (kind === "video") return html`<video src=${url} aria-label=${alt} controls muted></video>`;
+  if (kind === "audio") return html`<audio src=${url} aria-label=${alt} controls></audio>`;
+  return html`<img src=${url} alt=${alt} />`;
 }
 
 // A component that reaches its element: the outermost tag of its template says ref=${this.ref}.

@@ -47,6 +47,21 @@ def small(kind: str) -> Any:
     return config
 
 
+def test_a_family_with_audio_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"model_type": "audioflamingo3", "text_config": {"vocab_size": 160000}})
+    facts, (_, completed) = read_model_facts(folder), load_config(str(folder))
+    part = FAMILIES["audioflamingo3"].audio
+    assert part is not None and completed.config["audio_token_id"] == part.audio_token_id
+    assert completed.image_tokens is not None and completed.image_tokens.token_id == part.audio_token_id
+    assert facts.media_token_ids == {part.audio_token_id}
+    assert (facts.text_type, completed.text_type) == (part.text_type, part.text_type)
+    assert completed.takes_media and not completed.takes_images and not facts.no_media
+    with torch.device("meta"):
+        model = AutoModel.from_config(small("audioflamingo3"))
+    names = {name.split(".")[0] for name, _ in model.named_parameters()}
+    assert names == {part.language, *part.tower}
+
+
 def test_every_served_family_has_a_builder_for_the_other_tests() -> None:
     assert SERVED.keys() == BUILDERS.keys()
 

@@ -42,6 +42,8 @@ def builtin() -> str:
 def types() -> str:
     def images(name: str) -> str:
         family = FAMILIES[name]
+        if family.transcribes:
+            return "no: it [transcribes speech](transcription.md)"
         return "yes" if family.vision else f"no: {family.no_images}" if family.no_images else "-"
 
     rows = (

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from msgspec.structs import replace
 from tokenizers import Tokenizer
@@ -25,6 +26,7 @@ from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.engine import TrtllmEngine
 from engine.types import Delta, GenerateRequest
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
+from tests.support.sounds import sound_bytes
 from tests.support.trtllm import BOTH_VERSIONS, IMAGE, NEWEST, handed_over, model_folder, picture, travelled
 from tests.support.trtllm_gotchas import request, running
 from tests.support.videos import video_bytes
@@ -357,3 +359,16 @@ async def test_frames_of_a_video_go_to_the_engine_as_its_own_loader_gives_them(f
         with pytest.raises(InvalidRequest, match="cannot be read") as caught:
             await all_of(engine, replace(wanted, media=MediaFiles(ONE, (MediaInput(b"RIFF", kind="video"),))))
         assert caught.value.param == "video"
+
+
+async def test_samples_of_a_recording_go_to_the_engine_as_its_own_loader_gives_them(
+    folder: Path, calls: list[Any]
+) -> None:
+    async with running(folder) as engine:
+        wanted = replace(showing(RED), media=MediaFiles(ONE, (MediaInput(sound_bytes(0.5), kind="audio"),)))
+        assert (await all_of(engine, wanted))[-1].finish_reason is not None
+        ((samples, rate),) = calls[-1][1]["inputs"]["multi_modal_data"]["audio"]
+        assert (samples.shape, samples.dtype, rate) == ((8000,), np.float32, 16_000)
+        with pytest.raises(InvalidRequest, match="cannot be read") as caught:
+            await all_of(engine, replace(wanted, media=MediaFiles(ONE, (MediaInput(b"RIFF", kind="audio"),))))
+        assert caught.value.param == "audio"

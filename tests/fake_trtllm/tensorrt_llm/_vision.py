@@ -119,6 +119,8 @@ def _items(media: dict[str, Any]) -> Iterator[Any]:
 
 def _digest(item: Any) -> bytes:
     """Of the pixels or samples of an image or a tensor, of the text or bytes of anything else."""
+    if isinstance(item, tuple):  # samples and their rate
+        item = item[0]
     if isinstance(item, str):
         item = item.encode()
     elif hasattr(item, "tobytes"):

@@ -94,15 +94,12 @@ async def test_a_text_model_refuses_images_by_name() -> None:
     await engine.close()
     prompts = Prompts(byte_tokenizer(), ChatTemplate(CHATML, {}))
     ask = convert(ChatCompletionRequest(messages=[message(text("a"), IMAGE)]))
-    with pytest.raises(RequestError, match="takes text only; a message has an image") as caught:
+    with pytest.raises(RequestError, match="takes text only; a message has images") as caught:
         await prompts.tokens(ask, info, Limits())
     assert (caught.value.param, caught.value.code) == ("messages", "unsupported_content")
 
 
 REFUSED = [
-    {"type": "video_url", "video_url": {"url": "http://images.test/a.mp4"}},
-    {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
-    {"type": "audio_url", "audio_url": {"url": "http://images.test/a.wav"}},
     {"type": "file", "file": {"file_id": "file-1"}},
 ]
 
@@ -121,11 +118,28 @@ def test_other_media_are_refused_by_name(part: dict[str, Any]) -> None:
 def test_unknown_parts_are_refused_without_repeating_them(part: dict[str, Any]) -> None:
     param = "messages.3.content.1.type"
     for other in (text("a"), IMAGE):
-        with pytest.raises(RequestError, match="must be text, input_text, refusal or image_url, not") as caught:
+        with pytest.raises(RequestError, match=r"must be text, .* or input_audio, not") as caught:
             to_template(message(other, part), 3)
         assert str(caught.value).startswith(f"'{param}'") and part["type"][:30] in str(caught.value)
         assert (caught.value.param, caught.value.code) == (param, "unsupported_content")
         assert len(str(caught.value)) <= 200
+
+
+@pytest.mark.parametrize(
+    ("part", "url"),
+    [
+        ({"type": "audio_url", "audio_url": {"url": "http://sounds.test/a.wav"}}, "http://sounds.test/a.wav"),
+        ({"type": "audio_url", "audio_url": "data:audio/mpeg;base64,AAAA"}, "data:audio/mpeg;base64,AAAA"),
+        ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "mp3"}}, "data:audio/mp3;base64,AAAA"),
+    ],
+)
+def test_audio_comes_by_url_or_as_it_is(part: dict[str, Any], url: str) -> None:
+    body = ChatCompletionRequest(messages=[message(text("a"), part, IMAGE)])
+    asked = convert(body).prompt
+    assert isinstance(asked, Conversation)
+    assert [one["type"] for one in asked.messages[0]["content"]] == ["text", "audio", "image"]
+    found = asked.media[0]
+    assert (found.url, found.kind, found.param) == (url, "audio", f"messages.0.content.1.{part['type']}")
 
 
 @pytest.mark.parametrize("image", [None, "", {"url": ""}])

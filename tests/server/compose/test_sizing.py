@@ -150,7 +150,7 @@ def test_api_processes_follow_the_cores_beside_a_gpu(cores: int, settings: dict[
 def test_a_model_that_takes_images_has_one_api_process(folder: Path) -> None:
     assert api_processes(Settings(), folder, H200).value == 4
     (folder / "config.json").write_text(json.dumps({**CONFIG, "model_type": "qwen2_vl", "vision_config": {}}))
-    assert api_processes(Settings(), folder, H200) == (1, "each would load the model's vision tower")
+    assert api_processes(Settings(), folder, H200) == (1, "each would load what encodes the model's media")
     assert api_processes(Settings(engine="trtllm"), folder, H200).value == 4, "the engine has it"
     (folder / "config.json").write_text("{")
     assert api_processes(Settings(), folder, H200).value == 4, "the engine says what is wrong"

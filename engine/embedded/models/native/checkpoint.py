@@ -158,9 +158,9 @@ class Checkpoint:
         """Raises UnsupportedModelError if a tensor of this kind of model is missing, EngineFailure for tensors that no
         model of this configuration can have."""
         self._folder = folder
-        stored, vision = read_headers(folder), config.facts.family.vision
+        stored, part = read_headers(folder), config.facts.family.media
         check_headers(config.facts, stored)
-        plain_names = {name: vision.text_tensor(name) if vision else name for name in stored}
+        plain_names = {name: part.text_tensor(name) if part else name for name in stored}
         names = {plain: name for name, plain in plain_names.items() if plain is not None}
         shapes = config.shapes
         if missing := sorted(shapes.keys() - names.keys()):

@@ -1,0 +1,1 @@
+"""Whisper: an encoder of speech, and the decoder that writes it down."""

@@ -1,0 +1,155 @@
+"""Audio files to features, in a process of its own: decoders of files from strangers may hang or crash.
+
+It imports neither torch nor transformers. A file whose decoding takes too long ends the process, and so may a damaged
+one; the process is restarted. The files that were read at the same time are read again, each of them once more.
+"""
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+import msgspec
+import numpy as np
+
+from engine.errors import EngineDied, EngineNotReady, InvalidRequest
+from engine.kit.audio_file import decode_audio
+from engine.kit.log_mel import HOP, SAMPLE_RATE, Recording, log_mel
+from engine.kit.work import Turns
+from engine.process.child import ServiceProcess
+from engine.process.client import ServiceClient
+from engine.process.service import Interface, Method
+from engine.transfer.shared_bytes import Data, readable
+
+_AT_ONCE = 4
+"""Files that are read at the same time."""
+_MAX_BYTES = 1 << 30
+"""Memory of the files and features of an API process that are being read."""
+_PAUSE = 0.1
+_MIN_SECONDS = 0.1
+
+
+class ReaderConfig(msgspec.Struct, frozen=True, kw_only=True):
+    bins: int
+    """Mel bins of the model's features."""
+    frames: int
+    """Frames of the model's window: shorter recordings are filled up with silence."""
+    max_seconds: float
+    """Longest recording."""
+    timeout_seconds: float
+    """Seconds that decoding a file may take before the process is replaced."""
+
+
+class ReaderInfo(msgspec.Struct, frozen=True):
+    """There is nothing to say about it."""
+
+
+class AudioFile(msgspec.Struct, frozen=True):
+    data: Data = b""
+
+
+class SpeechReader:
+    """The service in the process."""
+
+    def __init__(self, config: ReaderConfig) -> None:
+        self._config = config
+        self._threads = ThreadPoolExecutor(_AT_ONCE)
+        self._begun: dict[int, float] = {}
+        self._numbers = count()
+
+    @property
+    def info(self) -> ReaderInfo:
+        return ReaderInfo()
+
+    @property
+    def healthy(self) -> bool:
+        """False once a file takes too long: a thread cannot be stopped."""
+        oldest = min(self._begun.values(), default=float("inf"))
+        return time.monotonic() - oldest < self._config.timeout_seconds
+
+    async def start(self) -> None:
+        """There is nothing to load."""
+
+    async def read(self, file: AudioFile) -> Recording:
+        """Raises InvalidRequest."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._read, file)
+
+    async def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _read(self, file: AudioFile) -> Recording:
+        config, number = self._config, next(self._numbers)
+        self._begun[number] = time.monotonic()
+        try:
+            samples = decode_audio(bytes(readable(file.data)), config.max_seconds)
+            seconds = len(samples) / SAMPLE_RATE
+            if seconds < _MIN_SECONDS:
+                raise InvalidRequest(f"the audio is shorter than {_MIN_SECONDS:g} seconds", "audio")
+            frames = len(samples) // HOP
+            if frames < config.frames:
+                samples = np.pad(samples, (0, config.frames * HOP - len(samples)))
+            return Recording(seconds, frames, config.bins, log_mel(samples, config.bins).tobytes())
+        finally:
+            del self._begun[number]
+
+
+READER: Interface[ReaderConfig, SpeechReader] = Interface(
+    name="engine.embedded.whisper.reader:READER",
+    noun="audio reader",
+    config=ReaderConfig,
+    create=SpeechReader,
+    info=ReaderInfo,
+    methods={
+        "read": Method(
+            AudioFile,
+            Recording,
+            lambda reader, file: reader.read(file),
+            lambda file: (AudioFile(), [file.data]),
+            lambda _, parts: AudioFile(*parts),
+            too_large="the audio file is too large",
+            parameter="audio",
+        )
+    },
+    topics={},
+)
+
+
+class HostedReader(ServiceClient[ReaderInfo]):
+    """The reader of an API process, with a process of its own."""
+
+    def __init__(self, config: ReaderConfig) -> None:
+        self.process = ServiceProcess(READER, config)
+        self._turns = Turns(_AT_ONCE, 1, _MAX_BYTES)
+        super().__init__(READER, self.process.address, self.process.wait_failed)
+
+    async def start(self) -> None:
+        try:
+            await self.process.start()
+            await super().start()
+        except BaseException:  # cancellation included
+            await self.close()
+            raise
+
+    async def read(self, data: bytes) -> Recording:
+        """Raises InvalidRequest for a file that cannot be read, or is too long."""
+        async with self._turns.place(len(data)):
+            for attempt in (1, 2):
+                try:
+                    recording: Recording = await self._read(AudioFile(data))
+                    return recording
+                except EngineDied as error:
+                    if attempt == 2:
+                        raise InvalidRequest("the audio cannot be decoded", "audio") from error
+        raise AssertionError("a second failure raises")
+
+    async def _read(self, file: AudioFile) -> Recording:
+        while True:
+            try:
+                recording: Recording = await self.call("read", file)
+                return recording
+            except EngineNotReady:  # it is being restarted
+                await asyncio.sleep(_PAUSE)
+
+    async def close(self) -> None:
+        await super().close()
+        await self.process.close()

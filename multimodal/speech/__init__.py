@@ -1,0 +1,1 @@
+"""From an audio file to the segments of its transcript."""

@@ -1,0 +1,30 @@
+"""Languages that Whisper knows, by code (OpenAI's `tokenizer.py`)."""
+
+_NAMES = """
+en=english zh=chinese de=german es=spanish ru=russian ko=korean fr=french ja=japanese pt=portuguese tr=turkish
+pl=polish ca=catalan nl=dutch ar=arabic sv=swedish it=italian id=indonesian hi=hindi fi=finnish vi=vietnamese
+he=hebrew uk=ukrainian el=greek ms=malay cs=czech ro=romanian da=danish hu=hungarian ta=tamil no=norwegian
+th=thai ur=urdu hr=croatian bg=bulgarian lt=lithuanian la=latin mi=maori ml=malayalam cy=welsh sk=slovak
+te=telugu fa=persian lv=latvian bn=bengali sr=serbian az=azerbaijani sl=slovenian kn=kannada et=estonian
+mk=macedonian br=breton eu=basque is=icelandic hy=armenian ne=nepali mn=mongolian bs=bosnian kk=kazakh
+sq=albanian sw=swahili gl=galician mr=marathi pa=punjabi si=sinhala km=khmer sn=shona yo=yoruba so=somali
+af=afrikaans oc=occitan ka=georgian be=belarusian tg=tajik sd=sindhi gu=gujarati am=amharic yi=yiddish lo=lao
+uz=uzbek fo=faroese ht=haitian_creole ps=pashto tk=turkmen nn=nynorsk mt=maltese sa=sanskrit lb=luxembourgish
+my=myanmar bo=tibetan tl=tagalog mg=malagasy as=assamese tt=tatar haw=hawaiian ln=lingala ha=hausa ba=bashkir
+jw=javanese su=sundanese yue=cantonese
+"""
+_OTHER_NAMES = """
+my=burmese ca=valencian nl=flemish ht=haitian lb=letzeburgesch ps=pushto pa=panjabi ro=moldavian ro=moldovan
+si=sinhalese es=castilian zh=mandarin jw=jv
+"""
+_PAIRS = [pair.replace("_", " ").split("=") for pair in _NAMES.split()]
+LANGUAGES = dict(_PAIRS)
+"""Names by code, as transcripts spell them."""
+_CODES = {name: code for code, name in (*_PAIRS, *(pair.split("=") for pair in _OTHER_NAMES.split()))}
+
+
+def code_of(language: str) -> str | None:
+    """Return the code of a language, given by code, with or without a region, or by its English name."""
+    text = language.strip().lower()
+    code = _CODES.get(text, text.replace("_", "-").partition("-")[0])
+    return code if code in LANGUAGES else None

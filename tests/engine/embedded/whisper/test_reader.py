@@ -1,0 +1,87 @@
+"""The process that reads audio files: it may crash or hang, and others get theirs."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from engine.embedded.whisper import reader
+from engine.embedded.whisper.reader import AudioFile, HostedReader, ReaderConfig, SpeechReader
+from engine.errors import EngineDied, InvalidRequest
+from engine.kit.log_mel import Recording, log_mel
+from tests.routers.test_transcriptions import wav
+from tests.support.waiting import until
+from tests.support.whisper_models import speech
+
+CONFIG = ReaderConfig(bins=80, frames=200, max_seconds=10, timeout_seconds=60)
+
+
+@pytest_asyncio.fixture
+async def hosted() -> AsyncIterator[HostedReader]:
+    hosted = HostedReader(CONFIG)
+    await hosted.start()
+    yield hosted
+    await hosted.close()
+
+
+async def test_features_come_from_a_process_that_is_replaced_when_it_dies(hosted: HostedReader) -> None:
+    recording = await hosted.read(wav(2.5))
+    assert (recording.seconds, recording.frames) == (2.5, 250)
+    found = np.frombuffer(recording.data, np.float32).reshape(80, 250)
+    np.testing.assert_allclose(found, log_mel(speech(2.5), 80), atol=0.05)  # a file has 16 bits
+    pid = hosted.process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    waiting = asyncio.create_task(hosted.read(wav(1.0)))
+    await asyncio.sleep(0)
+    os.kill(pid, signal.SIGKILL)
+    assert (await waiting).frames == 100
+    assert hosted.process.pid != pid
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        await hosted.read(b"ID3 and nothing else")
+
+
+async def test_a_file_that_ends_the_process_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+
+    async def call(self: HostedReader, method: str, file: AudioFile) -> Recording:
+        nonlocal asked
+        asked += 1
+        raise EngineDied("the audio reader process was lost while the request ran")
+
+    monkeypatch.setattr(HostedReader, "call", call)
+    with pytest.raises(InvalidRequest, match="cannot be decoded"):
+        await HostedReader(CONFIG).read(b"")
+    assert asked == 2
+
+
+async def test_a_file_that_takes_too_long_makes_the_process_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host ends a service that is not."""
+    release = threading.Event()
+
+    def hang(data: bytes, max_seconds: float) -> np.ndarray:
+        release.wait()
+        return speech(1.0)
+
+    monkeypatch.setattr(reader, "decode_audio", hang)
+    here = SpeechReader(ReaderConfig(bins=80, frames=200, max_seconds=10, timeout_seconds=0))
+    assert here.healthy
+    reading = asyncio.create_task(here.read(AudioFile(b"")))
+    await until(lambda: not here.healthy)
+    release.set()
+    assert (await reading).frames == 100
+    assert here.healthy
+    await here.close()
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, engine.embedded.whisper.reader; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.returncode == 0
