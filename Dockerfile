@@ -45,6 +45,7 @@ COPY routers routers
 COPY multimodal multimodal
 COPY engine engine
 COPY protocol protocol
+COPY smoldraw smoldraw
 COPY smolvision smolvision
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 

@@ -90,6 +90,7 @@ SLOW = (
     "server/http/test_openapi_fuzz.py",
     "server/process/",
     "server/test_tracing_export.py",
+    "smoldraw/test_model.py",
     "smolvision/",
 )
 """Files and folders that `make test` leaves to `make test-slow`: what starts fleets of processes, breaks them,
@@ -99,6 +100,7 @@ LONGEST = (
     "e2e/",
     "engine/checkpoints/test_fuzz.py",
     "engine/embedded/test_smollm2_tokens.py",
+    "smoldraw/test_model.py",
     "smolvision/",
     "benchmarks/",
 )

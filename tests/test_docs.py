@@ -24,7 +24,7 @@ LINKED = [
     *GUIDES,
     LOG,
     ROOT / "CHANGELOG.md",
-    *(path for folder in ("benchmarks", "deploy", "smolvision") for path in sorted(ROOT.glob(f"{folder}/**/*.md"))),
+    *(path for folder in ("benchmarks", "deploy", "smoldraw", "smolvision") for path in sorted(ROOT.glob(f"{folder}/**/*.md"))),
 ]
 FOREIGN_VARIABLES = {
     "FIRST_PORT",

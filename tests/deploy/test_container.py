@@ -238,6 +238,6 @@ def test_the_image_has_every_package() -> None:
     packages = sorted(
         path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name not in {"benchmarks", "tests"}
     )
-    assert sorted([*copied, "smolvision"]) == sorted(packages * 2), "the small model is the CPU image's alone"
+    assert sorted([*copied, "smoldraw", "smolvision"]) == sorted(packages * 2), "small models are the CPU image's"
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert {f"!{package}" for package in packages} <= set(ignored)
