@@ -183,7 +183,7 @@ class Training:
         drawings = held_out(kind, self.args.held_out // (1 if kind == "image" else 5))
         batch = 256 if kind == "image" else 32
         found |= evaluate(pipeline, judge, drawings, batch)
-        some = drawings[: len(drawings) // 4]
+        some = drawings[: len(drawings) // 4 + 1]
         found["accuracy_by_guidance"] = {
             scale: evaluate(pipeline, judge, some, batch, scale)["accuracy"] for scale in (1.5, 2.0, 4.5, 7.5)
         }
