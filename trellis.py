@@ -4,6 +4,7 @@ The packages beside this file have names that other projects use, too: `server`,
 whatever lies in the current folder or in PYTHONPATH. Everything else is found as usual.
 """
 
+import gc
 import importlib
 import runpy
 import sys
@@ -20,8 +21,10 @@ def main() -> int:
         del sys.argv[1]
         runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
         return 0
+    gc.disable()  # imports make a million objects that stay
     from server.cli import main  # noqa: PLC0415 - only now is it ours
 
+    gc.enable()
     return main(sys.argv[1:] or ["help"])
 
 

@@ -102,7 +102,18 @@ class Clients:
 
 def spec(options: argparse.Namespace, setup: str, socket: Path) -> Spec:
     """Return a server; one without other models, whose processes would count."""
-    flags = ["--model", options.model, "--device", options.device, "--load-format", options.load_format, *options.more]
+    # One API process: only then /metrics tells of a standby.
+    flags = [
+        "--api-processes",
+        "1",
+        "--model",
+        options.model,
+        "--device",
+        options.device,
+        "--load-format",
+        options.load_format,
+        *options.more,
+    ]
     if setup != "nothing":
         flags += ["--memory-service", str(socket)]
     if setup == "standby":

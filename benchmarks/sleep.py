@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 
 class Asleep:
-    """An engine in its process, and what it takes of the memory that is measured: the device's, or its resident one."""
+    """A measured engine process: the GPU memory that it uses, or on a CPU its resident memory."""
 
     def __init__(self, client: EngineClient, process: Any, device: str) -> None:
         self.client = client

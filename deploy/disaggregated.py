@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from typing import Any
 import httpx
 
 from engine.embedded.threads import compute_threads
+from engine.process.sockets import free_port
 from engine.process.supervisor import End, Supervisor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -236,11 +236,6 @@ class Group:
 def _key() -> dict[str, str]:
     keys = os.environ.get("API_KEYS", "")
     return {"authorization": f"Bearer {keys.split(',')[0]}"} if keys else {}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def nginx_configuration(upstreams: Sequence[str], port: int, folder: Path) -> str:

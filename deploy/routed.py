@@ -11,7 +11,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from disaggregated import Group, free_port, serve
+from disaggregated import Group, serve
+
+from engine.process.sockets import free_port
 
 
 async def run(count: int, arguments: Sequence[str]) -> int:

@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class SleepOrder(msgspec.Struct, frozen=True):
-    """What is to be released, and what becomes of running requests.
+    """The memory to release, and what happens to running requests.
 
-    Level 1 keeps the weights in memory of the host, level 2 has them read from the model's files again. The KV cache is
-    dropped, but for what is in tiers. Mode `wait` lets running requests finish, `abort` ends them.
+    Level 1 keeps the weights in the host's memory; level 2 reads them from the model's files again. KV blocks are
+    dropped unless a tier has them. Mode `wait` lets running requests finish, mode `abort` ends them.
     """
 
     level: Literal[1, 2] = 1
@@ -47,11 +47,11 @@ class SleepState(msgspec.Struct, frozen=True):
     on_demand: bool = False
     """Whether a request wakes the engine."""
     wake_seconds: float = 0.0
-    """How long it took to wake the last time."""
+    """Seconds that the last wake-up took."""
 
     @property
     def obstacle(self) -> str:
-        """Why no request is taken; empty if one is."""
+        """Why requests are refused; empty if they are not."""
         if self.phase == "awake" or self.on_demand:
             return ""
         if self.phase == "asleep":

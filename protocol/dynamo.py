@@ -1,5 +1,7 @@
-"""What Dynamo's frontend sends a worker that takes token ids, and what the worker answers: `PreprocessedRequest` and
-`LLMEngineOutput` of Dynamo 1.6, as far as they concern a worker. Fields that are not here are ignored.
+"""Messages between Dynamo's frontend and a worker that takes token ids.
+
+They are the parts of `PreprocessedRequest` and `LLMEngineOutput` of Dynamo 1.6 that concern a worker; other fields are
+ignored.
 """
 
 from typing import Annotated, Any
@@ -10,7 +12,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class DynamoStops(msgspec.Struct, frozen=True):
-    """When a sequence ends. Stop strings are the frontend's business: it has the text."""
+    """Conditions that end a sequence. The frontend checks stop strings, since it has the text."""
 
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -22,7 +24,7 @@ class DynamoStops(msgspec.Struct, frozen=True):
 
 
 class DynamoGuides(msgspec.Struct, frozen=True):
-    """What the output must match; one of them at most."""
+    """Guides for the output; a request has one of them at most."""
 
     json: Any = None
     regex: str | None = None
@@ -61,9 +63,16 @@ class DynamoRouting(msgspec.Struct, frozen=True):
 
 
 class DynamoPrefill(msgspec.Struct, frozen=True):
-    """What the prefill worker answered, as the frontend hands it to the decode worker."""
+    """The prefill worker's answer, which the frontend passes on to the decode worker."""
 
     disaggregated_params: dict[str, Any]
+
+
+class DynamoExtras(msgspec.Struct, frozen=True):
+    """The chat as the client sent it, with the URLs of media left out, and as the template has rendered it."""
+
+    messages: Any = None
+    formatted_prompt: str | None = None
 
 
 class DynamoRequest(msgspec.Struct, frozen=True):
@@ -77,3 +86,5 @@ class DynamoRequest(msgspec.Struct, frozen=True):
     """By the type of content part (`image_url`), the files in order: {"Url": "…"} each."""
     prompt_embeds: str | None = None
     encoder_result: dict[str, Any] | None = None
+    """What an encode worker has answered, as the frontend hands it to the others."""
+    extra_args: DynamoExtras | None = None

@@ -40,6 +40,7 @@ from routers.responses.convert import conversation_of
 from routers.responses.service import is_reference, response_of
 from routers.state import DP_RANK_HEADER, INTERNAL_HEADER, RouterService, RouterServiceDep, State, state_of
 from routers.tokenize import PATHS
+from routers.visual import images, videos
 
 router = APIRouter(tags=["router"])
 
@@ -49,15 +50,18 @@ _PATH_SAFE = "/:@!$&'()*+,;=~-._"
 _MAX_SESSION = 1 << 10
 REFUSALS = frozenset({429, 503})
 """Statuses at which another replica is asked."""
-ELSEWHERE = ("response_not_found", "previous_response_not_found", "item_not_found")
-"""Codes of errors about responses that are stored, if they are, at another replica."""
+ELSEWHERE = ("response_not_found", "previous_response_not_found", "item_not_found", "video_not_found", "file_not_found")
+"""Codes of errors about what is stored, if it is, at another replica."""
 _ELSEWHERE = tuple(b'"code":"%b"' % code.encode() for code in ELSEWHERE)
 _ASLEEP = b'"code":"asleep"'
-_STORED = re.compile(rf"{responses.PATH}/(resp_[^/]+)")
-"""A path that names a stored response."""
-_ID = re.compile(rb'"id":"(resp_[0-9a-f]+)"')
+_STORED = re.compile(rf"(?:{responses.PATH}/(?=resp_)|{videos.PATH}/(?=video_)|{images.FILES_PATH}/)([^/]+)")
+"""A path that names a stored response, a video or the file of a picture."""
+_ID = re.compile(rb'"id":"((?:resp|video)_[0-9a-f]+)"')
 _ID_WITHIN = 1 << 10
-"""Bytes of an answer, or of the first event, in which the id of the response is."""
+"""Bytes of an answer, or of the first event, in which the id of the response or video is."""
+_FILE = re.compile(rf'{images.FILES_PATH}/([^"/]+)"'.encode())
+_FILES_WITHIN = 1 << 16
+"""Bytes of an answer with the URLs of pictures; one with the pictures themselves is larger."""
 _BODIES: dict[str, tuple[type[BaseModel], Callable[[Any], Ask] | None]] = {
     **{endpoint.path: (endpoint.body, endpoint.convert) for endpoint in ENDPOINTS},
     responses.PATHS[0]: (InputTokensRequest, None),
@@ -96,6 +100,9 @@ for _path in (
     COUNT_PATH,
     *responses.PATHS,
     *PATHS,
+    *images.PATHS,
+    videos.PATH,
+    videos.SYNC_PATH,
 ):  # added first, so that metrics and traces name them
     router.add_api_route(_path, forward, methods=["POST"], include_in_schema=False)
 for _path in (BATCHES_PATH, f"{BATCHES_PATH}/{{path:path}}"):
@@ -129,7 +136,7 @@ class _Exchange:
                 return response
             refusal = response
         if refusal is not None and _is_elsewhere(refusal) and self._fleet.is_away(affinity):
-            raise EngineNotReady("The replica that stores the response is not ready.")
+            raise EngineNotReady("The replica that stores this is not ready.")
         if refusal is not None:
             return refusal
         if failed:
@@ -182,8 +189,11 @@ class _Exchange:
                 self._end(replica, work, connection, outcome)
 
     def _note(self, replica: RoutedReplica, status: int, content: bytes) -> None:
-        if self._path == responses.PATH and status == 200:
+        if self._path in (responses.PATH, videos.PATH) and status in (200, 202):
             noted(self._fleet, replica, content)
+        elif self._path in images.PATHS and status == 200 and len(content) < _FILES_WITHIN:
+            for name in _FILE.findall(content):
+                self._fleet.stored(name.decode(), replica)
 
     def _end(
         self, replica: RoutedReplica, work: Assignment, connection: ReplicaConnection | None, outcome: str
@@ -242,7 +252,7 @@ def _affinity(body: ContextFields | CompactRequest, scope: Scope, session: str) 
 
 
 def noted(fleet: Fleet, replica: RoutedReplica, content: bytes) -> None:
-    """Note where the response that begins with `content` was made: it may be stored there."""
+    """Note where the response or video that begins with `content` was made: it may be stored there."""
     if (found := _ID.search(content, 0, _ID_WITHIN)) is not None:
         fleet.stored(found[1].decode(), replica)
 

@@ -50,12 +50,12 @@ async def connect(websocket: WebSocket) -> None:
 
 @dataclass(eq=False)
 class _OpenTurn:
-    """A message of the client that has no last event yet."""
+    """A message of the client whose last event has not come yet."""
 
     lane: str | None
     clock: MessageClock
     work: Assignment | None = None
-    """What it is for the replica, once that has it."""
+    """The load that it is for its replica, once it has been sent there."""
 
 
 class _Named(msgspec.Struct):

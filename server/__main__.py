@@ -1,7 +1,10 @@
 """`python -m server`."""
 
+import gc
 import sys
 
-from server.cli import main
+gc.disable()  # imports make a million objects that stay
+from server.cli import main  # noqa: E402
 
+gc.enable()
 sys.exit(main(sys.argv[1:]))

@@ -327,7 +327,7 @@ def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
     logs.configure(settings.log_level, settings.log_format)
     for sentence in misspelt_variables():
         log.warning("%s", sentence)
-    if role_of(settings).has_text and (sentence := banner.warning(settings)):
+    if role_of(settings).is_public and (sentence := banner.warning(settings)):
         log.warning("%s", sentence)
     if not settings.api_processes:
         settings = settings.model_copy(update={"api_processes": _api_processes(settings)})

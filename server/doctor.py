@@ -20,6 +20,7 @@ from pathlib import Path
 from engine.checkpoints.conversions import ModelError
 from engine.checkpoints.hub import is_hub_id
 from engine.checkpoints.packaged import BUILTIN, PACKAGED, VISION, how_to_get
+from engine.checkpoints.pipelines import pipeline_bytes, pipeline_class, present_pipeline
 from engine.checkpoints.store import downloaded, weight_bytes
 from engine.errors import EngineFailure
 from engine.trtllm.arguments import Effective
@@ -106,14 +107,16 @@ def findings(settings: Settings) -> Iterator[Finding]:
     else:
         yield from check_role(settings)
     if settings.engine != "fake":
-        yield from check_model(settings.model)
+        pictures = role_of(settings).core == "visual"
+        yield from check_pipeline(settings.model, settings.cache_dir) if pictures else check_model(settings.model)
         folder = model_here(settings) or Path(settings.model).expanduser()
         if gpus or not needs_gpu:  # else that is the problem
             yield from impossible(settings, machine, folder if folder.is_dir() else None)
-        if settings.engine == "embedded" and not on_gpu(settings, machine):
+        if settings.engine == "embedded" and not pictures and not on_gpu(settings, machine):
             yield check_compiler()
         if (needs_gpu or on_gpu(settings, machine)) and gpus and folder.is_dir():
-            yield from check_memory(weight_bytes(folder), min(gpu.memory for gpu in gpus), ranks)
+            weights = pipeline_bytes(folder) if pictures else weight_bytes(folder)
+            yield from check_memory(weights, min(gpu.memory for gpu in gpus), ranks)
     if settings.memory_service is not None:
         yield check_memory_service(settings.memory_service)
         if not on_gpu(settings, machine):
@@ -135,7 +138,7 @@ def check_environment(settings: Settings) -> Iterator[Finding]:
     """Warn of what a start would warn of: variables that nothing reads, and a server that is open to strangers."""
     for sentence in misspelt_variables():
         yield Finding("warning", sentence, "correct its name, or ignore this if another program reads it")
-    if role_of(settings).has_text and (sentence := open_to_strangers(settings)):
+    if role_of(settings).is_public and (sentence := open_to_strangers(settings)):
         text, _, cure = sentence.partition("; ")
         yield Finding("warning", text, cure)
 
@@ -224,6 +227,18 @@ def check_parallelism(gpus: int, needs: Parallelism) -> Finding:
         nodes = -(-needs.ranks // needs.per_node)
         text += f": {nodes} nodes of {needs.per_node}, to be started with trtllm-llmapi-launch"
     return Finding("ok", text)
+
+
+def check_pipeline(model: str, cache_dir: Path) -> Iterator[Finding]:
+    """Check that a folder of diffusers is here, or can be fetched."""
+    folder = present_pipeline(model, cache_dir)
+    if folder is None:
+        yield from check_model(model)
+    elif not pipeline_bytes(folder):
+        text = f"the folder {folder} has no weights in safetensors"
+        yield Finding("problem", text, "convert them: files that can run code are not read")
+    else:
+        yield Finding("ok", f"model {model}: {pipeline_class(folder)} of diffusers")
 
 
 def check_model(model: str) -> Iterator[Finding]:
@@ -317,6 +332,7 @@ def check_packages(settings: Settings, machine: Machine) -> Iterator[Finding]:
     extras = [""]
     if settings.engine == "embedded" and role_of(settings).has_model:
         extras += ["embedded", "gpu"] if on_gpu(settings, machine) else ["embedded"]
+    extras += ["visual"] if role_of(settings).core == "visual" and settings.engine == "embedded" else []
     extras += ["otel"] if settings.otel_endpoint else []
     extras += ["dynamo"] if settings.dynamo else []
     wrong = []

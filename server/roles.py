@@ -58,6 +58,11 @@ class Role:
         return self.core == "engine"
 
     @property
+    def is_public(self) -> bool:
+        """Whether clients send it requests."""
+        return self.entrance == "/v1"
+
+    @property
     def has_model(self) -> bool:
         """Whether weights are loaded here; a router takes only the tokenizer of its model."""
         return self.core != "router"
@@ -120,8 +125,8 @@ _DYNAMO_NEEDS = (
     ),
     Need(
         "disaggregation_mode",
-        lambda settings: not settings.dynamo or settings.disaggregation_mode in ("aggregated", "prefill", "decode"),
-        "a worker of a Dynamo graph is aggregated, prefill or decode",
+        lambda settings: not settings.dynamo or settings.disaggregation_mode != "router",
+        "a worker of a Dynamo graph is no router: the graph has its own",
     ),
     Need(
         "prefill_urls",
@@ -219,7 +224,7 @@ ROLES: Mapping[str, Role] = {
             has_text=False,
             serves_encodings=True,
             needs=(
-                _given("encode", "internal_secret", _WHY_SECRET),
+                _given_over_http("encode", "internal_secret", _WHY_SECRET),
                 _one_api_process("encode", "each would load the model's vision tower"),
             ),
         ),

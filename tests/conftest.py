@@ -7,12 +7,16 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import certifi
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from engine.memory.service import MemoryService
 
 
 def _has_home() -> bool:
@@ -83,9 +87,15 @@ SLOW = (
     "engine/trtllm/test_hosted_encoder.py",
     "engine/trtllm/test_probe_report.py",
     "engine/trtllm/test_probe_verdicts.py",
+    "engine/trtllm/test_visual.py",
     "engine/trtllm/test_workers.py",
+    "engine/visual/test_diffusers.py",
+    "engine/visual/test_service.py",
     "multimodal/answers/parsers/test_matrix.py",
     "routers/test_responses_websocket.py",
+    "routers/visual/test_router.py",
+    "routers/visual/test_sdk.py",
+    "routers/visual/test_videos.py",
     "server/commands/test_memory.py",
     "server/http/test_openapi_fuzz.py",
     "server/process/",
@@ -182,6 +192,18 @@ def smollm2() -> Path:
 
     settings = Settings()
     return resolve_model(settings.model, settings.cache_dir)
+
+
+@pytest.fixture
+async def memory_service(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator["MemoryService"]:
+    """A memory service that runs; it keeps what no engine leases for the module's `MEMORY_GRACE_SECONDS`."""
+    from engine.memory.service import GRACE_SECONDS, MemoryService  # noqa: PLC0415 - most tests do without
+
+    grace = getattr(request.module, "MEMORY_GRACE_SECONDS", GRACE_SECONDS)
+    service = MemoryService(tmp_path / "memory.sock", grace=grace)
+    service.start()
+    yield service
+    service.close()
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ HOMES = {
     "opentelemetry": ("server/http/tracing.py",),
     "av": ("engine/visual/files.py",),
     "diffusers": ("engine/visual/with_diffusers.py",),
-    "torch": ("engine/embedded", "engine/trtllm", "engine/visual/with_diffusers.py"),
+    "torch": ("engine/embedded", "engine/trtllm", "engine/visual/with_diffusers.py", "engine/visual/graphs.py"),
     "xgrammar": ("engine/embedded",),
     "llguidance": ("engine/embedded",),
     "triton": ("engine/embedded/models/cuda",),

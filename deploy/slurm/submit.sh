@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# Sourced by submit_agg.sh and submit_disagg.sh: `submit` queues one job, unless its results are there.
+# Sourced by submit_agg.sh and submit_disagg.sh with their arguments, which set `mtp` and `kinds`; `submit` queues one
+# job, unless its results are there.
 #
 # MODEL            folder or id of the model (required)
 # RESULTS          folder of the results, on a file system that all nodes share (default: ./results)
@@ -12,6 +13,19 @@
 # IMAGE, MOUNTS    container of the replicas (pyxis); empty runs them on the nodes themselves
 # TRELLIS, PYTHON  commands there (default: trellis, python3)
 # CLIENT, REQUESTS_PER_STREAM     of trellis sweep
+
+mtp=0 kinds=all
+for argument in "$@"; do
+    case $argument in
+    mtp=off) mtp=0 ;;
+    mtp=on) mtp=3 ;;
+    tep | dep | all) kinds=$argument ;;
+    *)
+        echo "usage: ${0##*/} [mtp=off|on] [tep|dep|all]" >&2
+        exit 2
+        ;;
+    esac
+done
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 : "${MODEL:?set MODEL to the folder or id of the model}"

@@ -3,20 +3,7 @@
 # tep splits attention and experts over the GPUs (tensor parallelism), dep splits sequences (attention data parallelism).
 set -euo pipefail
 # shellcheck source=deploy/slurm/submit.sh
-source "$(dirname "${BASH_SOURCE[0]}")/submit.sh"
-
-mtp=0 kinds=all
-for argument in "$@"; do
-    case $argument in
-    mtp=off) mtp=0 ;;
-    mtp=on) mtp=3 ;;
-    tep | dep | all) kinds=$argument ;;
-    *)
-        echo "usage: submit_agg.sh [mtp=off|on] [tep|dep|all]" >&2
-        exit 2
-        ;;
-    esac
-done
+source "$(dirname "${BASH_SOURCE[0]}")/submit.sh" "$@"
 
 #     kind  GPUs  batch  tokens  concurrency
 while read -r kind gpus batch tokens concurrency; do

@@ -3,20 +3,7 @@
 # tep and dep say how decode is split (submit_agg.sh); dep from 16 GPUs on spreads experts widely, with a load balancer.
 set -euo pipefail
 # shellcheck source=deploy/slurm/submit.sh
-source "$(dirname "${BASH_SOURCE[0]}")/submit.sh"
-
-mtp=0 kinds=all
-for argument in "$@"; do
-    case $argument in
-    mtp=off) mtp=0 ;;
-    mtp=on) mtp=3 ;;
-    tep | dep | all) kinds=$argument ;;
-    *)
-        echo "usage: submit_disagg.sh [mtp=off|on] [tep|dep|all]" >&2
-        exit 2
-        ;;
-    esac
-done
+source "$(dirname "${BASH_SOURCE[0]}")/submit.sh" "$@"
 
 # PREFILL_GPUS is the size of one prefill replica: attention data parallelism, as its batches are small.
 prefill_gpus=${PREFILL_GPUS:-4}

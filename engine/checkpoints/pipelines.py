@@ -42,6 +42,11 @@ def _here(model: str) -> Path | None:
     return found if found is not None and pipeline_class(found) else None
 
 
+def pipeline_bytes(folder: Path) -> int:
+    """Return the size of a pipeline's weights in its folder."""
+    return sum(path.stat().st_size for path in folder.glob("*/*.safetensors"))
+
+
 def resolve_pipeline(model: str, cache_dir: Path) -> Path:
     """Return the folder of a pipeline, unpacked into `cache_dir` or downloaded first if needed. Raises ModelError."""
     found = resolve_model(model, cache_dir) if model in PACKAGED else _here(model)
@@ -51,7 +56,7 @@ def resolve_pipeline(model: str, cache_dir: Path) -> Path:
         raise ModelError(
             f"{model} has no {INDEX}, so that it is no folder of diffusers; name one, or its Hugging Face id"
         )
-    if not any(found.glob("*/*.safetensors")):
+    if not pipeline_bytes(found):
         raise ModelError(f"the folder {found} has no */*.safetensors: weights that can run code are not read")
     return found
 

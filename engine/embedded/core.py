@@ -86,7 +86,7 @@ class _Taken:
 
 
 class LoadedModel:
-    """What an engine computes with: all of it that another engine may have at the same time."""
+    """The model runner and the speculator. A standby engine loads them while another engine serves."""
 
     def __init__(self, config: EmbeddedConfig) -> None:
         self.runner = load_runner(config)

@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,10 +61,10 @@ class EmbeddedEngine:
         self._new_events: list[KvEvent] = []
         self._compiling: set[asyncio.Task[None]] = set()
         self._asked: set[asyncio.Future[Any]] = set()
-        """What the engine's thread has been asked for."""
+        """Results of calls in the engine's thread that have not returned yet."""
         self._thread: threading.Thread | None = None
         self._started = threading.Event()
-        """Set by `start`, and by `close`: what only one engine may do waits for it."""
+        """Set by `start` and `close`. The thread waits for it before it takes memory for which a second has no room."""
         self._closing = False
 
     @property
@@ -137,21 +138,27 @@ class EmbeddedEngine:
         if self._profiler is not None:
             raise InvalidRequest("a profile is being recorded: stop it first")
         self._profiler = profiler = torch.profiler.profile()  # of CPU and GPU, if there is one
-        await self._ask(lambda _: profiler.start())
+        try:
+            await self._ask(lambda _: _profile(profiler.start))
+        except EngineFailure:
+            self._profiler = None
+            raise
 
     async def stop_profile(self, trace: str) -> None:
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             raise InvalidRequest("no profile is being recorded")
-        await self._ask(lambda _: profiler.stop())
+        await self._ask(lambda _: _profile(profiler.stop))
         with contextlib.suppress(OSError):
-            await asyncio.to_thread(profiler.export_chrome_trace, trace)
+            await asyncio.to_thread(_profile, partial(profiler.export_chrome_trace, trace))
         if not os.path.isfile(trace):  # noqa: ASYNC240 - a moment; torch reports some failures in its log alone
             raise EngineFailure(f"the profile cannot be written to {trace}")
 
     async def _ask(self, function: Callable[[EngineCore], T]) -> T:
-        """Have the engine's thread call a function, and return its result. Raises EngineNotReady, and EngineFailure if
-        the function does."""
+        """Call a function in the engine's thread, and return its result.
+
+        Raises EngineNotReady, and the function's EngineFailure.
+        """
         if not self.healthy:
             raise EngineNotReady("the engine is not running")
         done: asyncio.Future[T] = self._loop.create_future()
@@ -393,6 +400,14 @@ class EmbeddedEngine:
         for asked in self._asked:
             if not asked.done():
                 asked.set_exception(error)
+
+
+def _profile(call: Callable[[], object]) -> None:
+    """Call the profiler. Raises EngineFailure if it cannot do that, such as beside another profiler of the process."""
+    try:
+        call()
+    except RuntimeError as error:
+        raise EngineFailure(f"the profiler failed: {error}") from error
 
 
 def _settle(future: "asyncio.Future[T]", outcome: T | EngineFailure) -> None:

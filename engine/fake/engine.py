@@ -47,7 +47,7 @@ class FakeEngine:
         self._completed = 0
         self._aborted = 0
         self.released: set[Tag] = set()
-        """What a sleep has released."""
+        """Memory that is released while the engine sleeps."""
 
     @property
     def info(self) -> EngineInfo:

@@ -68,7 +68,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 def load_driver() -> Any:
-    """Return the driver's library. Raises OSError where there is none."""
+    """Load the driver's library. Raises OSError if it is not installed."""
     return ctypes.CDLL("libcuda.so.1")
 
 

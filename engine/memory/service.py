@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 300.0
 """Seconds for which memory is kept that nobody leases."""
+_ACCEPT_PAUSE = 1.0
+"""Seconds without new connections once no file descriptor is left."""
 _MOST_FILES = 1024
 """Digests of files that are remembered."""
 
@@ -84,7 +86,7 @@ class MemoryService:
             listener.close()
             raise
         self._listener = listener
-        self._loop.add_reader(listener, self._accept)
+        self._listen()
 
     def close(self) -> None:
         """Stop listening and free all memory. Engines keep what they have mapped."""
@@ -268,23 +270,34 @@ class MemoryService:
             self._counts["freed"] += 1
             log.info("freed %s of weights (%s)", size_text(memory.size), memory.key.hex()[:8])
 
+    def _listen(self) -> None:
+        if self._listener is not None:
+            self._loop.add_reader(self._listener, self._accept)
+
     def _accept(self) -> None:
         assert self._listener is not None
-        with contextlib.suppress(BlockingIOError):
+        try:
             accepted, _ = self._listener.accept()
-            accepted.setblocking(False)
-            if _user_of(accepted) == os.geteuid():
-                self._connections.add(_ConnectedEngine(self, accepted))
-            else:
-                accepted.close()
+        except BlockingIOError:
+            return
+        except OSError as error:  # no file descriptor is left: the same engine would be announced again at once
+            log.error("an engine cannot connect: %s", error)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(_ACCEPT_PAUSE, self._listen)
+            return
+        accepted.setblocking(False)
+        if _user_of(accepted) == os.geteuid():
+            self._connections.add(_ConnectedEngine(self, accepted))
+        else:
+            accepted.close()
 
 
 class _ConnectedEngine:
-    """One engine."""
+    """The connection of one engine."""
 
     def __init__(self, service: MemoryService, connected: socket.socket) -> None:
         self.memory: _Memory | None = None
-        """What it leases, fills or waits for."""
+        """The memory that this engine leases, fills or waits for."""
         self._service = service
         self._socket = connected
         self._loop = asyncio.get_running_loop()

@@ -30,6 +30,8 @@ STOP_SECONDS = 5.0
 """Time a host may take to stop once its input has ended."""
 STANDBY_PAUSE = 2.0
 """Seconds that a host has served before a standby host prepares."""
+PREPARE_SECONDS = 900.0
+"""Time that a standby host may take to prepare: as a replica may to start."""
 KILL_SECONDS = 10.0
 """Time that killed processes may take to go; those that hold GPU memory take longest."""
 _LAST_LINES = 20
@@ -155,14 +157,14 @@ class ServiceProcess:
         self._serving.set()
 
     def _take_standby(self) -> "_Host | None":
-        """Let the standby host serve, and return it; None if there is none. One that still prepares is ahead of a new
-        one, too."""
-        host, self._standby = self._standby, None
-        if host is not None:
-            self.takeovers += 1
-            log.info("the standby %s process takes over", self._interface.noun)
-            host.tell(b"go")
-            host.taken.set()
+        """Let the standby host serve and return it; None if none is prepared. One that is still preparing may hang."""
+        if (host := self._standby) is None or not host.prepared:
+            return None
+        self._standby = None
+        self.takeovers += 1
+        log.info("the standby %s process takes over", self._interface.noun)
+        host.tell(b"go")
+        host.taken.set()
         return host
 
     async def _keep_standby(self) -> None:
@@ -179,9 +181,11 @@ class ServiceProcess:
                 reason = self._not_spawned(error)
             else:
                 waits = [asyncio.ensure_future(wait) for wait in (host.taken.wait(), host.process.wait())]
+                late = asyncio.get_running_loop().call_later(PREPARE_SECONDS, host.kill_unprepared)
                 try:
                     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 finally:
+                    late.cancel()
                     for wait in waits:
                         wait.cancel()
                 if host.taken.is_set():
@@ -264,6 +268,13 @@ class _Host:
         """Send a line that the process waits for."""
         assert self.process.stdin is not None
         self.process.stdin.write(line + b"\n")
+
+    def kill_unprepared(self) -> None:
+        """Kill a standby host that should be prepared by now, and is not."""
+        if not self.prepared:
+            log.error("the standby %s process is not prepared after %g s: killing it", self._noun, PREPARE_SECONDS)
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
 
     async def wait(self) -> str:
         """Wait for the end of the process and of those it has started.

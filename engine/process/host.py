@@ -302,6 +302,8 @@ class _HostProcess:
         if told:
             self._go.set()
         self._beats: asyncio.Task[None] | None = None
+        self._bound = False
+        """Whether the socket at the address is this host's; a standby leaves it to the one that serves."""
 
     async def run(self) -> None:
         """Start the service and serve it until the parent ends.
@@ -329,6 +331,7 @@ class _HostProcess:
 
     async def _start(self, service: HostedService) -> None:
         socket = bind(self._address)
+        self._bound = True
         try:
             if await self._completed(service.start()):
                 if (successor := self._interface.successor(self._config, service)) != self._config:
@@ -337,6 +340,7 @@ class _HostProcess:
         finally:
             socket.close(linger=0)
             remove_socket_file(self._address)
+            self._bound = False
 
     async def _serve(self, host: ServiceHost) -> None:
         gc.freeze()  # loaded objects stay; walking them would take 0.2 s
@@ -384,7 +388,8 @@ class _HostProcess:
     def _exit_by_force(self) -> None:
         """In a thread: end the process unless it ends by itself in time."""
         time.sleep(STOP_SECONDS + self._interface.more_stop_seconds(self._config))
-        remove_socket_file(self._address)
+        if self._bound:
+            remove_socket_file(self._address)
         leave(1)
 
 

@@ -128,10 +128,10 @@ class Interface(Generic[ConfigT, ServiceT]):
     methods: Mapping[str, Method[Any, Any]]
     topics: Mapping[str, Topic[Any]]
     prepare: Callable[[ServiceT], Coroutine[Any, Any, None]] = _prepare_nothing
-    """What a standby process does before it has to `start`: all that another process may have done at the same time."""
+    """Prepare a standby process: do all of `start` that is possible while another process serves."""
     successor: Callable[[ConfigT, ServiceT], ConfigT] = lambda config, _: config
     """Configuration of a standby process for a service that has started."""
     more_stop_seconds: Callable[[ConfigT], float] = lambda _: 0.0
-    """How much longer than others the service may take to close."""
+    """Seconds that the service may take to close, beyond `STOP_SECONDS`."""
     hang_seconds: Callable[[ConfigT], float] = lambda _: 0.0
-    """How long the host's event loop may be blocked before the process is killed; 0 is without a limit."""
+    """Seconds that the host's event loop may be blocked before the process is killed; 0 sets no limit."""

@@ -1,6 +1,7 @@
-"""ZMQ sockets on the event loop. The publisher of KV-cache events uses them too."""
+"""Ports, and ZMQ sockets on the event loop. The publisher of KV-cache events uses them too."""
 
 import asyncio
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,6 +14,12 @@ _LARGE = 1 << 16
 """Bytes of a frame that is sent without being copied."""
 _BURST = 256
 """Messages read before other tasks run."""
+
+
+def free_port() -> int:
+    """Return a TCP port of this machine that nothing listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def context() -> "zmq.Context[Any]":
@@ -38,11 +45,11 @@ class LoopSocket:
     send may consume the signal. The socket is therefore polled again after each send.
     """
 
-    def __init__(self, socket: "zmq.Socket[bytes]", on_message: Callable[[list[bytes]], None]) -> None:
-        self._socket = socket
+    def __init__(self, zmq_socket: "zmq.Socket[bytes]", on_message: Callable[[list[bytes]], None]) -> None:
+        self._socket = zmq_socket
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
-        self._fd = socket.fileno()
+        self._fd = zmq_socket.fileno()
         self._loop.add_reader(self._fd, self.drain)
         self._loop.call_soon(self.drain)
 

@@ -60,7 +60,13 @@ def descendants(pid: int) -> list[RunningProcess]:
     found = [pid]
     for parent in found:
         found += [child for child, of in parents.items() if of == parent]
-    return [RunningProcess(child, int(stat[19])) for child in found[1:] if (stat := _stat(child))]
+    return [process for child in found[1:] if (process := find(child))]
+
+
+def find(pid: int) -> RunningProcess | None:
+    """Return the process that has this number now."""
+    stat = _stat(pid)
+    return RunningProcess(pid, int(stat[19])) if stat else None
 
 
 def runs(process: RunningProcess) -> bool:

@@ -34,7 +34,7 @@ _MAX_SHORT_ANSWER = 1 << 16
 _MAX_MESSAGE = 256 << 20
 _HANDSHAKE_SECONDS = 5.0
 _CLOSE_SECONDS = 1.0
-"""How long the replica may take to answer that a WebSocket is closed."""
+"""Seconds that the replica may take to confirm that a WebSocket is closed."""
 
 
 class ConnectionFailed(EngineUnavailable):

@@ -6,7 +6,8 @@ What was read is checked against a digest, so that no clock has to say whether t
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import msgspec
@@ -191,15 +192,21 @@ class EncodeService:
         """
         if self.encoder.info.needs_prompt and not request.prompt:
             raise InvalidRequest("a prompt is needed: this replica encodes the images of a whole prompt", "prompt")
+        with self.counting(len(media)):
+            encoded = await self.encoder.encode(media, request.prompt)
+        return await self.store.put(encoded, request.inline)
+
+    @contextmanager
+    def counting(self, images: int) -> Iterator[None]:
+        """Count a request while so many images of it are encoded, and once they are."""
         started = time.perf_counter()
         self.waiting += 1
         try:
-            encoded = await self.encoder.encode(media, request.prompt)
+            yield
         finally:
             self.waiting -= 1
         self.served += 1
-        self._observer.encoded(len(media), time.perf_counter() - started)
-        return await self.store.put(encoded, request.inline)
+        self._observer.encoded(images, time.perf_counter() - started)
 
     async def close(self) -> None:
         await self.encoder.close()

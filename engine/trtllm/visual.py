@@ -98,7 +98,7 @@ class TrtllmVisualPipeline:
             if self._generator.default_params.frame_rate is not None:
                 fields["frame_rate"] = asked.fps
         if asked.image:
-            fields["image_reference"] = bytes(asked.image)
+            fields["image_reference"] = asked.image
         try:
             result = self._generator.generate_async(inputs=asked.prompt, params=VisualGenParams(**fields))
         except ValueError as error:

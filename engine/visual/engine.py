@@ -7,7 +7,6 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -37,6 +36,7 @@ class _Drawing:
     """Indices of its pictures that are to be computed."""
     computed: int = 0
     delivered: int = 0
+    prompt_tokens: int = 0
     alone: bool = False
     """Whether it shares no batch: one in which it was has failed."""
 
@@ -77,6 +77,9 @@ class QueuedVisualEngine:
         self._info: VisualInfo | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._hangs = False
+        self._progress = 0.0
+        """When a step ended last."""
         self._figures = VisualStats()
         self._stats: Latest[VisualStats] = Latest()
 
@@ -88,7 +91,7 @@ class QueuedVisualEngine:
 
     @property
     def healthy(self) -> bool:
-        return self._info is not None and not self._closed and not self._pipeline.broken
+        return self._info is not None and not (self._closed or self._hangs or self._pipeline.broken)
 
     async def start(self) -> None:
         self._info = await self._in_thread(self._pipeline.load)
@@ -120,7 +123,8 @@ class QueuedVisualEngine:
             stream.fail(EngineNotReady("the engine is closing"))
         self._jobs.clear()
         await cancel(self._tasks)
-        await self._in_thread(self._pipeline.close)
+        if not self._hangs:
+            await self._in_thread(self._pipeline.close)
         self._thread.shutdown(wait=False)
         self._encoders.shutdown(wait=False)
         self._stats.close()
@@ -168,6 +172,7 @@ class QueuedVisualEngine:
         jobs = {job for job, _ in batch}
 
         def tick(step: int, steps: int) -> None:
+            self._progress = time.monotonic()
             if step:
                 loop.call_soon_threadsafe(self._stepped, jobs, step / max(steps, 1))
             if all(job.stream.ended for job in jobs):
@@ -176,10 +181,17 @@ class QueuedVisualEngine:
         began = time.monotonic()
         error: Exception | None = None
         pixels: list[Any] = []
+        tokens: list[int] = []
+        watch = self._watch()
         pictures = [Picture(job.request, job.request.seeds[index]) for job, index in batch]
+
+        def work() -> tuple[list[Any], list[int]]:
+            found = self._pipeline.generate(pictures, tick)
+            return found, [self._pipeline.prompt_tokens(picture.request.prompt) for picture in pictures]
+
         try:
             if not all(job.stream.ended for job in jobs):
-                pixels = await self._in_thread(partial(self._pipeline.generate, pictures, tick))
+                pixels, tokens = await self._in_thread(work)
         except Stopped:
             pass
         except EngineError as found:
@@ -187,6 +199,9 @@ class QueuedVisualEngine:
         except Exception as found:  # of any kind: the others go on
             log.exception("a batch of pictures failed")
             error = EngineFailure(f"the pipeline failed: {type(found).__name__}")
+        finally:
+            if watch is not None:
+                watch.cancel()
         seconds = time.monotonic() - began
         self._note(running=-len(batch), batches=bool(pixels), busy_seconds=seconds)
         if error is not None:
@@ -194,7 +209,7 @@ class QueuedVisualEngine:
             return
         if not pixels:
             self._note(aborted=len(batch))
-        for (job, index), frames in zip(batch, pixels, strict=False):
+        for (job, index), frames, job.prompt_tokens in zip(batch, pixels, tokens, strict=False):
             job.computed += 1
             if job.stream.ended:
                 self._note(aborted=1)
@@ -202,6 +217,19 @@ class QueuedVisualEngine:
             await self._unwritten.acquire()
             self._note(encoding=1)
             self._spawn(self._write(job, index, frames, seconds))
+
+    def _watch(self) -> asyncio.Task[None] | None:
+        """Watch a batch that begins: the process has to be replaced if it makes no progress."""
+        self._progress = time.monotonic()
+        hang = self._config.hang_seconds
+
+        async def watch() -> None:
+            while (left := self._progress + hang - time.monotonic()) > 0:  # noqa: ASYNC110 - a thread sets it
+                await asyncio.sleep(left)
+            log.error("no step of a batch has ended for %g s", hang)
+            self._hangs = True
+
+        return asyncio.create_task(watch()) if hang else None
 
     def _failed(self, batch: Batch, jobs: set[_Drawing], error: Exception) -> None:
         """Report a failure to the request that has caused it. Of several, each is tried alone."""
@@ -239,8 +267,8 @@ class QueuedVisualEngine:
         video = bool(job.request.frames)
         self._note(images=not video, videos=video, frames=len(frames))
         last = job.delivered == len(job.request.seeds)
-        tokens = self._pipeline.prompt_tokens(job.request.prompt) if last else 0
-        job.stream.put(VisualDelta("file", 100 if last else job.progress(0), index, data, last, tokens, seconds))
+        progress = 100 if last else job.progress(0)
+        job.stream.put(VisualDelta("file", progress, index, data, last, job.prompt_tokens, seconds))
 
     def _stepped(self, jobs: set[_Drawing], share: float) -> None:
         self._note(steps=1)
@@ -249,7 +277,8 @@ class QueuedVisualEngine:
 
     def _abort(self, job: _Drawing) -> None:
         """Forget the pictures of a request that wait; what is being computed notices after its step."""
-        if self._jobs.pop(job, job) is None:
+        if job in self._jobs:
+            del self._jobs[job]
             self._note(waiting=-len(job.waiting), aborted=len(job.waiting))
             job.waiting.clear()
 

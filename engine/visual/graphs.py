@@ -14,7 +14,7 @@ _MOST = 16
 log = logging.getLogger(__name__)
 
 
-class _Graph(NamedTuple):
+class _Captured(NamedTuple):
     graph: Any
     inputs: list[torch.Tensor]
     output: Any
@@ -29,7 +29,7 @@ class GraphedForward:
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
-        self._graphs: OrderedDict[object, _Graph | None] = OrderedDict()
+        self._graphs: OrderedDict[object, _Captured | None] = OrderedDict()
         """By shapes: None if they have come once, or cannot be captured."""
         self._failed: set[object] = set()
         self._pool: Any = None
@@ -59,7 +59,7 @@ class GraphedForward:
         graph.graph.replay()
         return tree_map(_copied, graph.output)
 
-    def _capture(self, key: object, arguments: Any, named: Any) -> _Graph | None:
+    def _capture(self, key: object, arguments: Any, named: Any) -> _Captured | None:
         copied = tree_map(_copied, (arguments, named))
         inputs = [value for value in tree_flatten(copied)[0] if isinstance(value, torch.Tensor)]
         graph = torch.cuda.CUDAGraph()
@@ -71,7 +71,7 @@ class GraphedForward:
             log.warning("a denoiser is computed without CUDA graphs: %s", error)
             self._failed.add(key)
             return None
-        return _Graph(graph, inputs, output)
+        return _Captured(graph, inputs, output)
 
 
 def _copied(value: Any) -> Any:

@@ -89,9 +89,9 @@ class VisualRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     frames: int = 0
     """0 for pictures."""
     fps: float = 0.0
-    image: Data = b""
+    image: bytes = b""
     """File of the picture to change; empty for a new one."""
-    mask: Data = b""
+    mask: bytes = b""
     """File of a picture whose transparent, or white, part is to be changed; empty for all."""
     strength: float | None = None
     """How much of the picture is changed, from 0 to 1."""

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
@@ -55,10 +56,11 @@ class DiffusersPipeline:
         auto = "bfloat16" if device.startswith("cuda") else "float32"
         dtype = auto if config.dtype == "auto" else config.dtype
         diffusers.utils.logging.disable_progress_bar()
-        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        transformers.utils.logging.set_verbosity_error()  # it warns of processors that no pipeline here uses
         try:
             self._pipe = diffusers.DiffusionPipeline.from_pretrained(
-                config.model, torch_dtype=getattr(torch, dtype), local_files_only=True, use_safetensors=True
+                config.model, dtype=getattr(torch, dtype), local_files_only=True, use_safetensors=True
             ).to(device)
         except Exception as error:  # of any kind: a folder may lack anything
             raise EngineFailure(f"diffusers cannot load {config.model}: {error}") from error
@@ -128,10 +130,10 @@ class DiffusersPipeline:
         self, asked: VisualRequest, arguments: dict[str, Any], parameters: dict[str, Any]
     ) -> dict[str, Any]:
         size = asked.width, asked.height
-        image = decode(MediaInput(bytes(asked.image)), self._config.max_image_pixels).resize(size)
+        image = decode(MediaInput(asked.image), self._config.max_image_pixels).resize(size)
         changed: dict[str, Any] = {**arguments, "image": image, "width": asked.width, "height": asked.height}
         if asked.mask:
-            changed["mask_image"] = _mask(bytes(asked.mask), self._config.max_image_pixels).resize(size)
+            changed["mask_image"] = _mask(asked.mask, self._config.max_image_pixels).resize(size)
         if asked.strength is not None:
             changed["strength"] = asked.strength
         return {name: value for name, value in changed.items() if name in parameters}
@@ -171,11 +173,14 @@ class DiffusersPipeline:
     @property
     def denoiser(self) -> Any:
         """The network whose steps remove noise."""
-        return getattr(self._pipe, "transformer", None) or self._pipe.unet
+        found = getattr(self._pipe, "transformer", None) or getattr(self._pipe, "unet", None)
+        if found is None:
+            raise EngineFailure(f"{type(self._pipe).__name__} has neither a transformer nor a unet")
+        return found
 
     def _facts(self, device: str, dtype: str) -> VisualInfo:
         config, parameters = self._config, self._parameters
-        scale = int(getattr(self._pipe, "vae_scale_factor", None) or getattr(self._pipe, "vae_scale_factor_spatial", 8))
+        scale = int(getattr(self._pipe, "vae_scale_factor", 0) or getattr(self._pipe, "vae_scale_factor_spatial", 8))
         sizes = self.denoiser.config
         patch = sizes.get("patch_size", 1)
         sample = sizes.get("sample_size")
@@ -183,6 +188,8 @@ class DiffusersPipeline:
         frames = next((name for name in _FRAMES if name in parameters), None)
         fixed = sizes.get("video_length", 0)
         accepts = {"negative_prompt": "negative_prompt", "guidance": "guidance_scale"}
+        if (parameters.get("true_cfg_scale") or math.inf) <= 1:  # of Flux: without it the prompt would be ignored
+            del accepts["negative_prompt"]
         return VisualInfo(
             pipeline=type(self._pipe).__name__,
             backend="diffusers",
@@ -211,7 +218,8 @@ def _counterpart(family: Any, pipe: Any) -> Any:
     """Return the pipeline with the same weights that changes pictures; None if the family has none."""
     try:
         found = family.from_pipe(pipe)
-    except (ValueError, TypeError):
+    except Exception as error:  # ValueError for a family without one, anything for pipelines that nobody has tried
+        log.debug("%s has no counterpart among %s", type(pipe).__name__, family.__name__, exc_info=error)
         return None
     found.set_progress_bar_config(disable=True)
     return found

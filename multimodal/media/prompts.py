@@ -53,11 +53,30 @@ class EncodedPrompts:
     _waiting: int = field(default=0, init=False)
 
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
-        _check_count(refs, self.max_images)
-        budget = _Pixels(self.max_pixels)
-        media = await all_of(self._load(ref, budget) for ref in refs)
+        media = await self.load(refs)
         ids = await tokenise(self._expanded(text, media))
         return Prompt(ids, MediaSpans(self._spans(ids, media)))
+
+    async def load(self, refs: Sequence[MediaRef]) -> list[Keyed]:
+        """Return the files encoded, in order."""
+        _check_count(refs, self.max_images)
+        budget = _Pixels(self.max_pixels)
+        return await all_of(self._load(ref, budget) for ref in refs)
+
+    def placed(self, ids: Sequence[int], media: Sequence[Keyed]) -> Prompt:
+        """Return the prompt of token ids in which a placeholder stands for each of the media. Raises RequestError."""
+        placeholder = self.tokenizer.encode(self.encoder.info.placeholder)
+        places = _places(ids, placeholder)
+        if len(places) != len(media):
+            text = f"The prompt has {len(places)} placeholders of images, for {len(media)} images."
+            raise RequestError(text, "messages", "unsupported_content")
+        found: list[int] = []
+        end = 0
+        for place, (_, encoded) in zip(places, media, strict=True):
+            found += [*ids[end:place], *self.tokenizer.encode(encoded.text)]
+            end = place + len(placeholder)
+        found += ids[end:]
+        return Prompt(found, MediaSpans(self._spans(found, media)))
 
     async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
         return (await self.prompt(text, refs, tokenise, 1)).ids
@@ -174,6 +193,12 @@ class BackendPrompts:
         assert isinstance(encoding, Encoding), "the backend's own"
         return Prompt(ids, encoding)
 
+    async def given(self, text: str, ids: Sequence[int], refs: Sequence[MediaRef]) -> Prompt:
+        """Return the prompt of a chat that was rendered and tokenised elsewhere."""
+        _check_count(refs, self.max_images)
+        budget = _Pixels(self.max_pixels)
+        return Prompt([*ids], MediaFiles(text, tuple(await all_of(self._load(ref, budget) for ref in refs))))
+
     async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
         _check_count(refs, self.max_images)
         return await tokenise(text)
@@ -211,6 +236,16 @@ def _check_count(images: Sequence[MediaRef], most: int) -> None:
     """Raise RequestError if a request has more than `most` images."""
     if len(images) > most:
         raise RequestError(f"The messages may have {most} images at most.", "messages", "too_many_images")
+
+
+def _places(ids: Sequence[int], placeholder: Sequence[int]) -> list[int]:
+    """Return where a placeholder begins in token ids; places do not overlap."""
+    size, places = len(placeholder), list[int]()
+    for place, token_id in enumerate(ids):
+        follows = not places or place >= places[-1] + size
+        if token_id == placeholder[0] and follows and [*ids[place : place + size]] == placeholder:
+            places.append(place)
+    return places
 
 
 async def _fetched(loader: MediaLoader, ref: MediaRef, budget: _Pixels) -> MediaInput | Embeddings:

@@ -1,21 +1,19 @@
 """From Dynamo's requests to the engine's, and from deltas to Dynamo's outputs. Needs no package of Dynamo's."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from engine.types import Delta, EngineInfo, GenerateRequest, Handoff, Logprob, PromptReport, TokenLogprobs
 from multimodal.errors import RequestError
-from multimodal.request import RANGES, Ask, AskedGuide, Limits, Sampling
+from multimodal.request import RANGES, Ask, AskedGuide, Limits, MediaRef, Sampling
+from multimodal.text.prompts import Prompt
 from protocol.dynamo import DynamoGuides, DynamoRequest
 
 _FIELDS = {"max_tokens": "stop_conditions.max_tokens", "prompt": "token_ids"}
-_UNDONE = {
-    "prompt_embeds": "prompts as embeddings",
-    "multi_modal_data": "media in prompts",
-    "encoder_result": "encodings of an encode worker",
-}
+_IMAGES = "image_url"
+"""The type of a content part that is an image, and the key of images in `multi_modal_data`."""
 
 
 def read_request(body: object) -> DynamoRequest:
@@ -24,9 +22,9 @@ def read_request(body: object) -> DynamoRequest:
         request = msgspec.convert(body, DynamoRequest)
     except msgspec.ValidationError as error:
         raise RequestError(f"The request is not one of Dynamo's for token ids: {error}") from None
-    for name, what in _UNDONE.items():
-        if getattr(request, name):
-            raise RequestError(f"This worker does not take {what}.", name, "unsupported_parameter")
+    if request.prompt_embeds:
+        text = "This worker does not take prompts as embeddings."
+        raise RequestError(text, "prompt_embeds", "unsupported_parameter")
     if request.sampling_options.use_beam_search:
         raise RequestError("Beam search is not supported.", "use_beam_search", "unsupported_parameter")
     if request.stop_conditions.max_thinking_tokens is not None:
@@ -35,35 +33,65 @@ def read_request(body: object) -> DynamoRequest:
     return request
 
 
+def image_refs(asked: DynamoRequest) -> list[MediaRef]:
+    """Return the images of a request, in order. Raises RequestError for other media, and images in other forms."""
+    media = asked.multi_modal_data or {}
+    if kinds := [kind for kind, items in media.items() if items and kind != _IMAGES]:
+        text = f"This worker takes images only, not {kinds[0]!r}."
+        raise RequestError(text, "messages", "unsupported_content")
+    urls = [item.get("Url") or item.get("RawUrl") for item in media.get(_IMAGES, ())]
+    details = _details(asked)
+    if len(details) != len(urls):
+        details = [None] * len(urls)
+    refs = []
+    for url, detail in zip(urls, details, strict=True):
+        if not isinstance(url, str):
+            text = "This worker takes images by their URL, not as pixels that the frontend has decoded."
+            raise RequestError(text, "messages", "unsupported_content")
+        refs.append(MediaRef(url, "low" if detail == "low" else "auto", "messages"))
+    return refs
+
+
+def _details(asked: DynamoRequest) -> list[Any]:
+    """Return the field `detail` of each image in the chat as the client sent it."""
+    messages = asked.extra_args.messages if asked.extra_args is not None else None
+    contents = [message.get("content") for message in messages or () if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    images = [part.get(_IMAGES) for part in parts if part.get("type") == _IMAGES]
+    return [image.get("detail") if isinstance(image, dict) else None for image in images]
+
+
 def engine_requests(
     asked: DynamoRequest,
     info: EngineInfo,
     limits: Limits,
     request_id: str,
     *,
+    prompt: Prompt | None = None,
     processors: tuple[str, ...] = (),
     prefill_only: bool = False,
-    handoff: Handoff | None = None,
+    handoffs: Sequence[Handoff] = (),
     trace: Mapping[str, str] | None = None,
 ) -> list[GenerateRequest]:
-    """Return the sequences of a request, one for each choice. Raises RequestError and ContextOverflow."""
-    if not asked.token_ids:
+    """Return the sequences of a request, one for each choice. `prompt` has its media in place, if it has any;
+    `handoffs` are those of its first choices. Raises RequestError and ContextOverflow.
+    """
+    prompt = prompt or Prompt(asked.token_ids)
+    if not prompt.ids:
         raise RequestError("The prompt is empty.", "token_ids")
     ask = _ask(asked, prefill_only)
     if not 1 <= ask.n <= limits.max_n:
         raise RequestError(f"'n' must be from 1 to {limits.max_n}.", "n")
-    if ask.n > 1 and (prefill_only or handoff is not None):
-        text = "'n' must be 1 where prefill and decode are apart: a handoff continues one sequence."
-        raise RequestError(text, "n", "unsupported_parameter")
     routing = asked.routing
     bad_words = _bad_words(asked.sampling_options.bad_words_token_ids or [], info, limits)
     found = []
-    for index, params in enumerate(Sampling(info, None, limits, processors).params(ask, [len(asked.token_ids)])):
+    for index, params in enumerate(Sampling(info, None, limits, processors).params(ask, [len(prompt.ids)])):
         sampling = msgspec.structs.replace(params, bad_words=bad_words) if bad_words else params
         found.append(
             GenerateRequest(
                 request_id=f"{request_id}-{index}",
-                prompt_token_ids=tuple(asked.token_ids),
+                prompt_token_ids=tuple(prompt.ids),
+                media=prompt.media,
                 sampling=sampling,
                 group=request_id if ask.n > 1 else "",
                 group_size=ask.n,
@@ -71,7 +99,7 @@ def engine_requests(
                 cache_salt=(routing.cache_salt or "") if routing else "",
                 dp_rank=_rank(asked, info, prefill_only=prefill_only),
                 prefill_only=prefill_only,
-                handoff=handoff,
+                handoff=handoffs[index] if index < len(handoffs) else None,
                 trace={**trace} if trace else {},
             )
         )
@@ -140,8 +168,8 @@ def _rank(asked: DynamoRequest, info: EngineInfo, *, prefill_only: bool) -> int 
 class GraphOutputs:
     """The outputs of one request; its last one, of several choices, has the usage."""
 
-    def __init__(self, asked: DynamoRequest, choices: int) -> None:
-        self._prompt_tokens = len(asked.token_ids)
+    def __init__(self, asked: DynamoRequest, prompt_tokens: int, choices: int) -> None:
+        self._prompt_tokens = prompt_tokens
         self._logprobs = asked.output_options.logprobs
         self._running = choices
         self._completion_tokens = 0

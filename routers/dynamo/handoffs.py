@@ -9,7 +9,7 @@ import asyncio
 import base64
 import binascii
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -29,20 +29,18 @@ from routers.leased import GRACE_SECONDS
 if TYPE_CHECKING:
     from dynamo.runtime import Context
 
-FIELD = "trellis_handoff"
-"""The field of `disaggregated_params` that holds a handoff, in base64."""
+FIELD = "trellis_handoffs"
+"""The field of `disaggregated_params` that holds the handoffs of a request, one for each choice, in base64."""
 _TICKET_BYTES = 1 << 16
 _CLAIM_SECONDS = 5.0
-"""How long claiming a lease may take: the runtime waits without end for a worker that is gone from discovery."""
+"""Seconds that claiming a lease may take: the runtime would wait forever for a worker that has left discovery."""
 
 log = logging.getLogger(__name__)
 
 
-class Ticket(msgspec.Struct, frozen=True):
-    """Where the lease of a handoff's KV blocks is to be claimed. It is the `lease` of the handoff, in msgpack."""
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the lease of what a worker holds is to be claimed."""
 
-    info: PrefillInfo
-    """Facts that the decode replica must share."""
     endpoint: str
     """namespace.component.endpoint of the calls that are leases."""
     instance: int
@@ -50,26 +48,35 @@ class Ticket(msgspec.Struct, frozen=True):
     """Empty if nothing is held."""
 
 
+class Ticket(Claim, frozen=True, kw_only=True):
+    """Where the lease of a handoff's KV blocks is to be claimed. It is the `lease` of the handoff, in msgpack."""
+
+    info: PrefillInfo
+    """Facts that the decode replica must share."""
+
+
 _tickets = msgspec.msgpack.Decoder(Ticket)
 
 
-def packed(handoff: Handoff, ticket: Ticket, dp_rank: int) -> dict[str, Any]:
-    """Return the `disaggregated_params` of a handoff. The router reads the worker that has computed it in them."""
-    payload = encode(replace(handoff, lease=msgspec.msgpack.encode(ticket)))
+def packed(handoffs: Sequence[tuple[Handoff, Ticket]], dp_rank: int) -> dict[str, Any]:
+    """Return the `disaggregated_params` of a request's handoffs. The router reads the worker that has computed them in
+    these.
+    """
+    payloads = [encode(replace(handoff, lease=msgspec.msgpack.encode(ticket))) for handoff, ticket in handoffs]
     return {
-        FIELD: base64.b64encode(payload).decode(),
-        "worker_id": {"prefill_worker_id": ticket.instance, "prefill_dp_rank": dp_rank},
+        FIELD: [base64.b64encode(payload).decode() for payload in payloads],
+        "worker_id": {"prefill_worker_id": handoffs[0][1].instance, "prefill_dp_rank": dp_rank},
     }
 
 
-def unpacked(params: Mapping[str, Any]) -> Handoff | None:
-    """Return the handoff of `disaggregated_params`; None for those of another kind of worker. Raises RequestError."""
+def unpacked(params: Mapping[str, Any]) -> list[Handoff]:
+    """Return the handoffs of `disaggregated_params`; none for those of another kind of worker. Raises RequestError."""
     found = params.get(FIELD)
     if found is None:
         log.warning("the prefill worker is none of Trellis: computing the prompt here")
-        return None
+        return []
     try:
-        return decode_handoff(base64.b64decode(found, validate=True))
+        return [decode_handoff(base64.b64decode(payload, validate=True)) for payload in found]
     except (binascii.Error, TypeError, ValueError, InvalidRequest) as error:
         raise RequestError(f"The handoff cannot be read: {error}", "prefill_result") from None
 
@@ -136,8 +143,8 @@ async def _end(stream: DeltaStream) -> None:
         log.warning("held KV blocks are lost: %s", error)
 
 
-Call = Callable[[Ticket, "Context"], AsyncIterator[Any]]
-"""Calls the endpoint of a ticket: what it yields, until the call is stopped by its context."""
+Call = Callable[[Claim, "Context"], AsyncIterator[Any]]
+"""Calls the endpoint of a claim: what it yields, until the call is stopped by its context."""
 
 
 class ClaimedLease:
@@ -231,7 +238,7 @@ class DynamoPrefills:
         return lease
 
 
-async def _nothing(_: Ticket, __: "Context") -> AsyncIterator[Any]:
+async def _nothing(_: Claim, __: "Context") -> AsyncIterator[Any]:
     nothing: list[Any] = []
     for each in nothing:
         yield each

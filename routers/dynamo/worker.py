@@ -6,10 +6,12 @@ migrated there.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 from uuid import uuid4
@@ -32,34 +34,41 @@ from engine.admission import AdmissionEngine
 from engine.base import DeltaStream
 from engine.errors import EngineError, EngineFailure, EngineUnavailable, InvalidRequest, QueueFull, QueueTimeout
 from engine.handoff import handoff_of, prefill_info
-from engine.kit.tasks import cancel
+from engine.kit.tasks import all_of, cancel
 from engine.kv_events import KvEvent
 from engine.replicas.publisher.convert import Converter
 from engine.replicas.publisher.messages import AllBlocksCleared, BlockRemoved, BlockStored
-from engine.types import Delta, EngineInfo, GenerateRequest
+from engine.types import Delta, EngineInfo, GenerateRequest, Handoff
+from multimodal.errors import RequestError
+from multimodal.media.prompts import Keyed
 from multimodal.metrics import ChoiceTimer, GenerationMetrics
 from multimodal.request import Limits
+from multimodal.text.prompts import Prompt
 from protocol.dynamo import DynamoRequest
 from routers.dynamo.convert import CANCELLED, GraphOutputs, engine_requests, read_request
-from routers.dynamo.handoffs import Call, DynamoPrefills, HeldBlocks, Ticket, packed, unpacked
+from routers.dynamo.handoffs import Call, Claim, DynamoPrefills, HeldBlocks, Ticket, packed, unpacked
+from routers.dynamo.images import BackendImages, GraphImages, OfferedEmbeddings
 from routers.state import ReplicaState
 
 T = TypeVar("T")
-WorkerRole = Literal["aggregated", "prefill", "decode"]
+WorkerRole = Literal["aggregated", "prefill", "decode", "encode"]
 LEASE = "lease"
-"""Name of the endpoint, beside `generate`, whose calls are leases of KV blocks."""
+"""Name of the endpoint, beside `generate`, whose calls are leases of KV blocks, or give embeddings up."""
 CACHE_SALT = "dynamo-health-check"
 """Cache salt of Dynamo's health checks, so that no other request can reuse their KV blocks."""
 _HEALTH_SECONDS = 0.5
 """Pause between looks at the replica's readiness."""
-_PROBE = "_HEALTH_CHECK"
+_TAKES_ENCODINGS = "encoder_result_handoff"
+"""A worker whose card says so is sent what encode workers have encoded."""
+PROBE = "_HEALTH_CHECK"
 """Dynamo marks its health checks so."""
 _TYPES: Mapping[WorkerRole, tuple[WorkerType, list[list[WorkerType]]]] = {
     "aggregated": (WorkerType.Aggregated, []),
     "prefill": (WorkerType.Prefill, [[WorkerType.Decode]]),
     "decode": (WorkerType.Decode, [[WorkerType.Prefill]]),
+    "encode": (WorkerType.Encode, [[WorkerType.Prefill, WorkerType.Decode], [WorkerType.Aggregated]]),
 }
-"""What a worker is, and which others the graph must have for it."""
+"""The type of a worker with each role, and the types that the graph needs besides it."""
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +87,7 @@ class GraphConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What the model card says besides the engine's facts."""
+    """Facts of the model card that do not come from the engine."""
 
     folder: Path
     name: str
@@ -115,16 +124,21 @@ class DynamoGraph:
     def path(self, name: str) -> str:
         return f"{self.config.namespace}.{self.config.component}.{name}"
 
-    async def call(self, ticket: Ticket, context: Context) -> AsyncIterator[Any]:
-        """Claim the lease of a ticket."""
-        client = self._clients.get(ticket.endpoint)
+    async def call(self, claim: Claim, context: Context) -> AsyncIterator[Any]:
+        """Claim a lease."""
+        client = self._clients.get(claim.endpoint)
         if client is None:
-            client = self._clients[ticket.endpoint] = await self.runtime.endpoint(ticket.endpoint).client()
-        if ticket.instance not in client.instance_ids():
+            client = self._clients[claim.endpoint] = await self.runtime.endpoint(claim.endpoint).client()
+        if claim.instance not in client.instance_ids():
             await client.wait_for_instances()
-        asked = {"lease": ticket.lease}
-        async for item in await client.direct(asked, ticket.instance, annotated=False, context=context):
+        asked = {"lease": claim.lease}
+        async for item in await client.direct(asked, claim.instance, annotated=False, context=context):
             yield item
+
+    async def give_up(self, claim: Claim) -> None:
+        """Say that what is held has been read."""
+        async for _ in self.call(claim, Context()):
+            pass
 
     def prefills(self) -> DynamoPrefills:
         """Return the source of computed prompts of a decode worker."""
@@ -150,7 +164,13 @@ def _parser(asked: str, own: str, known: list[str], what: str) -> str:
     return asked
 
 
-class GraphWorker:
+Served = tuple[Endpoint, Callable[..., AsyncGenerator[Any, None]], dict[str, Any] | None]
+"""An endpoint, its handler, and the request that checks its health."""
+Duty = tuple[str, Coroutine[Any, Any, None]]
+"""What a worker does besides serving, and its name."""
+
+
+class GraphWorker(ABC):
     """One replica in a graph, from `start` to `close`. It is found there while the replica is ready.
 
     When the replica drains, it leaves discovery at once, takes requests for `drain_seconds` more, from frontends that
@@ -158,29 +178,13 @@ class GraphWorker:
     """
 
     def __init__(
-        self,
-        graph: DynamoGraph,
-        role: WorkerRole,
-        engine: AdmissionEngine,
-        replica: ReplicaState,
-        card: Card,
-        *,
-        limits: Limits,
-        processors: tuple[str, ...] = (),
-        metrics: GenerationMetrics | None = None,
-        lease_seconds: float,
-        drain_seconds: float,
+        self, graph: DynamoGraph, role: WorkerRole, replica: ReplicaState, card: Card, drain_seconds: float
     ) -> None:
         self._graph = graph
         self._role = role
-        self._engine = engine
         self._replica = replica
         self._card = card
-        self._limits = limits
-        self._processors = processors
-        self._metrics = metrics
         self._drain_seconds = drain_seconds
-        self._held = HeldBlocks(lease_seconds, self._count)
         self._closed = False
         self._registered = False
         self._served: list[asyncio.Future[Any]] = []
@@ -188,25 +192,18 @@ class GraphWorker:
 
     async def start(self) -> None:
         """Register the model and serve. Raises EngineFailure."""
-        info, graph = self._engine.info, self._graph
-        serve: list[tuple[Endpoint, Callable[..., AsyncGenerator[Any, None]], dict[str, Any] | None]] = [
-            (graph.generate, self._prefill if self._role == "prefill" else self._generate, _probe_of(info))
-        ]
-        if self._role == "prefill":
-            serve.append((graph.endpoint(LEASE), self._lease, None))
+        graph = self._graph
         try:
-            await self._register(info)
-            for endpoint, handler, probe in serve:
+            await self._register()
+            for endpoint, handler, probe in ((graph.generate, self._generate, self._probe()), *self._further()):
                 served = endpoint.serve_endpoint(handler, graceful_shutdown=True, health_check_payload=probe)
                 self._served.append(asyncio.ensure_future(served))
             await asyncio.sleep(0)
         except Exception as error:  # the runtime raises Exception itself
             raise EngineFailure(f"cannot serve in the Dynamo graph: {error}") from error
         self._registered = self._replica.registered = True
-        self._tasks.append(asyncio.create_task(self._follow(), name="dynamo-discovery"))
-        self._tasks.append(asyncio.create_task(self._publish_load(info), name="dynamo-load"))
-        if self._card.kv_events:
-            self._tasks.append(asyncio.create_task(self._publish_events(info), name="dynamo-kv-events"))
+        for name, duty in (("dynamo-discovery", self._follow()), *self._duties()):
+            self._tasks.append(asyncio.create_task(duty, name=name))
         config = graph.config
         log.info(
             "serves %s in the Dynamo graph at %s as %s (%s, %s, %s), instance %d",
@@ -219,12 +216,36 @@ class GraphWorker:
             graph.generate.connection_id(),
         )
 
+    @abstractmethod
+    def _generate(self, body: Any, context: Context) -> AsyncGenerator[Mapping[str, Any], None]:
+        """Serve `generate`."""
+
+    @abstractmethod
+    def _probe(self) -> dict[str, Any]:
+        """Return the request that Dynamo's runtime sends as a health check."""
+
+    @abstractmethod
+    def _facts(self, facts: ModelRuntimeConfig) -> tuple[ModelType, int | None]:
+        """Fill in what the model card says; return what the model serves, and the tokens of a KV block."""
+
+    def _further(self) -> tuple[Served, ...]:
+        """Return the endpoints besides `generate`."""
+        return ()
+
+    def _duties(self) -> tuple[Duty, ...]:
+        """Return what is done besides serving."""
+        return ()
+
+    @abstractmethod
+    async def _release(self) -> None:
+        """Give up what is held for other workers, and what was opened for this one."""
+
     async def close(self) -> None:
         """Leave the graph and end the runtime."""
         self._closed = True
         await cancel(self._tasks)
         await self._leave()
-        self._held.close()
+        await self._release()
         self._graph.runtime.shutdown()
         if self._served:
             await asyncio.wait(self._served, timeout=self._drain_seconds)
@@ -238,116 +259,26 @@ class GraphWorker:
             return "Dynamo's runtime has ended."
         return ""
 
-    @property
-    def _answers_routers(self) -> bool:
-        """Whether routers that have missed events ask this worker for its blocks; those of decode are not asked."""
-        return self._role != "decode"
-
-    async def _register(self, info: EngineInfo) -> None:
-        card = self._card
-        facts = ModelRuntimeConfig()
-        facts.context_length = info.context_length
-        facts.total_kv_blocks = info.num_blocks
-        facts.max_num_seqs = info.max_num_seqs
-        facts.max_num_batched_tokens = info.max_num_tokens
-        facts.data_parallel_size = info.data_parallel_size
-        facts.tool_call_parser = card.tool_parser or None
-        facts.reasoning_parser = card.reasoning_parser or None
-        facts.kv_event_publishing_enabled = card.kv_events
-        facts.enable_local_indexer = card.kv_events and self._answers_routers
+    async def _register(self) -> None:
+        card, facts = self._card, ModelRuntimeConfig()
+        model_type, block_size = self._facts(facts)
         worker_type, needs = _TYPES[self._role]
         await register_model(
             ModelInput.Tokens,
-            ModelType.Prefill if self._role == "prefill" else ModelType.Chat | ModelType.Completions,
+            model_type,
             self._graph.generate,
             str(card.folder),
             card.name,
             worker_type=worker_type,
-            kv_cache_block_size=info.block_size,
+            kv_cache_block_size=block_size,
             runtime_config=facts,
             custom_template_path=None if card.chat_template is None else str(card.chat_template),
             needs=needs,
         )
 
-    async def _generate(self, body: Any, context: Context) -> AsyncGenerator[Mapping[str, Any], None]:
-        """Serve `generate` of an aggregated or decode worker."""
-        with self._counted():
-            asked, probe = self._read(body)
-            handoff = None
-            if asked.prefill_result is not None and self._role == "decode" and not probe:
-                handoff = self._wrong(unpacked, asked.prefill_result.disaggregated_params)
-            requests = self._requests(asked, context, handoff=handoff)
-            outputs, clock = GraphOutputs(asked, len(requests)), _Clock(self._metrics, requests)
-            streams = [self._engine.generate(request) for request in requests]
-            stopped = _closing_with(context, streams)
-            try:
-                async with aclosing(_merged(streams)) as deltas:
-                    async for index, delta in deltas:
-                        clock.note(index, delta)
-                        yield outputs.of(delta, index)
-                if not outputs.ended:
-                    if not stopped.done():
-                        raise EngineFailure("the engine ended the request without a reason")
-                    yield CANCELLED
-            except EngineError as error:
-                clock.fail()
-                raise _translated(error) from None  # Dynamo logs the whole chain
-            finally:
-                clock.stop()
-                stopped.cancel()
-                _close(streams)
-
-    async def _prefill(self, body: Any, context: Context) -> AsyncGenerator[Mapping[str, Any], None]:
-        """Serve `generate` of a prefill worker: one output, with the handoff."""
-        with self._counted():
-            asked, probe = self._read(body)
-            (request,) = self._requests(asked, context, prefill_only=True)
-            stream = self._engine.generate(request)
-            stopped = _closing_with(context, [stream])
-            kept = ""
-            try:
-                delta = await anext(stream, None)
-                if delta is None:
-                    yield CANCELLED
-                    return
-                if delta.held is not None and not probe and not stopped.done():
-                    kept = self._held.keep(stream)
-                output = GraphOutputs(asked, 1).of(delta)
-                info = prefill_info(self._card.name, self._engine.info)
-                ticket = Ticket(info, self._graph.path(LEASE), self._graph.generate.connection_id(), kept)
-                rank = request.dp_rank or 0
-                output["disaggregated_params"] = packed(handoff_of(info.backend, delta), ticket, rank)
-                yield output
-            except EngineError as error:
-                raise _translated(error) from None  # Dynamo logs the whole chain
-            finally:
-                stopped.cancel()
-                if not kept:
-                    stream.close()
-
-    async def _lease(self, body: Any, context: Context) -> AsyncGenerator[Mapping[str, Any], None]:
-        """Serve `lease` of a prefill worker."""
-        lease = body.get("lease") if isinstance(body, dict) else None
-        try:
-            async with aclosing(self._held.claim(str(lease), context)) as items:
-                async for item in items:
-                    yield item
-        except EngineError as error:
-            raise _translated(error) from None  # Dynamo logs the whole chain
-
     def _read(self, body: Any) -> tuple[DynamoRequest, bool]:
         """Return the request, and whether it is a health check."""
-        return self._wrong(read_request, body), isinstance(body, dict) and body.get(_PROBE) is True
-
-    def _requests(self, asked: DynamoRequest, context: Context, **more: Any) -> list[GenerateRequest]:
-        unique = f"{context.id()}-{uuid4().hex[:8]}"  # a request that migrates may come back
-        make = partial(
-            engine_requests,
-            processors=self._processors,
-            trace=_trace(context.trace_headers()),
-            **more,
-        )
-        return self._wrong(make, asked, self._engine.info, self._limits, unique)
+        return self._wrong(read_request, body), isinstance(body, dict) and body.get(PROBE) is True
 
     @staticmethod
     def _wrong(work: Callable[..., T], *arguments: Any) -> T:
@@ -355,7 +286,7 @@ class GraphWorker:
         try:
             return work(*arguments)
         except EngineError as error:
-            raise _translated(error) from None  # Dynamo logs the whole chain
+            raise translated(error) from None  # Dynamo logs the whole chain
 
     def _count(self, more: int) -> None:
         self._replica.running += more
@@ -409,7 +340,188 @@ class GraphWorker:
                 await self._graph.generate.unregister_endpoint_instance()
                 await unregister_model(self._graph.generate)
 
-    async def _publish_load(self, info: EngineInfo) -> None:
+
+class EngineWorker(GraphWorker):
+    """A worker that computes tokens: aggregated, prefill or decode. `images` puts images into prompts, if the model
+    takes any; `offered` holds what a prefill worker has encoded for decode workers.
+    """
+
+    def __init__(
+        self,
+        graph: DynamoGraph,
+        role: WorkerRole,
+        engine: AdmissionEngine,
+        replica: ReplicaState,
+        card: Card,
+        *,
+        limits: Limits,
+        images: GraphImages | BackendImages | None = None,
+        offered: OfferedEmbeddings | None = None,
+        processors: tuple[str, ...] = (),
+        metrics: GenerationMetrics | None = None,
+        lease_seconds: float,
+        drain_seconds: float,
+    ) -> None:
+        super().__init__(graph, role, replica, card, drain_seconds)
+        self._engine = engine
+        self._limits = limits
+        self._images = images
+        self._offered = offered
+        self._processors = processors
+        self._metrics = metrics
+        self._held = HeldBlocks(lease_seconds, self._count)
+
+    async def _release(self) -> None:
+        self._held.close()
+        if self._offered is not None:
+            self._offered.close()
+        if self._images is not None:
+            await self._images.close()
+
+    def _further(self) -> tuple[Served, ...]:
+        return ((self._graph.endpoint(LEASE), self._lease, None),) if self._role == "prefill" else ()
+
+    def _duties(self) -> tuple[Duty, ...]:
+        events: tuple[Duty, ...] = (("dynamo-kv-events", self._publish_events()),) if self._card.kv_events else ()
+        return ("dynamo-load", self._publish_load()), *events
+
+    @property
+    def _answers_routers(self) -> bool:
+        """Whether routers that have missed events ask this worker for its blocks; those of decode are not asked."""
+        return self._role != "decode"
+
+    def _facts(self, facts: ModelRuntimeConfig) -> tuple[ModelType, int | None]:
+        card, info = self._card, self._engine.info
+        facts.context_length = info.context_length
+        facts.total_kv_blocks = info.num_blocks
+        facts.max_num_seqs = info.max_num_seqs
+        facts.max_num_batched_tokens = info.max_num_tokens
+        facts.data_parallel_size = info.data_parallel_size
+        facts.tool_call_parser = card.tool_parser or None
+        facts.reasoning_parser = card.reasoning_parser or None
+        facts.kv_event_publishing_enabled = card.kv_events
+        facts.enable_local_indexer = card.kv_events and self._answers_routers
+        if isinstance(self._images, GraphImages):
+            facts.set_engine_specific(_TAKES_ENCODINGS, "true")
+        chats = ModelType.Chat | ModelType.Completions
+        return ModelType.Prefill if self._role == "prefill" else chats, info.block_size
+
+    def _probe(self) -> dict[str, Any]:
+        return _probe_of(self._engine.info)
+
+    async def _generate(self, body: Any, context: Context) -> AsyncGenerator[Mapping[str, Any], None]:
+        serve = self._prefill if self._role == "prefill" else self._answer
+        async with aclosing(serve(body, context)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _answer(self, body: Any, context: Context) -> AsyncGenerator[Mapping[str, Any], None]:
+        """Serve `generate` of an aggregated or decode worker."""
+        with self._counted():
+            asked, probe = self._read(body)
+            handoffs: list[Handoff] = []
+            if asked.prefill_result is not None and self._role == "decode" and not probe:
+                handoffs = self._wrong(unpacked, asked.prefill_result.disaggregated_params)
+            prompt, _ = await self._prompt(asked)
+            requests = self._requests(asked, context, prompt=prompt, handoffs=handoffs)
+            outputs = GraphOutputs(asked, len(prompt.ids), len(requests))
+            clock = _Clock(self._metrics, requests)
+            streams = [self._engine.generate(request) for request in requests]
+            stopped = _closing_with(context, streams)
+            try:
+                async with aclosing(_merged(streams)) as deltas:
+                    async for index, delta in deltas:
+                        clock.note(index, delta)
+                        yield outputs.of(delta, index)
+                if not outputs.ended:
+                    if not stopped.done():
+                        raise EngineFailure("the engine ended the request without a reason")
+                    yield CANCELLED
+            except EngineError as error:
+                clock.fail()
+                raise translated(error) from None  # Dynamo logs the whole chain
+            finally:
+                clock.stop()
+                stopped.cancel()
+                _close(streams)
+
+    async def _prefill(self, body: Any, context: Context) -> AsyncGenerator[Mapping[str, Any], None]:
+        """Serve `generate` of a prefill worker: one output, with the handoffs of all choices."""
+        with self._counted():
+            asked, probe = self._read(body)
+            prompt, encoded = await self._prompt(asked)
+            requests = self._requests(asked, context, prompt=prompt, prefill_only=True)
+            streams = [self._engine.generate(request) for request in requests]
+            stopped = _closing_with(context, streams)
+            kept: list[str] = []
+            try:
+                deltas = await all_of(_first(stream) for stream in streams)
+                firsts = [delta for delta in deltas if delta is not None]
+                if len(firsts) < len(deltas) or stopped.done():
+                    yield CANCELLED
+                    return
+                output = GraphOutputs(asked, len(prompt.ids), 1).of(firsts[0])
+                offer = await self._offered.offer(encoded) if self._offered is not None and encoded else {}
+                if not probe:
+                    pairs = zip(streams, firsts, strict=True)
+                    kept = [self._held.keep(stream) if first.held else "" for stream, first in pairs]
+                output["disaggregated_params"] = offer | self._handoffs(requests, firsts, kept)
+                yield output
+            except EngineError as error:
+                raise translated(error) from None  # Dynamo logs the whole chain
+            finally:
+                stopped.cancel()
+                _close(stream for stream, lease in zip_longest(streams, kept) if not lease)
+
+    def _handoffs(self, requests: list[GenerateRequest], firsts: list[Delta], kept: list[str]) -> dict[str, Any]:
+        backend = self._engine.info.backend
+        claim = partial(
+            Ticket,
+            info=prefill_info(self._card.name, self._engine.info),
+            endpoint=self._graph.path(LEASE),
+            instance=self._graph.generate.connection_id(),
+        )
+        pairs = [(handoff_of(backend, first), claim(lease=lease or "")) for first, lease in zip_longest(firsts, kept)]
+        return packed(pairs, requests[0].dp_rank or 0)
+
+    async def _lease(self, body: Any, context: Context) -> AsyncGenerator[Mapping[str, Any], None]:
+        """Serve `lease` of a prefill worker."""
+        lease = str(body.get("lease")) if isinstance(body, dict) else ""
+        if self._offered is not None and self._offered.free(lease):
+            yield {"held": False}
+            return
+        try:
+            async with aclosing(self._held.claim(lease, context)) as items:
+                async for item in items:
+                    yield item
+        except EngineError as error:
+            raise translated(error) from None  # Dynamo logs the whole chain
+
+    async def _prompt(self, asked: DynamoRequest) -> tuple[Prompt, list[Keyed]]:
+        """Return the prompt, with its images in place, and those of them that were encoded here."""
+        if not any((asked.multi_modal_data or {}).values()):
+            return Prompt(asked.token_ids), []
+        try:
+            if self._images is None:
+                raise RequestError("This model takes text only; a message has an image.", "messages")
+            async with asyncio.timeout(self._limits.request_timeout_seconds):
+                return await self._images.prompt(asked)
+        except EngineError as error:
+            raise translated(error) from None  # Dynamo logs the whole chain
+        except TimeoutError:
+            raise HttpError(504, "the images were not ready in time") from None
+
+    def _requests(self, asked: DynamoRequest, context: Context, **more: Any) -> list[GenerateRequest]:
+        unique = f"{context.id()}-{uuid4().hex[:8]}"  # a request that migrates may come back
+        make = partial(
+            engine_requests,
+            processors=self._processors,
+            trace=_trace(context.trace_headers()),
+            **more,
+        )
+        return self._wrong(make, asked, self._engine.info, self._limits, unique)
+
+    async def _publish_load(self) -> None:
         publisher = WorkerMetricsPublisher()
         await publisher.create_endpoint(self._graph.generate)
         publisher.publish(0, kv_used_blocks=0)
@@ -419,7 +531,8 @@ class GraphWorker:
             if not stats.ranks:
                 publisher.publish(0, kv_used_blocks=stats.kv_cache_stats.used_num_blocks)
 
-    async def _publish_events(self, info: EngineInfo) -> None:
+    async def _publish_events(self) -> None:
+        info = self._engine.info
         publishers = [
             KvEventPublisher(
                 self._graph.generate,
@@ -489,6 +602,10 @@ class _EventRank:
             self._batch.append({"type": "removed", "block_hashes": gone})
 
 
+async def _first(stream: DeltaStream) -> Delta | None:
+    return await anext(stream, None)
+
+
 async def _merged(streams: list[DeltaStream]) -> AsyncGenerator[tuple[int, Delta], None]:
     """Yield the deltas of all streams as they come, each with its stream's index."""
     if len(streams) == 1:
@@ -515,7 +632,7 @@ def _closing_with(context: Context, streams: list[DeltaStream]) -> "asyncio.Futu
     return stopped
 
 
-def _close(streams: list[DeltaStream]) -> None:
+def _close(streams: Iterable[DeltaStream]) -> None:
     for stream in streams:
         stream.close()
 
@@ -551,7 +668,7 @@ class _Clock:
             timer.stop()
 
 
-def _translated(error: EngineError) -> Exception:
+def translated(error: EngineError) -> Exception:
     """Return Dynamo's error for one of ours. The frontend makes a 400 of InvalidArgument, its answer to overload of a
     503, and migrates that and EngineShutdown to other workers as far as it may.
     """
@@ -572,7 +689,7 @@ def _probe_of(info: EngineInfo) -> dict[str, Any]:
         "stop_conditions": {"max_tokens": 1, "ignore_eos": True},
         "sampling_options": {"temperature": 0.0},
         "routing": {"cache_salt": CACHE_SALT},
-        _PROBE: True,
+        PROBE: True,
     }
 
 

@@ -30,6 +30,9 @@ class Messages:
         self.media: list[MediaRef] = []
         self._turn: dict[str, Any] | None = None
         """The assistant's message that calls and text may still be added to."""
+        self._calls: set[str] = set()
+        self._compacted = False
+        """Whether there were items before these that only their summary tells of."""
 
     def add(self, entries: Iterable[InputEntry]) -> "Messages":
         """Take the next items. Raises RequestError."""
@@ -45,12 +48,16 @@ class Messages:
                     self._call(item, json.dumps({"input": _needed(item.input, f"{param}.input")}), param)
                 case "function_call_output" | "custom_tool_call_output":
                     call = _needed(item.call_id, f"{param}.call_id")
+                    if call not in self._calls and not self._compacted:
+                        said = f"No call before this output has the call_id '{shown(call)}'."
+                        raise RequestError(said, f"{param}.call_id")
                     self._result(call, self._content(item.output, f"{param}.output"))
                 case "compaction":
                     text = unseal(_needed(item.encrypted_content, f"{param}.encrypted_content"))
                     if text is None:
                         raise _sealed_elsewhere(param)
                     self._append({"role": "user", "content": SUMMARY + text})
+                    self._compacted = True
                 case kind if kind not in _IGNORED:
                     said = (
                         "is missing"
@@ -99,6 +106,7 @@ class Messages:
         function = {"name": name, "arguments": _object(arguments, item, param)}
         call = {"id": call_id, "type": "function", "function": function}
         self._assistant(fresh=False).setdefault("tool_calls", []).append(call)
+        self._calls.add(call_id)
 
     @property
     def _said(self) -> bool:

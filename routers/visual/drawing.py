@@ -27,6 +27,7 @@ class VisualLimits:
     visual_max_pixels: int
     visual_max_steps: int
     visual_max_frames: int
+    visual_max_video_pixels: int
     max_image_bytes: int
     max_image_pixels: int
 
@@ -65,6 +66,13 @@ def video_request(body: VideoRequest, info: VisualInfo, limits: VisualLimits, re
     _check_made(info, "video")
     width, height = _size(body, info, limits, None)
     frames, fps = _frames(body, info, limits)
+    if (pixels := frames * width * height) > limits.visual_max_video_pixels:
+        most = limits.visual_max_video_pixels
+        raise RequestError(
+            f"{frames} frames of {width}x{height} have {pixels} pixels; a video may have {most}"
+            " (VISUAL_MAX_VIDEO_PIXELS).",
+            "size" if body.num_frames is None and body.seconds is None else _length_field(body),
+        )
     compression = body.output_compression
     return VisualRequest(
         request_id=request_id,
@@ -149,7 +157,7 @@ def _frames(body: VideoRequest, info: VisualInfo, limits: VisualLimits) -> tuple
         if body.num_frames is None and seconds is not None:
             frames = max(0, round((frames - 1) / info.frames_step)) * info.frames_step + 1
     if frames > limits.visual_max_frames:
-        field = "seconds" if body.num_frames is None else "num_frames"
+        field = _length_field(body)
         raise RequestError(
             f"'{field}' asks for {frames} frames; at most {limits.visual_max_frames} are made (VISUAL_MAX_FRAMES).",
             field,
@@ -157,6 +165,10 @@ def _frames(body: VideoRequest, info: VisualInfo, limits: VisualLimits) -> tuple
     fixed = info.frames_fixed or body.num_frames is not None
     fps = body.fps or (frames / seconds if seconds is not None and fixed else info.fps)
     return frames, min(max(fps, 0.1), 120.0)
+
+
+def _length_field(body: VideoRequest) -> str:
+    return "seconds" if body.num_frames is None else "num_frames"
 
 
 def _seconds(given: float | str | None) -> float | None:

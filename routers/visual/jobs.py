@@ -4,7 +4,7 @@ import asyncio
 import sqlite3
 import time
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal
 from uuid import uuid4
 
 import msgspec
@@ -179,8 +179,7 @@ def _record(db: sqlite3.Connection, owner: str, job: str) -> VideoRecord:
     return _decoded(row)
 
 
-def _decoded(row: tuple[object, ...]) -> VideoRecord:
+def _decoded(row: tuple[Any, ...]) -> VideoRecord:
     number, job, owner, created, state, stage, progress, ended, request, error, file = row
-    known = msgspec.msgpack.decode(request, type=VisualRequest)  # type: ignore[arg-type]
-    fields = number, job, owner, created, state, stage, progress, ended, known, error, file
-    return VideoRecord(*fields)  # type: ignore[arg-type]
+    known = msgspec.msgpack.decode(request, type=VisualRequest)
+    return VideoRecord(number, job, owner, created, state, stage, progress, ended, known, error, file)

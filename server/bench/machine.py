@@ -1,4 +1,4 @@
-"""What figures depend on: the machine, the commit and the versions."""
+"""A description of the machine, the commit and the versions, on which measured figures depend."""
 
 import os
 import platform

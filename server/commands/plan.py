@@ -5,6 +5,7 @@ import sys
 import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from pydantic_settings import SettingsError
@@ -129,7 +130,7 @@ def _kubernetes(args: Namespace, key: str) -> KubernetesReplicas:
         args.api,
         namespace,
         args.kubernetes,
-        token=_text(token),
+        token=partial(_text, token),
         ca=ca if ca.is_file() else None,
         port=args.pod_port,
         key=key,

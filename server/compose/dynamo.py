@@ -8,24 +8,32 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
+from engine.encoder import Encoder
 from engine.errors import EngineFailure
 from engine.kit.tasks import in_thread
+from engine.replicas.encode_answers import EncodeService, open_arena
+from multimodal.media.prompts import BackendPrompts, EncodedPrompts
 from multimodal.request import Limits
+from multimodal.text.prompts import MediaPrompts
 from routers.state import ChatService, PrefillService
 from server.compose.composition import Composition
 from server.compose.config import default_processors
-from server.compose.model import model_folder
+from server.compose.encoders import Encoders, image_prompts
+from server.compose.model import load_text, model_folder
+from server.settings import Settings
 
 if TYPE_CHECKING:
-    from routers.dynamo.worker import DynamoGraph, WorkerRole
+    from routers.dynamo.images import BackendImages, GraphImages, OfferedEmbeddings
+    from routers.dynamo.worker import Card, DynamoGraph, GraphWorker, WorkerRole
 
 
 _ETCD_SECONDS = 120.0
 """Seconds to wait for etcd, which may be starting too."""
 _CONNECT_SECONDS = 2.0
+_COMPONENTS = {"prefill": "prefill", "encode": "encode"}
 _ETCD_PORT = 2379
 
 log = logging.getLogger(__name__)
@@ -40,7 +48,7 @@ async def open_graph(to: Composition) -> DynamoGraph:
     settings = to.settings
     config = GraphConfig(
         namespace=settings.dynamo_namespace,
-        component=settings.dynamo_component or ("prefill" if to.role.prefill_only else "backend"),
+        component=settings.dynamo_component or _COMPONENTS.get(to.role.name, "backend"),
         endpoint=settings.dynamo_endpoint,
         discovery=settings.dynamo_discovery,
         request_plane=settings.dynamo_request_plane,
@@ -53,39 +61,126 @@ async def open_graph(to: Composition) -> DynamoGraph:
 
 async def join(to: Composition, graph: DynamoGraph, folder: Path | None) -> None:
     """Make the service of a replica, which has started, a worker of the graph. Raises EngineFailure."""
-    from routers.dynamo import worker as dynamo  # noqa: PLC0415 - an extra, and most replicas do without
-
-    settings, service = to.settings, to.replica.service
-    assert isinstance(service, ChatService | PrefillService), "the role has been checked"
     if folder is None:
-        folder = await in_thread(lambda: model_folder(settings))
+        folder = await in_thread(lambda: model_folder(to.settings))
     if folder is None:
         raise EngineFailure("DYNAMO needs a model with a folder: its frontend reads the tokenizer there")
+    service = to.replica.service
+    worker = await (
+        _encode_worker(to, graph, folder, service)
+        if isinstance(service, EncodeService)
+        else _engine_worker(to, graph, folder, service)
+    )
+    to.stack.push_async_callback(worker.close)
+    await worker.start()
+    to.health.check("dynamo", worker.failure)
+
+
+async def _engine_worker(to: Composition, graph: DynamoGraph, folder: Path, service: Any) -> GraphWorker:
+    from routers.dynamo import worker as dynamo  # noqa: PLC0415 - an extra, and most replicas do without
+
+    settings = to.settings
+    assert isinstance(service, ChatService | PrefillService), "the role has been checked"
     processor = service.processor if isinstance(service, ChatService) else None
+    if isinstance(service, ChatService):
+        prompts, offered = service.images, None
+    else:
+        encoder = service.encoding.encoder if service.encoding is not None else None
+        prompts = await _prompts(to, folder, encoder, service.engine.info.max_encoded_images)
+        offered = None if service.encoding is None else _offered(to, graph, service.encoding)
     tools, reasoning = ("", "") if processor is None else processor.format.parser_names
-    limits = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Limits)}
-    worker = dynamo.GraphWorker(
+    return dynamo.EngineWorker(
         graph,
         cast("WorkerRole", to.role.name),
         service.engine,
         to.replica,
-        dynamo.Card(
-            folder=folder,
-            name=to.replica.model_name,
-            chat_template=settings.chat_template,
-            tool_parser=dynamo.tool_parser(settings.dynamo_tool_parser, tools),
-            reasoning_parser=dynamo.reasoning_parser(settings.dynamo_reasoning_parser, reasoning),
-            kv_events=settings.dynamo_kv_events,
-        ),
-        limits=Limits(**limits),
+        _card(to, folder, tools, reasoning),
+        limits=_limits(settings),
+        images=_images(to, graph, prompts),
+        offered=offered,
         processors=default_processors(settings),
         metrics=None if processor is None else processor.metrics,
         lease_seconds=settings.lease_seconds,
         drain_seconds=settings.dynamo_drain_seconds,
     )
-    to.stack.push_async_callback(worker.close)
-    await worker.start()
-    to.health.check("dynamo", worker.failure)
+
+
+async def _encode_worker(to: Composition, graph: DynamoGraph, folder: Path, service: EncodeService) -> GraphWorker:
+    from routers.dynamo.encode_worker import EncodeWorker  # noqa: PLC0415 - an extra, and most replicas do without
+    from routers.dynamo.images import GraphImages  # noqa: PLC0415
+
+    settings = to.settings
+    images = _images(to, graph, await _prompts(to, folder, service.encoder))
+    if not isinstance(images, GraphImages):
+        raise EngineFailure(
+            f"an encode worker of a Dynamo graph needs an engine that takes embeddings: {settings.engine}"
+        )
+    return EncodeWorker(
+        graph,
+        service,
+        to.replica,
+        _card(to, folder),
+        images,
+        _offered(to, graph, service),
+        seconds=settings.request_timeout_seconds,
+        drain_seconds=settings.dynamo_drain_seconds,
+    )
+
+
+def _card(to: Composition, folder: Path, tools: str = "", reasoning: str = "") -> Card:
+    from routers.dynamo import worker as dynamo  # noqa: PLC0415 - an extra, and most replicas do without
+
+    settings = to.settings
+    return dynamo.Card(
+        folder=folder,
+        name=to.replica.model_name,
+        chat_template=settings.chat_template,
+        tool_parser=dynamo.tool_parser(settings.dynamo_tool_parser, tools),
+        reasoning_parser=dynamo.reasoning_parser(settings.dynamo_reasoning_parser, reasoning),
+        kv_events=settings.dynamo_kv_events,
+    )
+
+
+def _limits(settings: Settings) -> Limits:
+    return Limits(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(Limits)})
+
+
+async def _prompts(to: Composition, folder: Path, encoder: Encoder | None, max_encoded: int = 0) -> MediaPrompts | None:
+    """Return what puts images into prompts, for a role that gets none but in a graph."""
+    tokenizer, template = await in_thread(lambda: load_text(to.settings, folder))
+    control = None if template is None else template.control
+    if control is None:
+        return None
+    images = image_prompts(to, folder, Encoders(encoder, None), tokenizer, control, max_encoded)
+    if images is not None:
+        to.stack.push_async_callback(images.aclose)
+    return images
+
+
+def _images(to: Composition, graph: DynamoGraph, images: MediaPrompts | None) -> GraphImages | BackendImages | None:
+    from routers.dynamo.images import BackendImages, GraphImages  # noqa: PLC0415 - most replicas do without
+
+    settings = to.settings
+    if isinstance(images, BackendPrompts):
+        return BackendImages(images)
+    if not isinstance(images, EncodedPrompts):
+        return None
+    return GraphImages(
+        images,
+        to.replica.model_name,
+        settings.engine,
+        open_arena(settings.kv_transfer) if to.role.has_engine else None,
+        settings.transfer_timeout_seconds,
+        give_up=None if to.role.prefill_only else graph.give_up,  # decode needs them after prefill
+    )
+
+
+def _offered(to: Composition, graph: DynamoGraph, service: EncodeService) -> OfferedEmbeddings:
+    from routers.dynamo import worker as dynamo  # noqa: PLC0415 - an extra, and most replicas do without
+    from routers.dynamo.images import OfferedEmbeddings  # noqa: PLC0415
+
+    instance = graph.generate.connection_id
+    return OfferedEmbeddings(service.store, to.settings.lease_seconds, service.info, graph.path(dynamo.LEASE), instance)
 
 
 async def wait_for_etcd(addresses: Sequence[str], seconds: float = _ETCD_SECONDS) -> None:

@@ -15,14 +15,12 @@ from engine.errors import EngineFailure
 from engine.kit.tasks import in_thread
 from engine.replicas.encode_answers import EmbeddingStore, EncodeService, open_arena
 from engine.transfer.arena import Arena
-from engine.types import EngineInfo
 from multimodal.errors import RequestError
 from multimodal.media.cache import EmbeddingCache
 from multimodal.media.limits import MediaLimits
 from multimodal.media.loader import MediaLoader
 from multimodal.media.prompts import BackendPrompts, EncodedPrompts
 from multimodal.text.control import ControlTokens, unmarked
-from multimodal.text.prompts import MediaPrompts
 from multimodal.text.tokenizer import Tokenizer
 from server.compose.composition import Composition, Failed, never
 from server.compose.config import engine_config
@@ -76,10 +74,10 @@ def image_prompts(
     encoders: Encoders,
     tokenizer: Tokenizer,
     control: ControlTokens,
-    info: EngineInfo,
-) -> MediaPrompts | None:
+    max_encoded: int = 0,
+) -> BackendPrompts | EncodedPrompts | None:
     """Return what puts images into the prompts of this replica, whose engine and encoders have started. None if the
-    model takes no images.
+    model takes no images. `max_encoded` is the engine's `max_encoded_images`.
     """
     settings, encoder = to.settings, encoders.encoder
     limits = MediaLimits(
@@ -106,7 +104,7 @@ def image_prompts(
             encoder,
             control,
             settings.max_request_pixels,
-            info.max_encoded_images,
+            max_encoded,
         )
     return None
 

@@ -39,7 +39,7 @@ def model_folder(settings: Settings) -> Path | None:
         folder = Path(settings.model).expanduser()
         return folder if folder.is_dir() else None
     if makes_pictures(settings):
-        return resolve_pipeline(settings.model, settings.cache_dir)
+        return resolve_pipeline(settings.model, settings.cache_dir) if role_of(settings).has_model else None
     from engine.checkpoints.store import resolve_model  # noqa: PLC0415 - the fake engine does without
 
     return resolve_model(settings.model, settings.cache_dir, weights=_needs_weights(settings))

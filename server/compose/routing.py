@@ -53,6 +53,7 @@ def _fleet(settings: Settings, observer: RoutingMetrics) -> Fleet:
         _key(settings),
         settings.route_attempts,
         Sessions(_MAX_SESSIONS, settings.session_seconds),
+        Sessions(_MAX_SESSIONS, settings.session_seconds),
     )
 
 

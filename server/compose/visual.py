@@ -77,6 +77,7 @@ def visual_config(settings: Settings, folder: Path | None) -> VisualConfig:
         cuda_graphs=settings.visual_cuda_graphs,
         max_image_pixels=settings.max_image_pixels,
         arguments=json.loads(settings.visual_engine_args or "{}"),
+        hang_seconds=settings.engine_hang_seconds,
         step_seconds=settings.fake_token_delay_ms / 1e3,
     )
 

@@ -49,8 +49,9 @@ class Canary:
         while True:
             await self._idle(idle_seconds)
             if self._up():
-                reason = await self._outcome(timeout_seconds)
+                outcome, reason = await self._outcome(timeout_seconds)
                 if self._up():  # else the engine has died, or fallen asleep, meanwhile
+                    self._observe(outcome)
                     self._note(reason)
 
     async def _idle(self, seconds: float) -> None:
@@ -62,20 +63,17 @@ class Canary:
             if (now := self._activity()) != seen and not self._reason:
                 since, seen = loop.time(), now
 
-    async def _outcome(self, seconds: float) -> str:
-        """Run the probe and return why it failed; empty if it succeeded."""
+    async def _outcome(self, seconds: float) -> tuple[str, str]:
+        """Run the probe; return one of `OUTCOMES`, and why the probe failed."""
         try:
             async with asyncio.timeout(seconds):
                 await self._probe()
         except TimeoutError:
-            self._observe("timeout")
-            return f"A request of its own took longer than {seconds:g} s."
+            return "timeout", f"A request of its own took longer than {seconds:g} s."
         except EngineError as error:
             log.error("the replica's request of its own failed: %s", error)
-            self._observe("failed")
-            return "A request of its own failed."
-        self._observe("ok")
-        return ""
+            return "failed", "A request of its own failed."
+        return "ok", ""
 
     def _note(self, reason: str) -> None:
         if reason != self._reason:

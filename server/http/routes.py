@@ -74,7 +74,7 @@ def _unknown(path: str, request: Request) -> str:
         return "This server does not support OpenAI's stored chat completions."
     if not core:
         entries = " and ".join(known[name] for name in ("docs", "models") if name in known)
-        page = " PAGE=true serves a page to chat here." if path == "/" and "models" in known else ""
+        page = " PAGE=true serves a page to chat here." if path == "/" and "chat/completions" in known else ""
         return f"There is no route {shown(path)}" + (f"; see {entries}." if entries else ".") + page
     meant = known.get(core) or next((known[near] for near in get_close_matches(core, known, 1, _SIMILAR)), None)
     return f"There is no route {shown(path)}" + (f"; did you mean {meant}?" if meant else ".")

@@ -7,7 +7,7 @@ from pathlib import Path
 from engine.checkpoints.store import weight_bytes
 from engine.kit.logs import size_text
 from engine.types import EngineInfo
-from routers.state import ReplicaState, RouterService
+from routers.state import ReplicaState, RouterService, VisualService
 from server import __version__
 from server.roles import role_of
 from server.settings import Settings
@@ -38,6 +38,10 @@ def summary(settings: Settings, replica: ReplicaState) -> str:
 def _capacity(replica: ReplicaState) -> str:
     if isinstance(replica.service, RouterService):
         return f"by {len(replica.service.fleet.replicas)} replicas"
+    if isinstance(replica.service, VisualService):
+        made = replica.service.engine.info
+        kinds = " and ".join(f"{kind}s" for kind in made.makes)
+        return f"{kinds} by {made.pipeline}, {made.dtype} on {made.device}"
     if replica.engine is None:
         return "images alone"
     info = replica.engine.info

@@ -317,8 +317,8 @@ class TrtllmSettings(Section):
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     engine_hang_seconds: float = Field(TrtllmConfig(model="").hang_seconds, ge=0)
-    """Seconds for which the engine may owe tokens without making progress, or its process may not respond, before it is
-    killed and restarted, 10 at least; 0 is without limit.
+    """Seconds for which the engine may owe tokens, or a step of pictures, without making progress, or its process may
+    not respond, before it is killed and restarted, 10 at least; 0 is without limit.
     """
     publish_kv_events: bool = Field(
         False, validation_alias=AliasChoices("publish_kv_events", "publish_events_and_metrics")

@@ -103,7 +103,7 @@ class DynamoSettings(Section):
     dynamo_namespace: str = Field("dynamo", pattern=_NAME, validation_alias=_dyn("dynamo_namespace", "dyn_namespace"))
     """Namespace of the graph; DYN_NAMESPACE is read too, and so are Dynamo's names of the other settings."""
     dynamo_component: str = Field("", pattern=r"^[a-zA-Z0-9_-]*$")
-    """Component of the worker; empty is prefill for the role prefill, and backend for others."""
+    """Component of the worker; empty is prefill or encode for these roles, and backend for others."""
     dynamo_endpoint: str = Field("generate", pattern=_NAME)
     """Name of the worker's endpoint."""
     dynamo_discovery: Literal["etcd", "kubernetes", "file", "mem"] = Field(

@@ -45,6 +45,8 @@ class VisualSettings(Section):
     """Maximum number of denoising steps of a request."""
     visual_max_frames: int = Field(256, ge=1)
     """Maximum number of frames of a video."""
+    visual_max_video_pixels: int = Field(1 << 28, ge=64)
+    """Maximum size of a video in pixels, of all its frames. Making one takes about 16 bytes of memory for each."""
     video_max_jobs: int = Field(64, ge=1)
     """Number of videos, of all keys, that may wait or be made; more are refused with 429."""
     video_timeout_seconds: float = Field(3600.0, gt=0)

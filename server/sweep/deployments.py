@@ -1,10 +1,10 @@
-"""Start what a sweep measures as processes of this machine, wait until it is ready, and stop it."""
+"""Start the deployments of a sweep as processes of this machine, wait until they are ready, and stop them."""
 
 import json
+import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,10 +12,12 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 
+from engine.process.sockets import free_port
 from server.commands.remote import Remote
 from server.settings import read_settings
 from server.settings.environment import child_environment
@@ -30,7 +32,7 @@ _TAIL_CHARACTERS = 400
 
 
 class DeploymentFailed(Exception):
-    """What was to be measured did not start, or has ended."""
+    """The deployment did not start, or has ended."""
 
 
 def flags_of(settings: Mapping[str, Any]) -> list[str]:
@@ -39,17 +41,12 @@ def flags_of(settings: Mapping[str, Any]) -> list[str]:
 
 
 def text_of(value: object) -> str:
-    """Return the value of a setting as a flag or a variable has it."""
+    """Return the value of a setting as the text of a flag or variable."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
         return ",".join(map(text_of, value))
     return json.dumps(value) if isinstance(value, dict) else str(value)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class RunningDeployment:
@@ -80,7 +77,7 @@ class RunningDeployment:
         return [url for name, url in found.items() if not name.startswith(("router", "encode"))] or [self.url]
 
     def reset(self) -> str:
-        """Forget cached prompts on every replica; return why that was not possible, or ""."""
+        """Clear the prefix caches of all replicas; return why that failed, or ""."""
         for url in self.replicas:
             request = urllib.request.Request(
                 f"{url}/reset_prefix_cache", b"", {"Authorization": f"Bearer {self._secret}"}, method="POST"
@@ -90,14 +87,14 @@ class RunningDeployment:
             except HTTPError as error:
                 hint = "; set its INTERNAL_SECRET here, too" if error.code == HTTPStatus.UNAUTHORIZED else ""
                 return f"HTTP {error.code}: {error.read(200).decode(errors='replace')}{hint}"
-            except OSError as error:
+            except (OSError, HTTPException) as error:
                 return str(error)
         return ""
 
     def settings(self) -> dict[str, Any]:
-        """Return what /server_info says of the first replica, without secrets; empty if it has none."""
+        """Return the /server_info of the first replica, which has no secrets; empty if it does not answer."""
         request = urllib.request.Request(f"{self.replicas[0]}/server_info", headers=Remote(self.url, self.key).headers)
-        with suppress(OSError, ValueError), urllib.request.urlopen(request, timeout=30) as response:
+        with suppress(OSError, ValueError, HTTPException), urllib.request.urlopen(request, timeout=30) as response:
             return dict(json.load(response))
         return {}
 
@@ -110,7 +107,7 @@ class RunningDeployment:
         """Raises DeploymentFailed."""
         deadline = time.monotonic() + START_SECONDS
         while True:
-            with suppress(URLError, OSError):
+            with suppress(OSError, HTTPException):
                 urllib.request.urlopen(f"{self.url}/health/ready", timeout=10).close()
                 return
             if not self.alive:
@@ -124,10 +121,12 @@ class RunningDeployment:
             return
         self._process.send_signal(signal.SIGTERM)
         try:
-            self._process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_SECONDS)
+        finally:  # also after a second Ctrl-C
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)  # a launcher would leave its replicas behind
+                self._process.wait()
 
 
 @contextmanager
@@ -162,7 +161,7 @@ def running(
 
 
 def _command(deployment: Deployment) -> list[str]:
-    """Return what starts a deployment, after the interpreter."""
+    """Return the command that starts a deployment, without the interpreter."""
     if deployment.replicas:
         launcher, counts = "routed.py", {"replicas": deployment.replicas}
     elif deployment.decode:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,23 +18,23 @@ from server.sweep.plan import Point, Slo, SweepPlan
 
 AIPERF = "aiperf>=0.13,<0.14"
 _PROMPT_TOLERANCE = 0.1
-"""Fraction by which the mean prompt may miss the length that was asked for."""
+"""Fraction by which the mean length of prompts may differ from the requested one."""
 _WARM_UP_TOKENS = 8
 
 
 class MeasurementFailed(Exception):
-    """There are no figures: the client could not measure."""
+    """The client could not measure."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What clients saw: samples of all requests, and the seconds from the first request to the last token."""
+    """Samples of all requests, and the seconds from the first request to the last token."""
 
     samples: Sequence[Sample]
     seconds: float
 
     def fault(self, point: Point, *, check_prompts: bool) -> str:
-        """Return why the answers are no good, or "". Prompts of aiperf have the lengths of its own tokenizer."""
+        """Return why the answers cannot be used, or "". Prompts of aiperf are not checked: it counts them itself."""
         failed = [sample for sample in self.samples if sample.error]
         if failed:
             return f"{len(failed)} of {len(self.samples)} requests failed: {failed[0].error}"
@@ -159,7 +160,7 @@ class AiperfClient:
             "--warmup-request-count": str(point.concurrency or 4),
             "--isl": str(point.length.prompt),
             "--osl": str(point.length.answer),
-            "--random-seed": str(sum(seed.encode())),
+            "--random-seed": str(zlib.crc32(seed.encode())),
             "--tokenizer": self._tokenizer,
             "--artifact-dir": str(folder),
             "--ui": "none",
@@ -170,8 +171,9 @@ class AiperfClient:
         command += [part for name, value in extra.items() for part in ("--extra-inputs", f"{name}:{json.dumps(value)}")]
         if self._target.api_key:
             command += ["--api-key", self._target.api_key]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
         records = folder / "profile_export.jsonl"
+        records.unlink(missing_ok=True)  # of a measurement that failed
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode or not records.is_file():
             raise MeasurementFailed(f"aiperf ended with exit code {done.returncode}: {_error_of(folder, done.stdout)}")
         return read_records(records)

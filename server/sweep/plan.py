@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_settings import SettingsError
 
 LEAST_REPEATS = 3
-"""Fewer have no confidence interval worth its name."""
+"""Fewer give no useful confidence interval."""
 
 
 class Strict(BaseModel):
@@ -26,14 +26,14 @@ class Deployment(Strict):
 
     name: str = Field(min_length=1, pattern=r"^[\w. :+-]+$")
     url: str = ""
-    """Of a server that runs already; nothing is started."""
+    """URL of a server that runs already; nothing is started."""
     replicas: int = Field(0, ge=0, le=64)
     """Behind a router; 0 starts one replica without a router."""
     prefill: int = Field(0, ge=0, le=64)
     decode: int = Field(0, ge=0, le=64)
     encode: int = Field(0, ge=0, le=64)
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Of every replica: MAX_BATCH_SIZE as max_batch_size."""
+    """Settings of every replica: MAX_BATCH_SIZE is written max_batch_size."""
     gpus: int | None = Field(default=None, ge=1)
     """GPUs of all replicas together. Without it, throughput is divided by the number of replicas."""
 
@@ -49,7 +49,7 @@ class Deployment(Strict):
 
     @property
     def units(self) -> int:
-        """What throughput is divided by: GPUs if they are known, else replicas."""
+        """The number by which throughput is divided: of GPUs if known, else of replicas."""
         return self.gpus or self.replicas or (self.prefill + self.decode + self.encode) or 1
 
 
@@ -122,7 +122,7 @@ class SweepPlan(Strict):
     seed: int = Field(0, ge=0)
     slo: Slo = Slo()
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Of all deployments that are started; each may override them."""
+    """Settings of all deployments that are started; each deployment may override them."""
 
     @field_validator("deployments", mode="after")
     @classmethod
@@ -153,10 +153,14 @@ class SweepPlan(Strict):
     def settings_of(self, deployment: Deployment) -> dict[str, Any]:
         return {**self.settings, **deployment.settings}
 
-    def digest(self, point: Point) -> str:
-        """Identify what a measurement of `point` depends on besides its repetition: another plan measures again."""
+    def digest(self, point: Point, environment: Mapping[str, Any] | None = None) -> str:
+        """Identify what a measurement of `point` depends on besides its repetition: another plan measures again.
+
+        `environment` has settings that started servers find there.
+        """
+        settings = {**(environment or {}), **self.settings_of(point.deployment)}
         parts = [
-            point.deployment.model_dump(), self.settings_of(point.deployment), str(point.length), point.load,
+            point.deployment.model_dump(), settings, str(point.length), point.load,
             self.requests(point), self.client, self.model, self.tokenizer, self.seed, self.timeout,
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]

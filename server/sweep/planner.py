@@ -1,8 +1,8 @@
 """Scale the replicas of a role by metrics: processes of this machine, or Kubernetes' scale subresource.
 
-A policy is arithmetic on what replicas report. It changes nothing within a tolerance, adds replicas at once, and
-removes one at a time after the load has been lower for a while, so that it does not flap. What does not report counts
-against a change in either direction.
+A policy computes the number of replicas from their metrics. It changes nothing within a tolerance, adds replicas at
+once, and removes one at a time after the load has been lower for a while, so that the number does not swing. Replicas
+that report nothing count against a change in either direction.
 """
 
 import contextlib
@@ -19,12 +19,15 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.error import HTTPError
 from urllib.parse import quote
 
-from server.sweep.deployments import free_port
+from engine.process import tree
+from engine.process.sockets import free_port
+from server.sweep.results import write_whole
 
 METRICS = {
     "aggregated": {"trtllm_num_requests_waiting": 4.0, "trtllm_kv_cache_utilization": 0.8},
@@ -32,7 +35,7 @@ METRICS = {
     "prefill": {"trtllm_prefill_tokens_waiting": 16384.0},
     "encode": {"trtllm_encode_requests_waiting": 4.0},
 }
-"""Metrics of each role, and the value of each for a replica that has enough to do."""
+"""Metrics of each role, with the value of each at which a replica has enough work."""
 _BUSY = ("trtllm_num_requests_running", "trtllm_num_requests_waiting")
 _TIMEOUT_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 60.0
@@ -43,7 +46,7 @@ Load = Mapping[str, float]
 
 
 class ScaleError(Exception):
-    """What is scaled does not answer, or refuses."""
+    """Kubernetes, or the folder of local replicas, does not answer or refuses."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class ScalingPolicy:
     """How many replicas a load needs."""
 
     targets: Mapping[str, float]
-    """For each replica, by metric; the one that needs most decides."""
+    """Target of each metric for one replica; the metric that needs most replicas decides."""
     least: int = 1
     most: int = 4
     tolerance: float = 0.1
@@ -59,10 +62,10 @@ class ScalingPolicy:
     up_seconds: float = 15.0
     """Pause after a change before replicas are added: new ones need time to take load."""
     down_seconds: float = 300.0
-    """For so long fewer replicas must have been enough before one is removed."""
+    """Seconds for which fewer replicas must have been enough before one is removed."""
 
     def needed(self, current: int, loads: Sequence[Load]) -> int:
-        """Return the replicas for these loads of those that report, within the bounds, cooldowns aside.
+        """Return how many replicas these loads need, within the bounds and without cooldowns. Some may report no load.
 
         Those that do not report count as idle when there would be more, and as busy when there would be fewer.
         """
@@ -89,7 +92,7 @@ class ScalingPolicy:
 
 @dataclass
 class Decider:
-    """A policy over time."""
+    """Applies a policy over time."""
 
     policy: ScalingPolicy
     _history: deque[tuple[float, int]] = field(default_factory=deque)
@@ -122,7 +125,7 @@ class Scaled(Protocol):
     """Replicas of one role. Methods raise ScaleError."""
 
     def count(self) -> int:
-        """Return the number of replicas that there should be, as far as was said before."""
+        """Return the number of replicas that `scale` was last called with."""
         ...
 
     def loads(self, names: Sequence[str]) -> list[Load]:
@@ -130,16 +133,16 @@ class Scaled(Protocol):
         ...
 
     def scale(self, count: int) -> None:
-        """Say how many replicas there should be."""
+        """Set the number of replicas."""
         ...
 
     def settle(self) -> None:
-        """Do what is due: start, drain, stop."""
+        """Start, drain and stop replicas as needed."""
         ...
 
 
 def plan(scaled: Scaled, decider: Decider, say: Callable[[str], object], now: float) -> None:
-    """Look once, and change the number of replicas if that is due."""
+    """Read the metrics once, and change the number of replicas if needed."""
     scaled.settle()
     current = scaled.count()
     loads = scaled.loads(list(decider.policy.targets))
@@ -157,13 +160,14 @@ def read_metrics(url: str, names: Sequence[str], key: str = "") -> dict[str, flo
     try:
         _get(f"{url}/health/ready", headers)
         text = _get(f"{url}/metrics", headers).decode(errors="replace")
-    except OSError:
+    except (OSError, HTTPException):
         return None
     found: dict[str, float] = {}
     for line in text.splitlines():
         match = _LINE.match(line)
         if match and match[1] in names:
-            found[match[1]] = found.get(match[1], 0.0) + float(match[2])
+            with contextlib.suppress(ValueError):
+                found[match[1]] = found.get(match[1], 0.0) + float(match[2])
     return found
 
 
@@ -176,14 +180,20 @@ def _get(url: str, headers: Mapping[str, str]) -> bytes:
 
 @dataclass
 class LocalReplica:
-    """A process of this machine. `born` is its start in clock ticks, which tells it from a later one with its id."""
+    """A process of this machine; `born` as in `RunningProcess.started`."""
 
     url: str
     pid: int
-    born: str
+    born: int
     draining_since: float | None = None
     stopped: bool = False
     ready: bool = False
+
+    @property
+    def alive(self) -> bool:
+        with contextlib.suppress(ChildProcessError):  # that of another planner
+            os.waitpid(self.pid, os.WNOHANG)
+        return tree.runs(tree.RunningProcess(self.pid, self.born))
 
 
 class LocalReplicas:
@@ -233,7 +243,7 @@ class LocalReplicas:
         self._wanted, self.replicas = self._read()
 
     def close(self) -> None:
-        """Let another planner have the folder. The replicas go on."""
+        """Release the folder for another planner. The replicas keep running."""
         self._lock.close()
 
     def count(self) -> int:
@@ -249,7 +259,7 @@ class LocalReplicas:
 
     def settle(self) -> None:
         for replica in list(self.replicas):
-            if not _alive(replica.pid, replica.born):
+            if not replica.alive:
                 self._lost(replica)
             elif replica.draining_since is not None:
                 self._drain(replica)
@@ -259,23 +269,25 @@ class LocalReplicas:
         serving = self._serving()
         for replica in serving[self._wanted :]:  # the newest
             replica.draining_since = self._clock()
-        if self._clock() >= self._not_before:
-            for _ in range(self._wanted - len(serving)):
-                self.replicas.append(self._start())
-        self._write()
+        try:
+            if self._clock() >= self._not_before:
+                for _ in range(self._wanted - len(serving)):
+                    self.replicas.append(self._start())
+        finally:  # those before one that cannot be started run
+            self._write()
 
     def _serving(self) -> list[LocalReplica]:
         return [replica for replica in self.replicas if replica.draining_since is None]
 
     def _lost(self, replica: LocalReplica) -> None:
-        """Forget a replica that has ended. One that ended by itself delays the next start, each time longer."""
+        """Forget a replica that has ended. If it ended by itself, the next start is delayed, each time longer."""
         self.replicas.remove(replica)
         if not replica.stopped:
             self._failures += 1
             self._not_before = self._clock() + min(_LONGEST_PAUSE_SECONDS, 2.0 ** (self._failures - 1))
 
     def _drain(self, replica: LocalReplica) -> None:
-        """Stop a replica once nobody can choose it any more, and it has finished its requests, or has had the time."""
+        """Stop a replica that routers no longer choose, once it is idle or `drain_seconds` have passed."""
         assert replica.draining_since is not None, "it drains"
         waited = self._clock() - replica.draining_since
         if replica.stopped and waited > 3 * self._drain_seconds:
@@ -300,7 +312,8 @@ class LocalReplicas:
             except OSError as error:
                 raise ScaleError(f"a replica cannot be started: {error}") from error
         process.returncode = 0  # it outlives us: Popen shall not wait for it, nor warn
-        return LocalReplica(f"http://127.0.0.1:{port}", process.pid, _born(process.pid))
+        started = tree.find(process.pid)
+        return LocalReplica(f"http://127.0.0.1:{port}", process.pid, started.started if started else 0)
 
     def _read(self) -> tuple[int, list[LocalReplica]]:
         try:
@@ -313,29 +326,8 @@ class LocalReplicas:
 
     def _write(self) -> None:
         state = {"wanted": self._wanted, "replicas": [asdict(replica) for replica in self.replicas]}
-        _replace(self._state, json.dumps(state, indent=1) + "\n")
-        _replace(self.urls, "".join(f"{replica.url}\n" for replica in self._serving() if replica.ready))
-
-
-def _replace(file: Path, text: str) -> None:
-    new = file.with_name(f".{file.name}.new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(file)
-
-
-def _born(pid: int) -> str:
-    """Return when a process started, in clock ticks since boot; "" if it has ended."""
-    try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if state in "ZX" else rest[18]
-
-
-def _alive(pid: int, born: str) -> bool:
-    with contextlib.suppress(ChildProcessError):  # that of another planner
-        os.waitpid(pid, os.WNOHANG)
-    return bool(born) and _born(pid) == born
+        write_whole(self._state, json.dumps(state, indent=1) + "\n")
+        write_whole(self.urls, "".join(f"{replica.url}\n" for replica in self._serving() if replica.ready))
 
 
 class KubernetesReplicas:
@@ -349,12 +341,14 @@ class KubernetesReplicas:
         namespace: str,
         name: str,
         *,
-        token: str = "",
+        token: Callable[[], str] = str,
         ca: Path | None = None,
         port: int = 8000,
         key: str = "",
     ) -> None:
-        """`name` is RESOURCE/NAME, such as deployments/trellis-decode. Raises ScaleError."""
+        """`name` is RESOURCE/NAME, such as deployments/trellis-decode. `token` is called for each request, since
+        Kubernetes replaces a pod's token within the hour. Raises ScaleError.
+        """
         resource, slash, own = name.partition("/")
         groups = {
             "deployments": "apps/v1", "statefulsets": "apps/v1",
@@ -383,14 +377,16 @@ class KubernetesReplicas:
         self._ask(self._url, {"spec": {"replicas": count}})
 
     def settle(self) -> None:
-        """The cluster does."""
+        """Do nothing: the cluster starts and stops pods."""
 
     def _address(self, pod: Mapping[str, Any]) -> str:
         address = pod["status"]["podIP"]
         return f"http://[{address}]:{self._port}" if ":" in address else f"http://{address}:{self._port}"
 
     def _ask(self, url: str, patch: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {self._token}"} if self._token else {})
+        headers = {"Accept": "application/json"}
+        if token := self._token():
+            headers["Authorization"] = f"Bearer {token}"
         body = None if patch is None else json.dumps(patch).encode()
         if patch is not None:
             headers["Content-Type"] = "application/merge-patch+json"
@@ -401,12 +397,12 @@ class KubernetesReplicas:
         except HTTPError as error:
             said = error.read(300).decode(errors="replace")
             raise ScaleError(f"{url}: HTTP {error.code}: {said}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             raise ScaleError(f"{url}: {error}") from error
 
 
 def _serves(pod: Mapping[str, Any]) -> bool:
-    """Whether a pod is ready and stays."""
+    """Whether a pod is ready and not being deleted."""
     status = pod.get("status", {})
     ready = any(entry["type"] == "Ready" and entry["status"] == "True" for entry in status.get("conditions", ()))
     return ready and bool(status.get("podIP")) and "deletionTimestamp" not in pod.get("metadata", {})

@@ -25,13 +25,13 @@ _T95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
-"""Student's t for 95 % confidence, two-sided, by degrees of freedom; the normal distribution's beyond."""
-_NORMAL95 = 1.960
+"""Student's t for 95 % confidence, two-sided, by degrees of freedom."""
+_NORMAL95 = 1.959964
 _LINES = "measurements.jsonl"
 
 
 class Measured(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One measurement of a point. `digest` identifies everything that the figures depend on but the repetition."""
+    """One measurement of a point. `digest` identifies all else that the figures depend on, except the repetition."""
 
     deployment: str
     length: str
@@ -49,6 +49,8 @@ class Measured(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
     """Why there are no figures."""
     note: str = ""
+    commit: str = ""
+    """Commit of the code that measured."""
 
     @property
     def point(self) -> str:
@@ -82,9 +84,15 @@ def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean with its interval by Student's t."""
     if len(values) < 2:
         return Estimate(values[0], math.inf)
-    freedom = len(values) - 1
-    t = _T95[freedom - 1] if freedom <= len(_T95) else _NORMAL95
-    return Estimate(fmean(values), t * stdev(values) / math.sqrt(len(values)))
+    return Estimate(fmean(values), _t95(len(values) - 1) * stdev(values) / math.sqrt(len(values)))
+
+
+def _t95(freedom: int) -> float:
+    """Return Student's t; beyond the table by its expansion in 1/freedom (Abramowitz and Stegun, 26.7.5)."""
+    if freedom <= len(_T95):
+        return _T95[freedom - 1]
+    z = _NORMAL95
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,8 @@ class PointResult:
     error: str = ""
     note: str = ""
     pareto: bool = False
-    """No other point of this length has more tokens per second both for a user and for a GPU or replica."""
+    """No other point of this length has more tokens per second both for a user and for a GPU (or replica: these are
+    compared among themselves)."""
 
     def asdict(self) -> dict[str, Any]:
         """Return plain data; what is infinite becomes None."""
@@ -121,7 +130,7 @@ class ResultFolder:
         path.mkdir(parents=True, exist_ok=True)
         self.records = list(_read(path / _LINES))
         self.about: dict[str, Any] = {}
-        """What an earlier run has written of itself."""
+        """The `about` of an earlier run: its machine, plan and deployments."""
         with suppress(OSError, ValueError, KeyError):
             self.about = json.loads((path / "sweep.json").read_text(encoding="utf-8"))["about"]
 
@@ -143,10 +152,10 @@ class ResultFolder:
         """Write `sweep.json`, `results.csv` and `index.html`, and return the page's path."""
         content = {"about": dict(about), "points": [result.asdict() for result in results]}
         text = json.dumps(content, indent=1, default=str, allow_nan=False)
-        _replace(self.path / "sweep.json", text + "\n")
-        _replace(self.path / "results.csv", table(results))
+        write_whole(self.path / "sweep.json", text + "\n")
+        write_whole(self.path / "results.csv", table(results))
         page = self.path / "index.html"
-        _replace(page, page_of(content))
+        write_whole(page, page_of(content))
         return page
 
 
@@ -157,7 +166,7 @@ def _ends_a_line(file: Path) -> bool:
 
 
 def _read(file: Path) -> Iterator[Measured]:
-    """Yield the measurements of a file; a line that was cut is none."""
+    """Yield the measurements of a file, without lines that an interruption has cut."""
     for line in file.read_bytes().splitlines() if file.is_file() else ():
         try:
             yield msgspec.json.decode(line, type=Measured)
@@ -165,7 +174,7 @@ def _read(file: Path) -> Iterator[Measured]:
             continue
 
 
-def _replace(file: Path, text: str) -> None:
+def write_whole(file: Path, text: str) -> None:
     """Write a file as a whole or not at all."""
     new = file.with_name(f".{file.name}.new")
     new.write_text(text, encoding="utf-8")
@@ -175,7 +184,7 @@ def _replace(file: Path, text: str) -> None:
 def summarised(records: Iterable[Measured], slo: Slo) -> list[PointResult]:
     """Return a result for each point, in the order of their first measurement, with the Pareto frontier marked.
 
-    Failures count only where nothing succeeded: what failed may have been measured again.
+    The last measurement of a repetition counts, so that what failed may be measured again.
     """
     by_point: dict[str, list[Measured]] = {}
     for record in records:
@@ -183,8 +192,8 @@ def summarised(records: Iterable[Measured], slo: Slo) -> list[PointResult]:
     found = [_summarised(group, slo) for group in by_point.values()]
     frontier = {
         id(result)
-        for length in {r.length for r in found}
-        for result in pareto([r for r in found if r.length == length])
+        for comparable in {(r.length, r.per) for r in found}
+        for result in pareto([r for r in found if (r.length, r.per) == comparable])
     }
     return [replace(result, pareto=id(result) in frontier) for result in found]
 
@@ -197,9 +206,12 @@ def _summarised(group: list[Measured], slo: Slo) -> PointResult:
     of_each = [figures(record.samples, record.seconds, record.units, slo) for record in good]
     estimates = {name: estimate([one[name] for one in of_each]) for name in of_each[0]} if of_each else {}
     error = "; ".join(dict.fromkeys(record.error for record in failed))
+    notes = dict.fromkeys(record.note for record in good if record.note)
+    if len(commits := dict.fromkeys(record.commit for record in good)) > 1:
+        notes[f"measured at several commits: {', '.join(commits)}"] = None
     return PointResult(
         last.deployment, last.length, last.load, last.concurrency, last.rate, last.units, last.per, len(good),
-        estimates, error, "; ".join(dict.fromkeys(record.note for record in good if record.note)),
+        estimates, error, "; ".join(notes),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The loop over deployments, repetitions and loads. A failed point is named, and the rest goes on."""
+"""The loop over deployments, repetitions and loads. A point that fails is reported, and the sweep continues."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -21,9 +21,11 @@ from server.sweep.plan import Deployment, Point, Slo, SweepPlan
 from server.sweep.results import Measured, PointResult, ResultFolder, requests_of, summarised
 
 _MAX_STARTS = 2
-"""Of a deployment that does not start, or ends by itself."""
+"""Starts of one deployment before it is given up: it may fail to start, or end by itself."""
+_OWN_SETTINGS = {"api_keys", "host", "internal_secret", "port"}
+"""Settings of started servers that are chosen here."""
 _PAGE_EVERY = 10
-"""Measurements between two versions of the page."""
+"""Measurements after which the page is written again."""
 
 
 class Sweep:
@@ -40,8 +42,12 @@ class Sweep:
         self.folder = folder
         self._remote_of = remote_of
         self._measured = 0
+        machine = describe_machine()
+        self._commit = str(machine["commit"])
+        settings = read_settings([])
+        self._environment = settings.model_dump(mode="json", include=settings.model_fields_set - _OWN_SETTINGS)
         this_run = {
-            **describe_machine(),
+            **machine,
             "trellis": __version__,
             "gpus": ", ".join(gpu.name for gpu in gpus.parse_gpus(gpus.nvidia_smi())) or "none",
             "client": plan.client,
@@ -56,6 +62,7 @@ class Sweep:
 
     def run(self) -> list[PointResult]:
         """Measure what is missing, and return the results of all points."""
+        self.results()  # an interrupted run is named, too
         for deployment in self.plan.deployments:
             self._run_deployment(deployment)
         return self.results()
@@ -63,7 +70,7 @@ class Sweep:
     def results(self) -> list[PointResult]:
         """Write the files, and return the results of the plan's points."""
         wanted = {
-            (str(point), self.plan.digest(point))
+            (str(point), self._digest(point))
             for deployment in self.plan.deployments
             for point in self.plan.points(deployment)
         }
@@ -72,13 +79,16 @@ class Sweep:
         self.folder.write(results, self._about)
         return results
 
+    def _digest(self, point: Point) -> str:
+        return self.plan.digest(point, {} if point.deployment.url else self._environment)
+
     def _run_deployment(self, deployment: Deployment) -> None:
         points = list(self.plan.points(deployment))
         missing = [
             (point, repeat)
             for repeat in range(self.plan.repeats)  # outermost, so that what drifts meets all points alike
             for point in points
-            if not self.folder.done(self.plan.digest(point), repeat)
+            if not self.folder.done(self._digest(point), repeat)
         ]
         if len(missing) < len(points) * self.plan.repeats:
             _say(f"{deployment.name}: {len(points) * self.plan.repeats - len(missing)} measurements are there")
@@ -105,11 +115,11 @@ class Sweep:
                 self._keep(record)
 
     def _give_up(self, deployment: Deployment, points: Sequence[Point], reason: str) -> None:
-        """Name what is not measured, each point once."""
+        """Record the reason for each point that has not been measured."""
         _say(f"{deployment.name}: given up after {_MAX_STARTS} starts")
         known = {(record.digest, record.repeat) for record in self.folder.records}
         for point in points:
-            if not any((self.plan.digest(point), repeat) in known for repeat in range(self.plan.repeats)):
+            if not any((self._digest(point), repeat) in known for repeat in range(self.plan.repeats)):
                 self.folder.add(self._record(point, 0, error=reason))
 
     def _begin(
@@ -131,7 +141,8 @@ class Sweep:
             )
         )
         client.warm_up(points)
-        self._about["deployments"][deployment.name] = server.settings()
+        if settings := server.settings():
+            self._about["deployments"][deployment.name] = settings
         return server, client
 
     def _tokenizer(self, deployment: Deployment) -> str:
@@ -156,11 +167,12 @@ class Sweep:
             length=str(point.length),
             load=point.load,
             repeat=repeat,
-            digest=self.plan.digest(point),
+            digest=self._digest(point),
             units=point.deployment.units,
             per="GPU" if point.deployment.gpus else "replica",
             concurrency=point.concurrency,
             rate=point.rate,
+            commit=self._commit,
             **found,
         )
 
@@ -178,7 +190,7 @@ def _say(line: str) -> None:
 
 
 def said(record: Measured) -> str:
-    """Return a measurement in a few words."""
+    """Return a one-line summary of a measurement."""
     if record.error:
         return f"FAILED: {record.error}"
     tokens = sum(answer for *_, answer in record.requests)

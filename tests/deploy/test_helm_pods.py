@@ -22,7 +22,7 @@ import psutil
 import zmq
 import zmq.asyncio
 
-from deploy.disaggregated import free_port
+from engine.process.sockets import free_port
 from server.health.canary import tiny_image
 from server.settings import Settings
 from tests.deploy.test_helm import CHART, of_kind, templates

@@ -17,8 +17,9 @@ import httpx
 import psutil
 import pytest
 
-from deploy.disaggregated import MAX_FAILED_STARTS, Group, StartFailed, free_port
+from deploy.disaggregated import MAX_FAILED_STARTS, Group, StartFailed
 from engine.process import supervisor
+from engine.process.sockets import free_port
 from tests.deploy.test_nginx import needs_nginx
 from tests.support.servers import CHAT, ROOT
 from tests.support.waiting import slowness

@@ -18,7 +18,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from deploy.disaggregated import free_port
+from engine.process.sockets import free_port
 from tests.support.servers import ServerThread, serving
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -106,6 +106,20 @@ def test_what_ends_at_once_is_started_again_ever_later(tmp_path: Path) -> None:
     assert pauses == sorted(pauses) and pauses[0] <= 2 and 30 <= pauses[-1] <= 61
 
 
+def test_what_runs_is_known_even_if_the_next_cannot_be_started(tmp_path: Path) -> None:
+    commands = iter((["sleep", "60"], ["/missing"]))
+    with closing(LocalReplicas(tmp_path, "decode", lambda _: next(commands), {}, notice_seconds=0.0)) as replicas:
+        replicas.scale(2)
+        with pytest.raises(ScaleError, match="cannot be started"):
+            replicas.settle()
+    with closing(LocalReplicas(tmp_path, "decode", lambda _: [], {}, notice_seconds=0.0)) as replicas:
+        (left,) = replicas.replicas
+        assert left.alive
+        os.kill(left.pid, signal.SIGKILL)
+        wait_gone(left.pid)
+        assert not left.alive
+
+
 def wait_gone(pid: int) -> None:
     deadline = time.monotonic() + 20 * slowness()
     while Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from engine.process.sockets import free_port
 from engine.trtllm.arguments import problems
-from server.sweep.deployments import free_port
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy/slurm"
 STAND_INS = Path(__file__).with_name("slurm")

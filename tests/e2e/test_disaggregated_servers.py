@@ -21,7 +21,7 @@ import openai
 import psutil
 import pytest
 
-from deploy.disaggregated import free_port
+from engine.process.sockets import free_port
 from tests.support.disaggregated import BEARER, cluster, servers, wait_empty
 from tests.support.servers import CHAT, ROOT, ServerProcess
 from tests.support.waiting import slowness

@@ -1,4 +1,5 @@
-"""Replicas as workers of a Dynamo graph: OpenAI's client, Dynamo's own frontend with its KV router, SmolLM2.
+"""Replicas as workers of a Dynamo graph: OpenAI's client, Dynamo's own frontend with its KV router, SmolLM2, and
+smolvision where prefill and decode are apart.
 
 The graph is found in a folder, asked over TCP and told by ZMQ, so that neither etcd nor NATS is needed. The order of
 the tests matters: the last ones end replicas.
@@ -21,13 +22,14 @@ import openai
 import pytest
 
 from deploy.disaggregated import free_port
+from tests.support.pictures import message, number, shape
 from tests.support.servers import ServerProcess
 from tests.support.waiting import slowness
 
 if importlib.util.find_spec("dynamo") is None or importlib.util.find_spec("dynamo.frontend") is None:
     pytest.skip("ai-dynamo and ai-dynamo-runtime are not installed", allow_module_level=True)
 
-pytestmark = pytest.mark.timeout(300)  # four replicas start on two cores
+pytestmark = pytest.mark.timeout(300)  # five replicas start on two cores
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 LONG = [{"role": "user", "content": "Tell a story. " + "The quick brown fox jumps over the lazy dog. " * 20}]
@@ -38,7 +40,7 @@ CITY = {
     "additionalProperties": False,
 }
 WHOLE, SPLIT = "whole", "split"
-"""Names of the model: as two aggregated replicas serve it, and as one of prefill and one of decode."""
+"""Names of the models: as two aggregated replicas serve it, and as one each of encode, prefill and decode."""
 
 
 class Graph:
@@ -49,11 +51,12 @@ class Graph:
         environment |= {"DYN_SELF_HOST_METADATA": "0", "HF_HUB_OFFLINE": "1"}
         common = ("--engine", "embedded", "--dynamo", "true", "--dynamo-drain-seconds", "1", "--threads", "1")
         common += ("--kv-cache-memory-mb", "100", "--canary-seconds", "0", "--lease-seconds", "20")
-        split = (*common, "--served-model-name", SPLIT, "--disaggregation-mode")
+        split = (*common, "--model", "smolvision", "--served-model-name", SPLIT, "--disaggregation-mode")
         flags = {
             "first": (*common, "--served-model-name", WHOLE),
             "second": (*common, "--served-model-name", WHOLE),
-            "prefill": (*split, "prefill", "--dynamo-namespace", "apart"),
+            "encode": (*split, "encode", "--dynamo-namespace", "apart", "--encode-inline-kb", "0"),
+            "prefill": (*split, "prefill", "--dynamo-namespace", "apart", "--encode-inline-kb", "0"),
             "decode": (*split, "decode", "--dynamo-namespace", "apart"),
         }
         self.replicas = {name: ServerProcess(*each, environment=environment) for name, each in flags.items()}
@@ -118,8 +121,8 @@ def own(graph: Graph, name: str) -> openai.OpenAI:
 @pytest.mark.parametrize("model", [WHOLE, SPLIT])
 def test_answers_are_those_of_our_own_http(graph: Graph, model: str) -> None:
     fields: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 2}
-    with own(graph, "first") as http:
-        expected = http.chat.completions.create(model=WHOLE, messages=QUESTION, **fields)  # type: ignore[call-overload]
+    with own(graph, "first" if model == WHOLE else "decode") as http:
+        expected = http.chat.completions.create(model=model, messages=QUESTION, **fields)  # type: ignore[call-overload]
     answer = graph.ask(model, **fields)
     assert answer.choices[0].message.content == expected.choices[0].message.content
     assert answer.choices[0].finish_reason == expected.choices[0].finish_reason == "stop"
@@ -136,18 +139,48 @@ def test_answers_are_those_of_our_own_http(graph: Graph, model: str) -> None:
 def test_prefill_and_decode_share_the_work(graph: Graph) -> None:
     """The prompt's blocks are computed by one and read by the other, and nothing stays behind."""
     prefill, decode = graph.replicas["prefill"], graph.replicas["decode"]
-    read = decode.metric("trtllm_kv_transfer_success_total")
-    with own(graph, "first") as http:
-        expected = http.chat.completions.create(model=WHOLE, messages=LONG, max_tokens=12, temperature=0)  # type: ignore[arg-type]
-    assert graph.ask(SPLIT, LONG, max_tokens=12).choices[0].message.content == expected.choices[0].message.content
+    read, alone = decode.metric("trtllm_kv_transfer_success_total"), decode.metric("trtllm_prefill_local_total")
+    answer = graph.ask(SPLIT, LONG, max_tokens=12)
     assert decode.metric("trtllm_kv_transfer_success_total") == read + 1
     one = graph.ask(SPLIT, max_tokens=1)
     assert (one.choices[0].message.content, one.choices[0].finish_reason) == ("The", "length")
     assert one.usage.completion_tokens == 1
-    with pytest.raises(openai.BadRequestError, match="one sequence"):
-        graph.ask(SPLIT, n=2, temperature=1)
+    several = graph.ask(SPLIT, LONG, n=3, temperature=1, seed=1)
+    assert [choice.index for choice in several.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in several.choices}) == 3
+    assert decode.metric("trtllm_kv_transfer_success_total") == read + 4
+    assert decode.metric("trtllm_prefill_local_total") == alone
+    with own(graph, "decode") as http:
+        expected = http.chat.completions.create(model=SPLIT, messages=LONG, max_tokens=12, temperature=0)  # type: ignore[arg-type]
+    assert answer.choices[0].message.content == expected.choices[0].message.content
     for replica in (prefill, decode):
         replica.wait_metric("trtllm_num_requests_held", 0)
+        replica.wait_metric("trtllm_kv_cache_used_blocks", 0)
+
+
+def test_images_are_encoded_by_the_worker_for_it(graph: Graph) -> None:
+    """Its embeddings are read by prefill and decode; when it has been killed, prefill encodes for both."""
+    encode, prefill, decode = (graph.replicas[name] for name in ("encode", "prefill", "decode"))
+    colour, digits = "What colour is the star?", "What number is shown?"
+    with own(graph, "decode") as http:
+        chat = [message(colour, shape("blue", "star"))]
+        expected = http.chat.completions.create(model=SPLIT, messages=chat, temperature=0)  # type: ignore[arg-type]
+    encoded = graph.ask(SPLIT, [message(colour, shape("green", "star"))])
+    assert encoded.choices[0].message.content == "The star is green."
+    assert encoded.usage.prompt_tokens == expected.usage.prompt_tokens
+    several = graph.ask(SPLIT, [message(digits, number(42))], n=2, temperature=0.01)
+    assert [choice.message.content for choice in several.choices] == ["The number is 42."] * 2
+    assert (encode.metric("trtllm_encoded_images_total"), prefill.metric("trtllm_encoded_images_total")) == (2, 0)
+    encode.wait_metric("trtllm_embeddings_held", 0)  # decode has given them up
+    with pytest.raises(openai.BadRequestError, match="image"):
+        graph.ask(SPLIT, [message(digits, "data:image/png;base64,AAAA")])
+    encode.process.send_signal(signal.SIGKILL)
+    encode.wait(20)
+    assert graph.ask(SPLIT, [message(digits, number(7))]).choices[0].message.content == "The number is 7."
+    prefill.wait_metric("trtllm_embeddings_held", 0)
+    with pytest.raises(openai.BadRequestError):
+        graph.ask(WHOLE, [message(digits, number(7))])
+    for replica in (prefill, decode):
         replica.wait_metric("trtllm_kv_cache_used_blocks", 0)
 
 

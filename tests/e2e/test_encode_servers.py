@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import psutil
 
-from deploy.disaggregated import free_port
+from engine.process.sockets import free_port
 from tests.support.disaggregated import servers, wait_empty
 from tests.support.media import data_url, png
 from tests.support.servers import ROOT, ServerProcess

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 from PIL import Image
 
 from tests.routers.test_tools import CALL, THINKING, WEATHER
@@ -29,12 +30,13 @@ from playwright.async_api import Browser, Locator, Page, async_playwright, expec
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 if CHROMIUM is None:
     pytest.skip("Chromium is not installed: apt-get install chromium", allow_module_level=True)
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 SECONDS = 30 * slowness()
 WIDE = {"width": 1400, "height": 900}
 PHONE = {"width": 390, "height": 800}
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser() -> AsyncIterator[Browser]:
     expect.set_options(timeout=SECONDS * 1e3)
     async with async_playwright() as playwright:
@@ -118,9 +120,9 @@ class Tab:
         return text
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def opened(browser: Browser) -> AsyncIterator[Any]:
-    """Opens pages, each in a browser of its own. At the end none has failed or asked another server."""
+    """Opens pages that share nothing. At the end none has failed or asked another server."""
     tabs: list[Tab] = []
 
     async def open_tab(url: str, path: str = "/", **options: Any) -> Tab:
@@ -132,6 +134,8 @@ async def opened(browser: Browser) -> AsyncIterator[Any]:
         return tab
 
     yield open_tab
+    for tab in tabs:
+        await tab.page.context.close()
     for tab in tabs:
         assert (tab.faults, tab.elsewhere) == ([], [])
 

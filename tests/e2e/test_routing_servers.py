@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from deploy.disaggregated import free_port
+from engine.process.sockets import free_port
 from server.settings import Settings
 from tests.support.servers import ROOT, ServerProcess
 from tests.support.waiting import slowness

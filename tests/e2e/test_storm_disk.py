@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from deploy.disaggregated import free_port
+from engine.process.sockets import free_port
 from tests.support.servers import ROOT
 from tests.support.storm import SEEDS, TEXT, right
 from tests.support.waiting import slowness

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal.errors import RequestError
@@ -49,6 +49,7 @@ def form(**parts: Any) -> httpx.Request:
     return httpx.Request("POST", "http://test/", **parts)
 
 
+@settings(max_examples=20)
 @given(data=st.binary(max_size=200), name=st.text(max_size=20), text=st.text(max_size=50))
 async def test_any_file_and_text_arrive_as_they_were_sent(data: bytes, name: str, text: str) -> None:
     found = await sent(form(data={"prompt": text}, files={"image": (name or "x", data, "image/png")}))

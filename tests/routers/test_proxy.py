@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.disaggregated import free_port
+from engine.process.sockets import free_port
 from engine.replicas.routing import replica as replica_module
 from routers.state import ReplicaState, RouterService
 from tests.support.disaggregated import replica, stats_with

@@ -417,6 +417,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "function_call", "call_id": "1", "name": "f"}]}, "input.0.arguments"),
     ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "["}]}, "input.0.arguments"),
     ({"input": [{"type": "function_call_output", "output": "1"}]}, "input.0.call_id"),
+    ({"input": [{"type": "function_call_output", "call_id": "1", "output": "1"}]}, "input.0.call_id"),
+    ({"input": [{"type": "custom_tool_call_output", "call_id": "1", "output": "1"}]}, "input.0.call_id"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0.id"),
     ({"tools": [WEATHER, WEATHER]}, "tools.1.name"),
     ({"tools": [{"type": "function"}]}, "tools.0.name"),

@@ -143,8 +143,13 @@ def test_what_is_not_stored_is_known_to_the_connection_alone(server: ServerThrea
 def test_a_failed_continuation_forgets_what_it_continues(server: ServerThread) -> None:
     with opened(server) as client:
         first = answer(client, store=False)
-        assert error(client, previous_response_id=first["id"], temperature=-1)["error"]["param"] == "temperature"
+        output = {"type": "function_call_output", "call_id": "call_of_nobody", "output": "1"}
+        assert error(client, previous_response_id=first["id"], input=[output])["error"]["param"] == "input.0.call_id"
         found = error(client, previous_response_id=first["id"])
+        assert found["error"]["code"] == "previous_response_not_found"
+        second = answer(client, store=False)
+        assert error(client, previous_response_id=second["id"], temperature=-1)["error"]["param"] == "temperature"
+        found = error(client, previous_response_id=second["id"])
         assert found["error"]["code"] == "previous_response_not_found"
         assert answer(client)["status"] == "incomplete"
 

@@ -151,6 +151,16 @@ def test_models_that_are_no_folder(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert levels(list(doctor.check_model(str(folder / "config.json")))) == ["problem"]
 
 
+def test_a_folder_of_diffusers(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    assert [finding.level for finding in doctor.check_pipeline(str(tmp_path), tmp_path)] == ["problem"]
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer/model.safetensors").write_bytes(b"weights")
+    (finding,) = doctor.check_pipeline(str(tmp_path), tmp_path)
+    assert finding.level == "ok"
+    assert "FluxPipeline" in finding.text
+
+
 def test_a_gguf_file_is_read_as_far_as_its_weights(tmp_path: Path) -> None:
     (good,) = doctor.check_model(str(write_gguf(tmp_path / "mine.gguf", "qwen2", kind="Q8_0")))
     assert good.level == "ok" and "qwen2, 0.0 GiB of F32, Q8_0, converted at its first start" in good.text

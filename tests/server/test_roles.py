@@ -46,7 +46,7 @@ def test_a_role_starts_with_what_it_needs_and_not_without(name: str) -> None:
         assert found is not None and missing.upper() in found[0] and f"the role {name} needs it" in found[1]
 
 
-@pytest.mark.parametrize("name", ["aggregated", "prefill", "decode"])
+@pytest.mark.parametrize("name", ["aggregated", "prefill", "decode", "encode"])
 def test_in_a_dynamo_graph_replicas_need_no_addresses(name: str) -> None:
     assert missing_setting(Settings(disaggregation_mode=name, dynamo=True)) is None
 
@@ -55,7 +55,6 @@ def test_in_a_dynamo_graph_replicas_need_no_addresses(name: str) -> None:
     ("given", "setting"),
     [
         ({"disaggregation_mode": "router", "route_urls": "http://replica:8000"}, "DISAGGREGATION_MODE"),
-        ({"disaggregation_mode": "encode", "internal_secret": "s"}, "DISAGGREGATION_MODE"),
         ({"disaggregation_mode": "decode", "prefill_urls": "http://prefill:8000"}, "PREFILL_URLS"),
         ({"api_processes": 2}, "API_PROCESSES"),
     ],

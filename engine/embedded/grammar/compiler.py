@@ -35,8 +35,8 @@ _NAMES = {"json_schema": "JSON schema", "json_object": "JSON object", "regex": "
 _PARAM = "guide"
 _AMPLE_BYTES = 4 << 30
 """Memory of the machine or container from which on xgrammar is loaded before a request needs it ..."""
-_LATER_SECONDS = 10.0
-"""... this long after the start."""
+_LATER_SECONDS = 60.0
+"""... this long after the start, which the first requests need not share with it."""
 # A grammar that compiles may still be slow to follow. Each sequence may spend this much processor time at the start ...
 _PATIENCE_SECONDS = 2.0
 # ... and this much more with every token.
@@ -158,7 +158,6 @@ class GrammarCompiler:
         self._tokenizer = tokenizer_folder.resolve() / "tokenizer.json"
         self._stops = tuple(eos_token_ids)
         self._setups = {name: Setup(name, str(self._tokenizer.parent), vocab_size, self._stops) for name in _LIBRARIES}
-        self._workers = workers
         self._pools = {name: WorkerPool(setup, workers) for name, setup in self._setups.items()}
         self._loading: dict[LibraryName, asyncio.Task[Library]] = {}
         self._timeout = timeout
@@ -171,19 +170,19 @@ class GrammarCompiler:
         self._closed = False
 
     async def warm_up(self) -> None:
-        """Load the libraries and start workers: all of llguidance, of 70 MB each, and one of xgrammar, of 260 MB.
+        """Load the libraries and start a worker of each: one of llguidance takes 70 MB, one of xgrammar 260 MB.
 
-        xgrammar takes seconds of processor time, so it is loaded a while after the start. Where memory is scarce, it is
-        loaded for the first request that needs it, and so is what failed here.
+        xgrammar takes five seconds of processor time, so it is loaded a while after the start. Where memory is scarce,
+        it is loaded for the first request that needs it, and so is what failed here.
         """
         if self._tokenizer.is_file():
-            await self._prepare("llguidance", self._workers)
+            await self._prepare("llguidance")
             if host_memory() >= _AMPLE_BYTES:
                 await asyncio.sleep(_LATER_SECONDS)
-                await self._prepare("xgrammar", 1)
+                await self._prepare("xgrammar")
 
-    async def _prepare(self, name: LibraryName, workers: int) -> None:
-        await asyncio.gather(self._pools[name].start(workers), asyncio.shield(self._load(name)), return_exceptions=True)
+    async def _prepare(self, name: LibraryName) -> None:
+        await asyncio.gather(self._pools[name].start(), asyncio.shield(self._load(name)), return_exceptions=True)
 
     def matcher(self, guide: Guide) -> Matcher:
         """Return a matcher, ready if the guide has been compiled before."""

@@ -55,10 +55,10 @@ class WorkerPool:
         self._restarts: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    async def start(self, most: int) -> None:
-        """Start up to `most` workers that are idle, so that the first guides do not wait for them."""
-        workers = [self._idle.pop() for _ in range(min(most, len(self._idle)))]
-        await asyncio.gather(*map(self._restart, workers), return_exceptions=True)  # all end, if one is cancelled too
+    async def start(self) -> None:
+        """Start a worker, so that the first guide does not wait for it."""
+        if self._idle:
+            await self._restart(self._idle.pop())
 
     async def compile(self, guide: Guide, timeout: float) -> Reply:
         """Return a worker's reply, after waiting for a turn; cancelling kills a compilation under way.

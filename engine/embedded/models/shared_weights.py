@@ -19,14 +19,14 @@ from engine.memory.wire import MemoryServiceError
 log = logging.getLogger(__name__)
 
 _ALIGNMENT = 256
-"""Of tensors, in bytes: what CUDA's own allocator gives, and more than any instruction asks for."""
+"""Bytes to which tensors are aligned: as by CUDA's allocator, and more than any instruction needs."""
 
 
 class SharedWeights:
-    """The share that one engine has in the memory service. A context manager, inside which weights are loaded: what is
-    filled there is shared at its end, unless it ends with an error.
+    """The weights that one engine has in the memory service.
 
-    Where the service is of no use the engine keeps weights of its own. That is logged once, and counted.
+    Load weights inside this context manager: those that are filled there are shared when it ends without an error. If
+    the service cannot be used, the engine has weights of its own, which is logged once and counted.
     """
 
     def __init__(self, config: EmbeddedConfig) -> None:
@@ -36,10 +36,10 @@ class SharedWeights:
         self.bytes = 0
         """Bytes of weights that the service owns."""
         self.failure = ""
-        """Why the service was of no use; empty if it was, or if there is none."""
+        """Why the service could not be used; empty if it could, or if none is configured."""
 
     def pages(self, size: int, device: torch.device, *layout: object) -> Pages | None:
-        """Return memory of a device for weights in a layout; None if it has to be this process's own."""
+        """Return memory on a device for weights in a layout; None if this process has to allocate it."""
         if not self._service:
             return None
         try:

@@ -90,7 +90,11 @@ class Fleet(ReplicaPool[RoutedReplica]):
         headers: Sequence[Header] = (),
         attempts: int = 3,
         sessions: Sessions | None = None,
+        makers: Sessions | None = None,
     ) -> None:
+        """`makers` are the replicas of responses: a table of its own, since there are many, which would push sessions
+        out, while a response that is not in it is found by asking all replicas.
+        """
         super().__init__(addresses, attempts, observer)
         self.index = PrefixIndex()
         self.event_counts: defaultdict[int, EventCounts] = defaultdict(EventCounts)
@@ -98,7 +102,8 @@ class Fleet(ReplicaPool[RoutedReplica]):
         self._sources = sources
         self._policy = policy
         self._headers = headers
-        self._sessions = sessions or Sessions(1 << 16, 3600.0)
+        self._sessions = Sessions(1 << 16, 3600.0) if sessions is None else sessions
+        self._makers = Sessions(1 << 16, 3600.0) if makers is None else makers
         self._numbers: set[int] = set()
         """Numbers of ranks in the index."""
 
@@ -143,7 +148,7 @@ class Fleet(ReplicaPool[RoutedReplica]):
 
     def stored(self, response: str, replica: RoutedReplica) -> None:
         """Note which replica has made a response."""
-        self._sessions.assign(_response(response), replica.url)
+        self._makers.assign(response, replica.url)
 
     def is_away(self, affinity: Affinity) -> bool:
         """Tell whether the replica that has made a response is known, and takes no requests now."""
@@ -152,8 +157,8 @@ class Fleet(ReplicaPool[RoutedReplica]):
 
     def _home(self, affinity: Affinity) -> str | None:
         """Return the URL of the replica that a request is tied to, if it is known."""
-        names = (*map(_response, affinity.responses), *_lasting(affinity))
-        return next((url for name in names if (url := self._sessions.replica(name)) is not None), None)
+        made = map(self._makers.replica, affinity.responses)
+        return next((url for url in (*made, *map(self._sessions.replica, _lasting(affinity))) if url is not None), None)
 
     def blocks(self, replica: RoutedReplica) -> int:
         """Return how many blocks of a replica are known, of all its ranks."""
@@ -201,10 +206,6 @@ class Fleet(ReplicaPool[RoutedReplica]):
             group.create_task(listen(replica.ranks[0]))
             for _ in range(1, await replica.count_ranks()):
                 group.create_task(listen(self._add_rank(replica)))
-
-
-def _response(name: str) -> str:
-    return f"response {name}"
 
 
 def _lasting(affinity: Affinity) -> list[str]:

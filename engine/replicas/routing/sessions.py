@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Affinity:
-    """What ties a request to one replica; the first of these that is known there decides."""
+    """What ties a request to a replica. The first field for which the router knows a replica decides."""
 
     responses: tuple[str, ...] = ()
-    """Ids of the stored responses that it continues or asks for."""
+    """Ids of the stored responses that the request continues or asks for."""
     conversation: str = ""
-    """The conversation that it continues, and whose it is; empty for none."""
+    """The conversation that the request continues, with its owner; empty for none."""
     session: str = ""
-    """The session that its client names; empty for none."""
+    """The session that the client names; empty for none."""
 
 
 class Sessions:
-    """The replica of each session, conversation and response; at most `capacity` of them, forgotten `seconds` after
-    their last request.
+    """The replica of each session and conversation, or of each response; at most `capacity` of them, forgotten
+    `seconds` after their last request.
     """
 
     def __init__(self, capacity: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -30,7 +30,7 @@ class Sessions:
         self._seconds = seconds
         self._clock = clock
         self._replicas: OrderedDict[int, tuple[str, float]] = OrderedDict()
-        """URL and expiry by the hash of the session's name, which may be long."""
+        """URL and expiry by the hash of a name, which may be long."""
 
     def __len__(self) -> int:
         return len(self._replicas)

@@ -17,7 +17,7 @@ TEXT_ARGUMENTS = {
     "deepseek_v4_1_xml": ('<｜DSML｜ parameter name="input" string="true">', "</｜DSML｜ parameter>\n"),
     "kimi_k3_xml": ('<|open|>argument key="input" type="string"<|sep|>', "<|close|>argument<|sep|>"),
 }
-"""What stands around the text `input`, if it is the only argument, by style."""
+"""Texts before and after the argument `input`, by style, for calls that have no other argument."""
 
 _NO_TEXTS: Mapping[str, TextGrammar] = {}
 

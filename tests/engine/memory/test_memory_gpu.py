@@ -1,7 +1,6 @@
 """Shared memory of a real GPU: one copy for several engines, read-only, and a standby engine's KV blocks."""
 
 from asyncio import to_thread
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 MIB = 1 << 20
 
 
-@pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[MemoryService]:
-    service = MemoryService(tmp_path / "memory.sock", grace=0.0)
-    service.start()
-    yield service
-    service.close()
+MEMORY_GRACE_SECONDS = 0.0
 
 
 def used() -> int:
@@ -30,7 +24,7 @@ def used() -> int:
     return int(total - free)
 
 
-async def test_two_mappings_are_one_copy_and_cannot_be_written_to(service: MemoryService) -> None:
+async def test_two_mappings_are_one_copy_and_cannot_be_written_to(memory_service: MemoryService) -> None:
     from engine.embedded.models.shared_weights import bytes_at  # noqa: PLC0415 - loads torch's CUDA
 
     torch.zeros(1, device="cuda")
@@ -39,7 +33,7 @@ async def test_two_mappings_are_one_copy_and_cannot_be_written_to(service: Memor
 
     def pages() -> DevicePages:
         torch.zeros(1, device="cuda")  # makes the device's context this thread's own
-        lease = acquire(service.path, size, "layers", b"files", lambda: b"weights", driver.uuid(0))
+        lease = acquire(memory_service.path, size, "layers", b"files", lambda: b"weights", driver.uuid(0))
         return DevicePages(lease, driver, 0, size)
 
     first = await to_thread(pages)
@@ -74,7 +68,7 @@ def test_captured_graphs_outlive_the_memory_behind_their_addresses() -> None:
     assert int(memory[-1]) == 1 and int(memory[0]) == 0 and used() - before >= size
 
 
-async def test_a_standby_engine_computes_what_the_one_before_did(service: MemoryService, tmp_path: Path) -> None:
+async def test_a_standby_engine_computes_what_the_one_before_did(memory_service: MemoryService, tmp_path: Path) -> None:
     from engine.config import EmbeddedConfig  # noqa: PLC0415
     from engine.embedded.models.cuda.runner import CudaRunner  # noqa: PLC0415
     from tests.engine.embedded.models.cuda.test_cuda_engine import save  # noqa: PLC0415
@@ -87,9 +81,9 @@ async def test_a_standby_engine_computes_what_the_one_before_did(service: Memory
 
     step = step_of([Part(list(range(5, 45)), [3, 7], 0, 40)])
     expected = load().forward(step).clone()
-    first = await to_thread(load, memory_service=str(service.path))
-    standby = await to_thread(load, memory_service=str(service.path), kv_memory_later=True)
-    assert standby.shared_weights is not None and standby.shared_weights.bytes and service.status.granted == 1
+    first = await to_thread(load, memory_service=str(memory_service.path))
+    standby = await to_thread(load, memory_service=str(memory_service.path), kv_memory_later=True)
+    assert standby.shared_weights is not None and standby.shared_weights.bytes and memory_service.status.granted == 1
     standby.take_memory()
     for runner in (first, standby):
         torch.testing.assert_close(runner.forward(step), expected)

@@ -2,11 +2,13 @@
 
 import asyncio
 import ctypes
+import errno
 import mmap
 import os
+import socket
 from asyncio import to_thread
-from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import pytest
@@ -19,14 +21,7 @@ from engine.transfer.shared_memory import MemfdMapping
 from tests.support.waiting import slowness, until
 
 SIZE = 3 << 12
-
-
-@pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[MemoryService]:
-    service = MemoryService(tmp_path / "memory.sock", grace=60.0)
-    service.start()
-    yield service
-    service.close()
+MEMORY_GRACE_SECONDS = 60.0
 
 
 def lease(service: MemoryService, layout: str = "panels", size: int = SIZE, weights: bytes = b"weights") -> MemoryLease:
@@ -54,19 +49,19 @@ def waiting(service: MemoryService) -> int:
     return sum(held.waiting for held in service.status.held)
 
 
-async def test_the_first_engine_fills_and_the_others_map_the_same_pages(service: MemoryService) -> None:
-    first = await to_thread(fill, service)
-    second = await to_thread(pages, service)
+async def test_the_first_engine_fills_and_the_others_map_the_same_pages(memory_service: MemoryService) -> None:
+    first = await to_thread(fill, memory_service)
+    second = await to_thread(pages, memory_service)
     assert second.filled and second.address != first.address
     assert contents(first) == contents(second) == b"panels"
-    found = await to_thread(status, service.path)
+    found = await to_thread(status, memory_service.path)
     assert [(held.size, held.leases, held.ready) for held in found.held] == [(SIZE, 2, True)]
     assert (found.filled, found.granted, found.refused) == (1, 1, 0)
 
 
-async def test_nobody_can_write_to_memory_that_is_shared(service: MemoryService) -> None:
-    await to_thread(fill, service)
-    granted = await to_thread(lease, service)
+async def test_nobody_can_write_to_memory_that_is_shared(memory_service: MemoryService) -> None:
+    await to_thread(fill, memory_service)
+    granted = await to_thread(lease, memory_service)
     with pytest.raises(OSError):
         MemfdMapping(granted.fd, SIZE, mmap.PROT_WRITE)
     with pytest.raises(OSError):
@@ -77,9 +72,9 @@ async def test_nobody_can_write_to_memory_that_is_shared(service: MemoryService)
     os.close(again)
 
 
-async def test_memory_that_its_engine_can_still_write_to_is_not_shared(service: MemoryService) -> None:
+async def test_memory_that_its_engine_can_still_write_to_is_not_shared(memory_service: MemoryService) -> None:
     def commit_while_mapped() -> None:
-        filling = lease(service)
+        filling = lease(memory_service)
         writable = MemfdMapping(filling.fd, SIZE, mmap.PROT_WRITE)
         with pytest.raises(MemoryServiceError, match="still mapped for writing"):
             filling.commit()
@@ -88,15 +83,15 @@ async def test_memory_that_its_engine_can_still_write_to_is_not_shared(service: 
     await to_thread(commit_while_mapped)
 
 
-async def test_other_weights_layouts_and_devices_have_memory_of_their_own(service: MemoryService) -> None:
-    await to_thread(fill, service)
-    others = [await to_thread(lease, service, "blocks"), await to_thread(lease, service, weights=b"x")]
+async def test_other_weights_layouts_and_devices_have_memory_of_their_own(memory_service: MemoryService) -> None:
+    await to_thread(fill, memory_service)
+    others = [await to_thread(lease, memory_service, "blocks"), await to_thread(lease, memory_service, weights=b"x")]
     assert not any(other.filled for other in others)
-    assert len(service.status.held) == 3
+    assert len(memory_service.status.held) == 3
 
 
 async def test_equal_weights_in_other_files_are_shared_and_known_files_are_not_hashed_again(
-    service: MemoryService,
+    memory_service: MemoryService,
 ) -> None:
     hashed: list[bytes] = []
 
@@ -105,7 +100,7 @@ async def test_equal_weights_in_other_files_are_shared_and_known_files_are_not_h
             hashed.append(files)
             return b"weights"
 
-        return acquire(service.path, SIZE, "panels", files, digest)
+        return acquire(memory_service.path, SIZE, "panels", files, digest)
 
     first = await to_thread(lambda: HostPages(ask(b"here"), SIZE))
     await to_thread(first.done)
@@ -114,18 +109,18 @@ async def test_equal_weights_in_other_files_are_shared_and_known_files_are_not_h
     assert hashed == [b"here", b"copied"]
 
 
-async def test_an_engine_that_asks_meanwhile_waits_until_the_memory_is_filled(service: MemoryService) -> None:
-    first = await to_thread(pages, service)
-    second = asyncio.create_task(to_thread(lease, service))
-    await until(lambda: waiting(service) == 1)
+async def test_an_engine_that_asks_meanwhile_waits_until_the_memory_is_filled(memory_service: MemoryService) -> None:
+    first = await to_thread(pages, memory_service)
+    second = asyncio.create_task(to_thread(lease, memory_service))
+    await until(lambda: waiting(memory_service) == 1)
     await to_thread(first.done)
     assert (await second).filled
 
 
-async def test_when_the_filling_engine_dies_the_next_one_fills(service: MemoryService) -> None:
-    first = await to_thread(lease, service)
-    others = [asyncio.create_task(to_thread(lease, service)) for _ in range(2)]
-    await until(lambda: waiting(service) == 2)
+async def test_when_the_filling_engine_dies_the_next_one_fills(memory_service: MemoryService) -> None:
+    first = await to_thread(lease, memory_service)
+    others = [asyncio.create_task(to_thread(lease, memory_service)) for _ in range(2)]
+    await until(lambda: waiting(memory_service) == 2)
     first.close()
     done, pending = await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)
     second = done.pop().result()
@@ -182,14 +177,14 @@ async def test_at_the_limit_unused_memory_makes_room_and_leased_memory_does_not(
     service.close()
 
 
-async def test_requests_that_cannot_be_served_are_refused_with_the_reason(service: MemoryService) -> None:
-    await to_thread(fill, service)
+async def test_requests_that_cannot_be_served_are_refused_with_the_reason(memory_service: MemoryService) -> None:
+    await to_thread(fill, memory_service)
     with pytest.raises(MemoryServiceError, match=f"has {SIZE} bytes, not {2 * SIZE}"):
-        await to_thread(lease, service, "panels", 2 * SIZE)
+        await to_thread(lease, memory_service, "panels", 2 * SIZE)
 
     def refusal(message: bytes) -> str:
         with wire.unix_socket() as connection:
-            connection.connect(str(service.path))
+            connection.connect(str(memory_service.path))
             connection.send(message)
             answer, _ = wire.receive_answer(connection)
             assert isinstance(answer, wire.Refused)
@@ -201,8 +196,8 @@ async def test_requests_that_cannot_be_served_are_refused_with_the_reason(servic
     early = msgspec.msgpack.encode(wire.Commit())
     assert "fills no memory" in await to_thread(refusal, early)
     with pytest.raises(MemoryServiceError, match="CUDA's driver cannot be used"):
-        await to_thread(acquire, service.path, SIZE, "panels", b"files", lambda: b"weights", "GPU-00")
-    assert service.status.refused == 5
+        await to_thread(acquire, memory_service.path, SIZE, "panels", b"files", lambda: b"weights", "GPU-00")
+    assert memory_service.status.refused == 5
 
 
 async def test_a_service_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,10 +211,30 @@ async def test_a_service_that_does_not_answer_is_given_up(tmp_path: Path, monkey
             await to_thread(acquire, tmp_path / "silent", SIZE, "", b"", lambda: b"")
 
 
-async def test_a_second_service_does_not_start_and_a_killed_ones_socket_is_replaced(service: MemoryService) -> None:
+async def test_a_service_without_descriptors_waits_and_goes_on(
+    memory_service: MemoryService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("engine.memory.service._ACCEPT_PAUSE", 0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "accept", _no_descriptor)
+        asked = asyncio.create_task(to_thread(status, memory_service.path))
+        await until(lambda: "no descriptor" in caplog.text)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert caplog.text.count("no descriptor") == 1
+    assert (await asked).granted == 0
+
+
+def _no_descriptor(_: socket.socket) -> NoReturn:
+    raise OSError(errno.EMFILE, "no descriptor")
+
+
+async def test_a_second_service_does_not_start_and_a_killed_ones_socket_is_replaced(
+    memory_service: MemoryService,
+) -> None:
     with pytest.raises(OSError, match="already answers"):
-        MemoryService(service.path).start()
-    dead = service.path.with_name("dead.sock")
+        MemoryService(memory_service.path).start()
+    dead = memory_service.path.with_name("dead.sock")
     with wire.unix_socket() as killed:
         killed.bind(str(dead))
     second = MemoryService(dead)

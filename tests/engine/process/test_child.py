@@ -275,21 +275,13 @@ async def test_the_host_ends_with_a_parent_that_is_killed(tmp_path: Path, host_s
     assert not address.exists()
 
 
-@pytest.fixture
-async def memory(tmp_path: Path) -> AsyncIterator[MemoryService]:
-    service = MemoryService(tmp_path / "memory.sock")
-    service.start()
-    yield service
-    service.close()
-
-
 async def test_a_standby_engine_takes_over_from_killed_ones_with_the_weights_it_has_mapped(
-    tmp_path: Path, memory: MemoryService, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, memory_service: MemoryService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two kills under load: equal answers, one copy of the weights, and no lease or process too many."""
     monkeypatch.setattr("engine.process.child.STANDBY_PAUSE", 0.0)
     folder = make_folder(tmp_path / "model")
-    config = EmbeddedConfig(model=str(folder), memory_service=str(memory.path), num_blocks=64, guide_workers=1)
+    config = EmbeddedConfig(model=str(folder), memory_service=str(memory_service.path), num_blocks=64, guide_workers=1)
     process = EngineProcess(config, standby=True)
     await process.start()
     client = EngineClient(process.address, process.wait_failed)
@@ -297,8 +289,8 @@ async def test_a_standby_engine_takes_over_from_killed_ones_with_the_weights_it_
     answers, pids = [], {process.pid}
     for kill in range(3):
         await until(lambda: process.standby_pid is not None, 60)
-        (held,) = memory.status.held
-        assert (held.leases, memory.status.filled, memory.status.granted) == (2, 1, kill + 1)
+        (held,) = memory_service.status.held
+        assert (held.leases, memory_service.status.filled, memory_service.status.granted) == (2, 1, kill + 1)
         answers.append([token for delta in await collect(client.generate(request_for())) for token in delta.token_ids])
         if kill == 2:
             break
@@ -318,14 +310,14 @@ async def test_a_standby_engine_takes_over_from_killed_ones_with_the_weights_it_
     await client.close()
     await process.close()
     assert last is not None and gone(last)
-    await until(lambda: not memory.status.held[0].leases)
+    await until(lambda: not memory_service.status.held[0].leases)
 
 
-async def test_a_standby_that_dies_is_replaced_and_one_that_still_prepares_may_serve(
+async def test_a_standby_that_dies_is_replaced_and_one_that_hangs_does_not_serve(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("engine.process.child.STANDBY_PAUSE", 0.0)
-    process = EngineProcess(CONFIG, standby=True)
+    process: Any = EngineProcess(CONFIG, standby=True)
     await process.start()
     client = EngineClient(process.address, process.wait_failed)
     await client.start()
@@ -335,13 +327,27 @@ async def test_a_standby_that_dies_is_replaced_and_one_that_still_prepares_may_s
     os.kill(first, signal.SIGKILL)
     await until(lambda: process.standby_pid not in (None, first), 30)
     assert process.pid == serving and client.healthy and process.restarts == 0
-    for _ in range(2):  # the second has no time to prepare
-        await until(lambda: client.healthy, 30)
-        assert process.pid is not None
+    hanging: list[int] = []
+    spawn = process._spawn
+
+    async def spawn_hanging(*, standby: bool = False) -> Any:
+        host = await spawn(standby=standby)
+        if standby:
+            os.kill(host.process.pid, signal.SIGSTOP)
+            hanging.append(host.process.pid)
+        return host
+
+    monkeypatch.setattr(process, "_spawn", spawn_hanging)
+    for _ in range(2):
         os.kill(process.pid, signal.SIGKILL)
         await healthy(client, False, 15)
-    await healthy(client, True, 30)
+        await healthy(client, True, 30)
+        await until(lambda: hanging, 30)
+        assert process.pid not in hanging and process.takeovers == 1
     assert (await collect(client.generate(request_for())))[-1].finish_reason == "length"
+    monkeypatch.setattr("engine.process.child.PREPARE_SECONDS", 0.1)
+    os.kill(hanging[0], signal.SIGKILL)
+    await until(lambda: len(hanging) > 2 and not psutil.pid_exists(hanging[1]), 30)
     await client.close()
     await process.close()
 

@@ -10,8 +10,10 @@ import textwrap
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from msgspec import Raw
@@ -20,11 +22,12 @@ from msgspec.structs import replace
 from engine.config import FakeConfig
 from engine.errors import EngineDied, EngineFailure, EngineNotReady, InvalidRequest
 from engine.fake.engine import FakeEngine
+from engine.kit import logs
 from engine.media import MediaFiles, MediaInput, MediaSpan, MediaSpans
 from engine.process import wire
 from engine.process.client import EngineClient
 from engine.process.engine_service import ENGINE
-from engine.process.host import ServiceHost, bind
+from engine.process.host import ServiceHost, _HostProcess, bind
 from engine.process.sockets import context
 from engine.process.wire import SILENCE_SECONDS
 from engine.stats import IterationStats
@@ -97,6 +100,20 @@ def test_nothing_heavy_is_imported(module: str) -> None:
 async def test_only_the_user_may_connect(fake: FakeEngine, address: str, tmp_path: Path) -> None:
     async with host_at(address, fake):
         assert (tmp_path / "s").stat().st_mode & 0o077 == 0
+
+
+def test_a_standby_that_is_ended_by_force_leaves_the_socket_of_the_host_that_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    socket, left = tmp_path / "service.sock", []
+    socket.touch()
+    monkeypatch.setattr("engine.process.host.STOP_SECONDS", 0.0)
+    monkeypatch.setattr("engine.process.host.leave", left.append)
+    config = msgspec.Raw(msgspec.json.encode(FakeConfig()))
+    options = wire.HostOptions(config, f"ipc://{socket}", logs.current(), standby=True)
+    standby: Any = _HostProcess(ENGINE, options, SimpleNamespace(), b"")
+    standby._exit_by_force()
+    assert left == [1] and socket.exists()
 
 
 async def test_tcp(fake: FakeEngine) -> None:

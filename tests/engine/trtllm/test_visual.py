@@ -19,15 +19,20 @@ ROOT = Path(__file__).resolve().parents[3]
 CONTRACT = json.loads((ROOT / "tests/contract/trtllm_visual.json").read_text(encoding="utf-8"))
 
 
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(versions, "found", lambda: NEWEST)
+@pytest.fixture(scope="module")
+def module() -> Iterator[Any]:
     with stand_in(NEWEST):
         from tensorrt_llm import visual_gen  # type: ignore[attr-defined]  # noqa: PLC0415
 
-        visual_gen.VisualGen.submitted.clear()
         yield visual_gen
-        visual_gen.VisualGen.release.set()
+
+
+@pytest.fixture
+def library(module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(versions, "found", lambda: NEWEST)
+    module.VisualGen.submitted.clear()
+    yield module
+    module.VisualGen.release.set()
 
 
 def pipeline(model: str = "flux", **arguments: Any) -> TrtllmVisualPipeline:

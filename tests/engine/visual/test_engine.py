@@ -2,22 +2,20 @@
 
 import asyncio
 import io
-import os
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from PIL import Image
 
-from engine.errors import EngineDied, EngineFailure, EngineNotReady, InvalidRequest, QueueFull
+from engine.errors import EngineFailure, EngineNotReady, InvalidRequest, QueueFull
 from engine.fake.visual import FakePipeline
-from engine.process.child import ServiceProcess
 from engine.visual.base import Picture, Tick
 from engine.visual.engine import QueuedVisualEngine
-from engine.visual.service import VISUAL, VisualClient
-from engine.visual.types import VisualConfig, VisualDelta, VisualRequest, VisualStats
+from engine.visual.types import VisualConfig, VisualRequest, VisualStats
 from tests.support.waiting import slowness, until
 
 CONFIG = VisualConfig(backend="fake", model="fake", max_batch=4, max_waiting=8)
@@ -250,6 +248,16 @@ async def test_closing_the_engine_ends_all_requests(pipeline: Recording) -> None
         await files(engine, asked())
 
 
+async def test_a_step_that_hangs_makes_the_engine_unhealthy(pipeline: Recording) -> None:
+    pipeline.held = True
+    async with running(pipeline, replace(CONFIG, hang_seconds=0.01)) as engine:
+        reader = asyncio.create_task(files(engine, asked(steps=1)))
+        await stepping(pipeline)
+        await until(lambda: not engine.healthy, 10 * slowness())
+        reader.cancel()
+        pipeline.go.set()
+
+
 async def test_a_model_that_cannot_be_loaded_stops_the_start() -> None:
     class Missing(Recording):
         def load(self) -> Any:
@@ -259,32 +267,3 @@ async def test_a_model_that_cannot_be_loaded_stops_the_start() -> None:
     with pytest.raises(EngineFailure, match="no such folder"):
         await engine.start()
     await engine.close()
-
-
-async def test_in_a_process_of_its_own() -> None:
-    """Files to change go there, news and files come back, closing aborts, and a death is reported."""
-    process = ServiceProcess(VISUAL, VisualConfig(backend="fake", model="fake", step_seconds=0.01))
-    await process.start()
-    client = VisualClient(process.address, process.wait_failed)
-    try:
-        await client.start()
-        assert client.info.makes == ("image", "video")
-        plain, changed = await files(client, asked()), await files(client, asked(image=b"picture", mask=b"mask"))
-        assert plain != changed
-        with pytest.raises(InvalidRequest) as refused:
-            await files(client, asked("refuse"))
-        assert refused.value.param == "prompt"
-        stream = client.generate(asked(steps=10_000))
-        await anext(stream)
-        stream.close()
-        assert await files(client, asked("after"))
-        dying = client.generate(asked(steps=10_000))
-        assert isinstance(await anext(dying), VisualDelta)
-        assert process.pid is not None
-        os.kill(process.pid, 9)
-        with pytest.raises(EngineDied):
-            async for _ in dying:
-                pass
-    finally:
-        await client.close()
-        await process.close()

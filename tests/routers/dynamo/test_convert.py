@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from engine.errors import ContextOverflow, InvalidRequest
-from engine.types import Delta, EngineInfo, GenerateRequest, Guide, Held, Logprob, PromptReport
+from engine.types import Delta, EngineInfo, GenerateRequest, Guide, Handoff, Held, Logprob, PromptReport
 from multimodal.request import Limits
-from routers.dynamo.convert import GraphOutputs, engine_requests, read_request
+from routers.dynamo.convert import GraphOutputs, engine_requests, image_refs, read_request
 
 INFO = EngineInfo(
     backend="fake", model="m", dtype="float32", device="cpu", context_length=64, vocab_size=300, eos_token_ids=(2,),
@@ -128,7 +128,6 @@ def test_prefill_computes_a_token_whatever_decode_may_do() -> None:
         ({"sampling_options": {"guided_decoding": {"regex": "a", "json": {}}}}, "one way"),
         ({"sampling_options": {"guided_decoding": {"grammar": "root ::= a"}}}, "cannot constrain"),
         ({"output_options": {"logprobs": 99}}, "logprobs"),
-        ({"multi_modal_data": {"image_url": [{"Url": "https://example.com/a.png"}]}}, "media"),
         ({"prompt_embeds": "AAAA"}, "embeddings"),
     ],
 )
@@ -142,14 +141,45 @@ def test_too_long_a_prompt_is_the_requests_fault() -> None:
         converted(token_ids=[5] * 60)
 
 
-def test_prefill_and_decode_continue_one_sequence() -> None:
-    with pytest.raises(InvalidRequest, match="one sequence"):
-        converted(prefill_only=True, sampling_options={"n": 2})
+def test_each_choice_has_a_handoff_of_its_own() -> None:
+    first, second = converted(prefill_only=True, sampling_options={"n": 2})
+    assert first.request_id != second.request_id and first.prefill_only and second.prefill_only
+    handoffs = [Handoff(version=1, backend="fake", first=Delta((token,)), state=b"") for token in (8, 9)]
+    asked = read_request(body(sampling_options={"n": 3}))
+    found = engine_requests(asked, INFO, Limits(), "r", handoffs=handoffs)
+    assert [request.handoff for request in found] == [*handoffs, None], "the last one is computed by decode"
+
+
+def test_images_are_named_by_their_urls() -> None:
+    images = {"image_url": [{"Url": "https://a.test/1.png"}, {"RawUrl": "data:image/png;base64,AA=="}]}
+    parts = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "", "detail": "low"}}]
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": [*parts, {"type": "image_url"}]}]
+    refs = image_refs(read_request(body(multi_modal_data=images, extra_args={"messages": chat})))
+    assert [(ref.url, ref.detail) for ref in refs] == [
+        ("https://a.test/1.png", "low"),
+        ("data:image/png;base64,AA==", "auto"),
+    ]
+    unknown = image_refs(read_request(body(multi_modal_data=images)))
+    assert [ref.detail for ref in unknown] == ["auto", "auto"]
+    assert image_refs(read_request(body(multi_modal_data={"video_url": []}))) == []
+
+
+@pytest.mark.parametrize(
+    ("media", "words"),
+    [
+        ({"video_url": [{"Url": "https://a.test/1.mp4"}]}, "video_url"),
+        ({"image_url": [{"Decoded": {"shape": [1, 2, 3]}}]}, "by their URL"),
+        ({"image_url": [{"Url": 5}]}, "by their URL"),
+    ],
+)
+def test_other_media_are_refused(media: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        image_refs(read_request(body(multi_modal_data=media)))
 
 
 def test_outputs_end_with_the_usage() -> None:
     asked = read_request(body())
-    outputs = GraphOutputs(asked, 2)
+    outputs = GraphOutputs(asked, 3, 2)
     assert outputs.of(Delta((8,), prompt=PromptReport(cached_tokens=2)), 0) == {"token_ids": [8], "index": 0}
     assert outputs.of(Delta((9,), finish_reason="stop", stop_reason=9), 1) == {
         "token_ids": [9], "index": 1, "finish_reason": "stop", "stop_reason": 9,
@@ -168,7 +198,7 @@ def test_outputs_end_with_the_usage() -> None:
 
 
 def test_a_held_prompt_is_the_end_of_prefill() -> None:
-    output = GraphOutputs(read_request(body()), 1).of(Delta((8,), held=Held(b"here")))
+    output = GraphOutputs(read_request(body()), 3, 1).of(Delta((8,), held=Held(b"here")))
     assert output["finish_reason"] == "length" and output["completion_usage"]["completion_tokens"] == 1
 
 
@@ -176,10 +206,10 @@ def test_log_probabilities_have_an_entry_for_each_token() -> None:
     position = (Logprob(8, -0.5, 1), Logprob(8, -0.5, 1), Logprob(9, -1.5, 2))
     report = PromptReport(logprobs=(None, (Logprob(6, -2.0, 4),)))
     delta = Delta((8, 8), logprobs=(position, position), prompt=report, finish_reason="stop")
-    output = GraphOutputs(read_request(body(output_options={"logprobs": 2, "prompt_logprobs": 0})), 1).of(delta)
+    output = GraphOutputs(read_request(body(output_options={"logprobs": 2, "prompt_logprobs": 0})), 3, 1).of(delta)
     assert output["log_probs"] == [-0.5, -0.5]
     best = {"rank": 1, "token_id": 8, "token": None, "logprob": -0.5}
     assert output["top_logprobs"] == [[best, {"rank": 2, "token_id": 9, "token": None, "logprob": -1.5}]] * 2
     assert output["engine_data"] == {"prompt_logprobs": [None, {"6": {"logprob": -2.0, "rank": 4}}]}
-    chosen = GraphOutputs(read_request(body(output_options={"logprobs": 0})), 1).of(delta)
+    chosen = GraphOutputs(read_request(body(output_options={"logprobs": 0})), 3, 1).of(delta)
     assert chosen["log_probs"] == [-0.5, -0.5] and "top_logprobs" not in chosen

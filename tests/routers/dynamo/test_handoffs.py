@@ -13,7 +13,7 @@ from engine.errors import EngineUnavailable, InvalidRequest
 from engine.fake.engine import FakeEngine
 from engine.handoff import handoff_of, prefill_info
 from engine.replicas.prefill_engine import DisaggregatedEngine
-from engine.types import Delta, GenerateRequest, Handoff
+from engine.types import Delta, GenerateRequest
 from routers.dynamo import handoffs
 from routers.dynamo.handoffs import FIELD, DynamoPrefills, HeldBlocks, Ticket, packed, unpacked
 from tests.support.disaggregated import Seen, aggregated, all_of, request, tokens_of
@@ -74,11 +74,11 @@ class Pair:
         delta = await anext(stream)
         kept = self.held.keep(stream) if delta.held is not None else ""
         info = self.prefill.info
-        ticket = Ticket(prefill_info("m", info), "ns.prefill.lease", 42, kept)
-        return packed(handoff_of(info.backend, delta), ticket, 0)
+        ticket = Ticket(info=prefill_info("m", info), endpoint="ns.prefill.lease", instance=42, lease=kept)
+        return packed([(handoff_of(info.backend, delta), ticket)], 0)
 
     async def go_on(self, wanted: GenerateRequest, params: dict[str, Any]) -> list[Delta]:
-        return await all_of(self.decode, replace(wanted, handoff=unpacked(params)))
+        return await all_of(self.decode, replace(wanted, handoff=unpacked(params)[0]))
 
 
 @asynccontextmanager
@@ -147,8 +147,7 @@ async def test_blocks_that_nobody_claims_are_freed() -> None:
 async def test_a_lease_is_claimed_once() -> None:
     async with pair() as workers:
         params = await workers.hand_over(request())
-        handoff = unpacked(params)
-        assert handoff is not None
+        assert len(unpacked(params)) == 1
         context = StandInContext()
         lease = next(iter(workers.held._unclaimed))
         claim = workers.held.claim(lease, context)  # type: ignore[arg-type]
@@ -170,18 +169,18 @@ async def test_a_worker_that_differs_is_not_believed() -> None:
     async with pair() as workers:
         params = await workers.hand_over(request())
         source = workers.decode.pool
-        handoff: Handoff | None = unpacked(params)
+        (handoff,) = unpacked(params)
         mine = replace(workers.decode.common, block_size=99)
         with pytest.raises(EngineUnavailable, match="block_size"):
             await source.prefill(replace(request(), handoff=handoff), mine)
         workers.held.close()
 
 
-@pytest.mark.parametrize("value", ["%%%", "AAAA", 5])
+@pytest.mark.parametrize("value", ["%%%", ["%%%"], ["AAAA"], [5], 5])
 def test_what_is_no_handoff_is_refused(value: object) -> None:
     with pytest.raises(InvalidRequest, match="handoff"):
         unpacked({FIELD: value})
 
 
 def test_the_params_of_other_engines_have_no_handoff() -> None:
-    assert unpacked({"kv_transfer_params": {}}) is None
+    assert unpacked({"kv_transfer_params": {}}) == []

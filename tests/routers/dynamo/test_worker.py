@@ -8,7 +8,7 @@ from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument, Un
 
 from engine.errors import ContextOverflow, EngineDied, EngineError, EngineFailure, EngineNotReady, QueueFull
 from engine.kv_events import Created, KvEvent, Removed, Stored, StoredBlock, UniqueToken
-from routers.dynamo.worker import _EventRank, _translated, reasoning_parser, tool_parser
+from routers.dynamo.worker import _EventRank, reasoning_parser, tool_parser, translated
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from routers.dynamo.worker import _EventRank, _translated, reasoning_parser, too
     ],
 )
 def test_errors_become_dynamos(error: EngineError, expected: type[Exception]) -> None:
-    found = _translated(error)
+    found = translated(error)
     assert type(found) is expected and str(error) in str(found)
     assert getattr(found, "code", 503) == 503
 

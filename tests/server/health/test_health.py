@@ -159,6 +159,25 @@ async def test_the_canary_waits_for_idleness_and_goes_on_until_it_succeeds() -> 
         await asyncio.wait([working, running])
 
 
+async def test_a_canary_that_a_sleep_ends_counts_for_nothing() -> None:
+    outcomes: list[str] = []
+    up, probed = True, asyncio.Event()
+
+    async def probe() -> None:
+        nonlocal up
+        up = False
+        probed.set()
+        raise EngineFailure("aborted")
+
+    canary = Canary(probe, lambda: 0, lambda: up, outcomes.append)
+    running = asyncio.create_task(canary.run(0.0, 1))
+    await asyncio.wait_for(probed.wait(), 20)
+    await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait([running])
+    assert (outcomes, canary.reason()) == ([], "")
+
+
 def test_the_canarys_image_is_one() -> None:
     image = pytest.importorskip("PIL.Image")
     import io  # noqa: PLC0415

@@ -287,7 +287,7 @@ def test_any_of_several_processes_shows_the_same() -> None:
 
 async def test_the_dashboard_and_the_docs_name_metrics_that_are_there() -> None:
     parser = pytest.importorskip("promql_parser")
-    pages = [await page_of(role) for role in ROLES]
+    pages = [*[await page_of(role) for role in ROLES], await page_of("aggregated", modality="visual")]
     there = {sample.name for page in pages for sample in samples(page)} | {
         line.split()[2] for page in pages for line in page.splitlines() if line.startswith("# TYPE ")
     }

@@ -46,6 +46,7 @@ def test_a_measurement_is_of_its_settings_and_load() -> None:
     (first, second) = plan.points(plan.deployments[0])
     assert plan.digest(first) != plan.digest(second)
     assert plan.digest(first) != read_plan(None, {**ONE, "settings": {"threads": 1}}).digest(first)
+    assert plan.digest(first) != plan.digest(first, {"model": "another"}), "MODEL=another trellis sweep"
     assert plan.digest(first) == read_plan(None, {**ONE, "repeats": 5, "slo": {"ttft": 1}}).digest(first)
     assert (plan.requests(first), plan.requests(second)) == (4, 16)
     assert plan.requests(Point(first.deployment, first.length, rate=20)) == 80

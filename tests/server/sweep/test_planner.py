@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from server.cli import main
-from server.sweep.planner import Decider, KubernetesReplicas, ScaleError, ScalingPolicy, plan
+from server.sweep.planner import Decider, KubernetesReplicas, ScaleError, ScalingPolicy, plan, read_metrics
 
 WAITING = "trtllm_waiting"
 POLICY = ScalingPolicy({WAITING: 4.0}, least=1, most=8, up_seconds=10, down_seconds=60)
@@ -113,7 +113,8 @@ def test_kubernetes_is_scaled_by_the_load_of_its_ready_pods() -> None:
         port = int(server.server_address[1])
         api = f"http://127.0.0.1:{port}"
         said: list[str] = []
-        scaled = KubernetesReplicas(api, "ns", "deployments/decode", token="token", port=port)
+        tokens = ["token"]
+        scaled = KubernetesReplicas(api, "ns", "deployments/decode", token=lambda: tokens[-1], port=port)
         decider = Decider(POLICY)
         for now in (0.0, 5.0):
             plan(scaled, decider, said.append, now)
@@ -125,12 +126,31 @@ def test_kubernetes_is_scaled_by_the_load_of_its_ready_pods() -> None:
         assert Cluster.replicas == 1 and len(said) == 3
         with pytest.raises(ScaleError, match="HTTP 401"):
             KubernetesReplicas(api, "ns", "deployments/decode").count()
+        tokens.append("the next")
+        with pytest.raises(ScaleError, match="HTTP 401"):
+            scaled.count()
         with pytest.raises(ScaleError, match="HTTP 404"):
-            KubernetesReplicas(api, "other", "deployments/decode", token="token").count()
+            KubernetesReplicas(api, "other", "deployments/decode", token=lambda: "token").count()
         server.shutdown()
         thread.join()
     with pytest.raises(ScaleError, match="write deployments/NAME"):
         KubernetesReplicas(api, "ns", "pods/decode")
+
+
+def test_a_replica_that_ends_while_it_answers_reports_nothing() -> None:
+    class Cut(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\ncut")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Cut) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        assert read_metrics(f"http://127.0.0.1:{server.server_address[1]}", [WAITING]) is None
+        server.shutdown()
+        thread.join()
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.process.sockets import free_port
 from server.bench.client import LoadRun, Target, exchange
 from server.cli import main
-from server.sweep.deployments import free_port
 from server.sweep.results import ResultFolder
 from tests.support.servers import ServerThread
 

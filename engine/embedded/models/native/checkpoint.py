@@ -208,14 +208,16 @@ class Checkpoint:
         return narrow.contiguous()
 
     def block_kind(self, name: str) -> Kind | None:
-        """Return the kind of blocks in which a matrix is stored in the GGUF file that the folder was made of, if that
-        is there and `decoder.cpp` computes them."""
+        """Return the kind of blocks of a matrix in the GGUF file from which the folder was converted.
+
+        None if that file is not there, or if `decoder.cpp` does not compute this kind.
+        """
         stored = self._gguf.tensors.get(name)
         return Kind[stored.type] if stored and stored.type in Kind.__members__ else None
 
     @property
     def source(self) -> str:
-        """What tells the GGUF file of `blocks` from others, and from what it was before; empty if there is none."""
+        """Path, size and times of the GGUF file that `blocks` reads, which identify its contents; empty without one."""
         if (path := source_of(self._folder)) is None:
             return ""
         stat = path.stat()

@@ -88,7 +88,7 @@ class Own:
         self._before = {process.pid for process in workers()}
 
     async def __aenter__(self) -> "Own":
-        await self.pool.start(2)
+        await asyncio.gather(self.pool.start(), self.pool.start())
         return self
 
     async def __aexit__(self, *_: object) -> None:

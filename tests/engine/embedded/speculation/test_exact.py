@@ -24,6 +24,7 @@ from engine.embedded.speculation.speculator import Speculator
 from engine.kit.logits import register
 from engine.kv_events import KvEvent
 from engine.types import Delta, GenerateRequest, Guide, ReasoningBudget, SamplingParams
+from tests.engine.embedded.test_equivalence import run, tokens
 
 VOCAB, EOS, CONTEXT, BLOCK = 256, 2, 128, 8
 OUTPUT = 20
@@ -165,19 +166,6 @@ def add(core: EngineCore, name: str, prompt: tuple[int, ...] = PROMPT, **asked: 
     core.add(
         Sequence(request=request, sampler=state, rank=0.0, arrival=0.0, tokens=list(prompt), prompt_logprobs=logprobs)
     )
-
-
-def run(core: EngineCore) -> dict[str, list[Delta]]:
-    deltas: dict[str, list[Delta]] = {}
-    while core.busy:
-        for name, delta in core.step():
-            assert isinstance(delta, Delta), delta.__cause__
-            deltas.setdefault(name, []).append(delta)
-    return deltas
-
-
-def tokens(deltas: list[Delta]) -> list[int]:
-    return [token for delta in deltas for token in delta.token_ids]
 
 
 def said(deltas: list[Delta]) -> tuple[Any, ...]:

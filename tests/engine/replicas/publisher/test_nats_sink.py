@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from deploy.disaggregated import free_port
 from engine.config import FakeConfig
 from engine.create import create_engine
 from engine.errors import EngineFailure
+from engine.process.sockets import free_port
 from engine.replicas.publisher.nats_sink import NatsSink
 from engine.replicas.publisher.sink import Message
 from tests.support.publisher import BLOCK, generate, publishing

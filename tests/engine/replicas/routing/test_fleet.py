@@ -11,6 +11,7 @@ from engine.replicas.client import ConnectionFailed
 from engine.replicas.discovery import Addresses
 from engine.replicas.routing.fleet import EventSources, Fleet, RoutedPrompt
 from engine.replicas.routing.policy import Policy
+from engine.replicas.routing.sessions import Affinity, Sessions
 from tests.support.routing import Bare, Seen, Sender, stored, tokens_of, two_senders
 from tests.support.waiting import until
 
@@ -59,6 +60,22 @@ async def test_names_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> Non
             await until(lambda: not fleet.replicas)
             assert not fleet.healthy
             assert not list(fleet.assign(PROMPT))
+
+
+async def test_responses_push_no_session_out() -> None:
+    async with Bare(OK) as one, Bare(OK) as two:
+        seen, session = Seen(), Affinity(session="a")
+        tables = (Sessions(1, 60.0), Sessions(1, 60.0))
+        fleet = Fleet(Changing([one.url, two.url]), EventSources(port=0), Policy("kv", seed=1), seen, (), 3, *tables)
+        await fleet.start()
+        await until(lambda: all(replica.available for replica in fleet.replicas))
+        home, work = next(fleet.assign(PROMPT, session))
+        work.end()
+        for number in range(3):
+            fleet.stored(f"resp_{number}", home.replica)
+        assert tables[0].replica("session a") == home.replica.url and len(tables[1]) == 1
+        assert not fleet.is_away(Affinity(responses=("resp_2",)))
+        await fleet.close()
 
 
 async def test_what_a_replica_is_at_when_its_address_is_gone_may_end(monkeypatch: pytest.MonkeyPatch) -> None:

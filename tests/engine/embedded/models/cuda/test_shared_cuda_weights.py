@@ -1,7 +1,6 @@
 """The weights of the GPU model in the memory service, without a GPU: on memory of the host."""
 
 from asyncio import to_thread
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,18 +21,10 @@ from tests.support.cuda_driver import FakeDriver
 from tests.support.steps import Part, step_of
 
 
-@pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[MemoryService]:
-    service = MemoryService(tmp_path / "memory.sock")
-    service.start()
-    yield service
-    service.close()
-
-
 @pytest.mark.parametrize("options", [{}, {"quantization": "fp8"}])
 async def test_a_second_engine_takes_the_weights_without_reading_them(
     cuda_runner: ModuleType,  # noqa: F811
-    service: MemoryService,
+    memory_service: MemoryService,
     tmp_path: Path,
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -47,13 +38,13 @@ async def test_a_second_engine_takes_the_weights_without_reading_them(
         return runner.forward(step_of([Part([5, 9, 33, 7], [0], 0, 4)])).clone()
 
     expected = logits(load())
-    first = await to_thread(load, memory_service=str(service.path))
+    first = await to_thread(load, memory_service=str(memory_service.path))
     assert torch.equal(logits(first), expected)
     monkeypatch.setattr("engine.embedded.models.torch.runner.load_weights", None)  # nothing is read again
-    second = await to_thread(load, memory_service=str(service.path))
+    second = await to_thread(load, memory_service=str(memory_service.path))
     assert torch.equal(logits(second), expected)
-    (held,) = service.status.held
-    assert (held.leases, service.status.filled, service.status.granted) == (2, 1, 1)
+    (held,) = memory_service.status.held
+    assert (held.leases, memory_service.status.filled, memory_service.status.granted) == (2, 1, 1)
     assert first.shared_weights.bytes == second.shared_weights.bytes == held.size
 
 

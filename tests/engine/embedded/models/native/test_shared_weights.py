@@ -2,7 +2,6 @@
 
 import logging
 from asyncio import to_thread
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -21,14 +20,6 @@ from tests.support.waiting import until
 
 
 @pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[MemoryService]:
-    service = MemoryService(tmp_path / "memory.sock")
-    service.start()
-    yield service
-    service.close()
-
-
-@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return make_folder(tmp_path / "model", "qwen2", tie_word_embeddings=False)
 
@@ -37,57 +28,57 @@ def logits(runner: NativeRunner) -> torch.Tensor:
     return runner.forward(step_of([Part(tokens_of(40, 1), list(range(3)), 0, 40)]))
 
 
-async def test_engines_map_one_copy_and_compute_the_same(service: MemoryService, folder: Path) -> None:
-    own, socket = load(folder), str(service.path)
+async def test_engines_map_one_copy_and_compute_the_same(memory_service: MemoryService, folder: Path) -> None:
+    own, socket = load(folder), str(memory_service.path)
     first = await to_thread(load, folder, memory_service=socket)
     second = await to_thread(load, folder, memory_service=socket)
-    (held,) = service.status.held
-    assert (held.leases, service.status.filled, service.status.granted) == (2, 1, 1)
+    (held,) = memory_service.status.held
+    assert (held.leases, memory_service.status.filled, memory_service.status.granted) == (2, 1, 1)
     for runner in (first, second):
         assert torch.equal(logits(runner), logits(own))
         assert runner.shared_weights.bytes == held.size and not runner.shared_weights.failure
     assert not own.shared_weights.bytes and not own.shared_weights.failure
-    service.close()
-    assert torch.equal(logits(second), logits(own)), "what is mapped stays when the service ends"
+    memory_service.close()
+    assert torch.equal(logits(second), logits(own)), "what is mapped stays when the memory_service ends"
 
 
-async def test_each_form_of_the_weights_has_memory_of_its_own(service: MemoryService, folder: Path) -> None:
+async def test_each_form_of_the_weights_has_memory_of_its_own(memory_service: MemoryService, folder: Path) -> None:
     kept = [
-        await to_thread(load, folder, memory_service=str(service.path), **options)
+        await to_thread(load, folder, memory_service=str(memory_service.path), **options)
         for options in ({}, {"quantization": "int8"}, {"cpu_isa": "portable"})
     ]
-    assert len(service.status.held) == 3 and service.status.granted == 0
+    assert len(memory_service.status.held) == 3 and memory_service.status.granted == 0
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] += 1
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    kept.append(await to_thread(load, folder, memory_service=str(service.path)))
-    assert len(service.status.held) == 4 and service.status.granted == 0
+    kept.append(await to_thread(load, folder, memory_service=str(memory_service.path)))
+    assert len(memory_service.status.held) == 4 and memory_service.status.granted == 0
     assert torch.equal(logits(kept[-1]), logits(load(folder)))
 
 
-async def test_memory_that_was_not_filled_is_given_up(service: MemoryService, folder: Path) -> None:
+async def test_memory_that_was_not_filled_is_given_up(memory_service: MemoryService, folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     right = weights["lm_head.weight"].clone()
     weights["lm_head.weight"][0, 0] = torch.inf
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(EngineFailure, match="not finite"):
-        await to_thread(load, folder, memory_service=str(service.path))
-    await until(lambda: not service.status.held)
+        await to_thread(load, folder, memory_service=str(memory_service.path))
+    await until(lambda: not memory_service.status.held)
     save_file(weights | {"lm_head.weight": right}, folder / "model.safetensors", {"format": "pt"})
-    runner = await to_thread(load, folder, memory_service=str(service.path))
-    assert service.status.filled == 1 and runner.shared_weights.bytes
+    runner = await to_thread(load, folder, memory_service=str(memory_service.path))
+    assert memory_service.status.filled == 1 and runner.shared_weights.bytes
 
 
 async def test_memory_that_cannot_be_shared_is_left_to_the_next_engine(
-    service: MemoryService, folder: Path, monkeypatch: pytest.MonkeyPatch
+    memory_service: MemoryService, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(HostPages, "_protect", lambda _: None)
-        first = await to_thread(load, folder, memory_service=str(service.path))
+        first = await to_thread(load, folder, memory_service=str(memory_service.path))
     assert "still mapped for writing" in first.shared_weights.failure
-    await until(lambda: not service.status.held)
-    second = await to_thread(load, folder, memory_service=str(service.path))
-    assert service.status.filled == 1 and second.shared_weights.bytes
+    await until(lambda: not memory_service.status.held)
+    second = await to_thread(load, folder, memory_service=str(memory_service.path))
+    assert memory_service.status.filled == 1 and second.shared_weights.bytes
     assert torch.equal(logits(first), logits(second)), "what is mapped stays"
 
 
@@ -107,9 +98,11 @@ async def test_without_its_service_an_engine_loads_by_itself_and_says_so_once(
     assert len(said) == 2
 
 
-async def test_a_model_that_transformers_computes_has_weights_of_its_own(service: MemoryService, folder: Path) -> None:
-    config = EmbeddedConfig(model=str(folder), memory_service=str(service.path), dtype="bfloat16", num_blocks=8)
+async def test_a_model_that_transformers_computes_has_weights_of_its_own(
+    memory_service: MemoryService, folder: Path
+) -> None:
+    config = EmbeddedConfig(model=str(folder), memory_service=str(memory_service.path), dtype="bfloat16", num_blocks=8)
     runner = await to_thread(load_runner, config)
     assert runner.compute_path == "transformers"
     assert runner.shared_weights is not None and "transformers" in runner.shared_weights.failure
-    assert not service.status.held
+    assert not memory_service.status.held
