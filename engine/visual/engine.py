@@ -209,7 +209,8 @@ class QueuedVisualEngine:
             return
         if not pixels:
             self._note(aborted=len(batch))
-        for (job, index), frames, job.prompt_tokens in zip(batch, pixels, tokens, strict=False):
+        for (job, index), frames, count in zip(batch, pixels, tokens, strict=False):
+            job.prompt_tokens = count
             job.computed += 1
             if job.stream.ended:
                 self._note(aborted=1)

@@ -57,7 +57,8 @@ class DiffusersPipeline:
         dtype = auto if config.dtype == "auto" else config.dtype
         diffusers.utils.logging.disable_progress_bar()
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        transformers.utils.logging.set_verbosity_error()  # it warns of processors that no pipeline here uses
+        # It warns of processors that no pipeline here uses.
+        transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         try:
             self._pipe = diffusers.DiffusionPipeline.from_pretrained(
                 config.model, dtype=getattr(torch, dtype), local_files_only=True, use_safetensors=True

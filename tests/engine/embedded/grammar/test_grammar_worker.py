@@ -103,7 +103,8 @@ class Own:
         pool = self.pool
 
         def asked() -> list[psutil.Process]:
-            running = {worker._process.pid for worker in pool._workers if worker not in pool._idle and worker._process}
+            processes = [worker._process for worker in pool._workers if worker not in pool._idle]
+            running = {process.pid for process in processes if process is not None}
             return [process for process in stopped if process.pid in running]
 
         await until(asked)
