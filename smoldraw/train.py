@@ -65,6 +65,7 @@ def parse(flags: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=512, help="pictures per step; of clips, an eighth")
     parser.add_argument("--rate", type=float, default=1.5e-3, help="highest learning rate")
     parser.add_argument("--held-out", type=int, default=1000, help="held-out prompts of pictures; a fifth for clips")
+    parser.add_argument("--scales", type=float, nargs="*", default=(1.5, 2.0, 4.5, 7.5), help="of guidance, to compare")
     parser.add_argument("--workers", type=int, default=8, help="processes that generate prompts")
     parser.add_argument("--compile", action="store_true", help="compile the transformers' layers")
     parser.add_argument("--seed", type=int, default=0)
@@ -180,12 +181,12 @@ class Training:
             pack(Path(trained), self.args.out / WEIGHTS[kind])
         pipeline = load_shipped(kind, self.args.out, self.args.device)
         judge = load_judge(self.args.out / JUDGE, self.args.device)
-        drawings = held_out(kind, self.args.held_out // (1 if kind == "image" else 5))
+        drawings = held_out(kind, max(1, self.args.held_out // (1 if kind == "image" else 5)))
         batch = 256 if kind == "image" else 32
         found |= evaluate(pipeline, judge, drawings, batch)
         some = drawings[: len(drawings) // 4 + 1]
         found["accuracy_by_guidance"] = {
-            scale: evaluate(pipeline, judge, some, batch, scale)["accuracy"] for scale in (1.5, 2.0, 4.5, 7.5)
+            scale: evaluate(pipeline, judge, some, batch, scale)["accuracy"] for scale in self.args.scales
         }
         found["minutes"] = round(self.clock.seconds / 60, 2)
         (self.args.out / RESULTS).write_text(json.dumps(self.found, indent=1) + "\n")

@@ -76,20 +76,6 @@ PACKAGED = {
         (),
         about=f"{BUILTIN} with a vision tower trained here, Apache-2.0; sees simple images",
     ),
-    "smoldraw": Packaged(
-        ("smoldraw",),
-        "smoldraw.safetensors",
-        (),
-        about="a diffusion transformer trained here, Apache-2.0; draws coloured shapes",
-        pipeline=True,
-    ),
-    "smoldraw-clips": Packaged(
-        ("smoldraw",),
-        "smoldraw-clips.safetensors",
-        (),
-        about="smoldraw trained further, Apache-2.0; makes clips of moving shapes",
-        pipeline=True,
-    ),
 }
 
 
