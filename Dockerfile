@@ -46,6 +46,8 @@ COPY multimodal multimodal
 COPY engine engine
 COPY protocol protocol
 COPY smoldraw smoldraw
+COPY smoleagle smoleagle
+COPY smolvideo smolvideo
 COPY smolvision smolvision
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 

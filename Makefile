@@ -20,7 +20,7 @@ RUNTIME := $(VENV)/.runtime-$(shell cat pyproject.toml constraints.txt | cksum |
 DEV := $(VENV)/.dev-$(shell cat pyproject.toml constraints.txt constraints-dev.txt | cksum | tr ' ' '-')
 
 .DEFAULT_GOAL := help
-.PHONY: help serve serve-vision serve-disaggregated serve-routed doctor config test test-slow test-all check bench
+.PHONY: help serve serve-vision serve-video serve-disaggregated serve-routed doctor config test test-slow test-all check bench
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -30,6 +30,9 @@ serve: $(RUNTIME)  ## Start the server; settings are environment variables or AR
 
 serve-vision: $(RUNTIME)  ## Start the server with a small model that sees images
 	@exec $(BIN)/trellis serve --model smolvision $(ARGS)
+
+serve-video: $(RUNTIME)  ## Start the server with a small model that understands clips of moving shapes
+	@exec $(BIN)/trellis serve --model smolvideo $(ARGS)
 
 serve-disaggregated: $(RUNTIME)  ## Start 2 prefill and 2 decode replicas behind nginx, or a router without it, on PORT or 8000; ARGS are settings of all
 	@exec $(BIN)/python deploy/disaggregated.py $(ARGS)

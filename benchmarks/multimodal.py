@@ -1,7 +1,8 @@
-"""Measure images: the encoder's speed, the effect of caches on the first token, and transfers of embeddings.
+"""Measure images or videos: the encoder's speed, the effect of caches on the first token, and transfers of embeddings.
 
     python -m benchmarks.multimodal                                   # smolvision on this CPU
     python -m benchmarks.multimodal --device cuda --model llava-7b    # LLaVA's shape with random weights
+    python -m benchmarks.multimodal --kind video --model smolvideo    # clips of four seconds, MPEG-4 in MP4
 
 First tokens are measured over HTTP, one request at a time: for new images (cold), for known images after a text (their
 embeddings are cached), and for known images with another question after them, as in a continued chat (their keys and
@@ -18,11 +19,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import uvloop
 from PIL import Image
 
@@ -36,7 +38,7 @@ from benchmarks.servers import Server, Spec, serving
 from engine.checkpoints.store import resolve_model
 from engine.config import EncoderConfig
 from engine.embedded.vision.encoder import EmbeddedEncoder
-from engine.media import MediaInput
+from engine.media import FrameSampling, MediaInput
 from engine.transfer.base import Read
 from engine.transfer.shared_bytes import SharedBytes
 from engine.transfer.transfers import Transfers
@@ -48,7 +50,10 @@ EMBEDDING_BYTES = 576 * 4096 * 2
 AT_ONCE = (1, 8, 32)
 SIDES = (256, 1024, 3072)
 """Sides in pixels of a thumbnail, a picture on a page and a photograph."""
+CLIP_SIDES = (256, 720)
 LLAVA_7B = "llava-7b"
+CLIP_SECONDS, CLIP_FPS, CLIP_FRAMES = 4, 24, 8
+"""Of the clips that are measured, and the frames that are taken of each."""
 QUESTIONS = ("What is in this image?", "Which colours do you see?")
 Rows = dict[str, float]
 
@@ -67,7 +72,9 @@ def main() -> int:
     rng = random.Random(args.seed)
     with model_folder(args) as folder:
         config = EncoderConfig(model=str(folder), device=args.device, load_format=args.flags.get("load-format", "auto"))
-        found = uvloop.run(encoding(config, rng)) | first_tokens(args, folder, rng) | moving(args)
+        made, sides = (clip, CLIP_SIDES) if args.kind == "video" else (photo, SIDES)
+        found = uvloop.run(encoding(config, made, sides, rng)) | first_tokens(args, folder, made, sides, rng)
+        found |= moving(args) if args.kind == "image" else {}
     lines = "\n".join(f"- {key}: {value}" for key, value in facts.items())
     rows = [[name, f"{value:.4g}"] for name, value in found.items()]
     markdown = f"# Benchmark: {args.label}\n\n{lines}\n\n{table(['', 'median'], rows)}\n"
@@ -87,12 +94,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--model", default="smolvision", help=f"a vision-language model's name or folder, or {LLAVA_7B}"
     )
+    parser.add_argument("--kind", choices=["image", "video"], default="image")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--seed", default=str(int(time.time())))
     parser.add_argument("--label", default="", help="name of the result files")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     args, flags = parser.parse_known_args()
-    args.label = args.label or f"multimodal-{args.device}"
+    args.label = args.label or f"{'video' if args.kind == 'video' else 'multimodal'}-{args.device}"
     args.flags = settings_of(flags, parser)
     return args
 
@@ -109,45 +117,69 @@ def model_folder(args: argparse.Namespace) -> Iterator[Path]:
         yield Path(folder)
 
 
-def photo(side: int, rng: random.Random) -> bytes:
+def photo(side: int, rng: random.Random) -> MediaInput:
     """Return a new JPEG: enlarged noise, so that it is neither trivial nor very large."""
     small = Image.frombytes("RGB", (32, 32), rng.randbytes(32 * 32 * 3))
     file = io.BytesIO()
     small.resize((side, side), Image.Resampling.BILINEAR).save(file, "JPEG", quality=90)
-    return file.getvalue()
+    return MediaInput(file.getvalue())
 
 
-async def encoding(config: EncoderConfig, rng: random.Random) -> Rows:
-    """Return images per second through the encoder's process, for several numbers of images at once."""
+def clip(side: int, rng: random.Random) -> MediaInput:
+    """Return a new clip: noise in large squares, which moves."""
+    import cv2  # noqa: PLC0415 - images are measured without it
+
+    small = np.frombuffer(rng.randbytes(16 * 32 * 3), np.uint8).reshape(16, 32, 3)
+    wide = small.repeat(side // 16, 0).repeat(side // 16, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "clip.mp4")
+        writer = cv2.VideoWriter(path, cv2.VideoWriter.fourcc(*"mp4v"), CLIP_FPS, (side, side))
+        for frame in range(CLIP_SECONDS * CLIP_FPS):
+            writer.write(np.ascontiguousarray(wide[:, frame * side // 200 :][:, :side]))
+        writer.release()
+        return MediaInput(Path(path).read_bytes(), kind="video", sampling=FrameSampling(num_frames=CLIP_FRAMES))
+
+
+async def encoding(
+    config: EncoderConfig, made: Callable[[int, random.Random], MediaInput], sides: Sequence[int], rng: random.Random
+) -> Rows:
+    """Return images or frames per second through the encoder's process, for several numbers of files at once."""
     encoder = EmbeddedEncoder(config)
     rows: Rows = {}
     try:
         await encoder.start()
-        for side in SIDES:
-            for count in AT_ONCE:
+        for side in sides:
+            for count in AT_ONCE[: 2 if made is clip else None]:
                 seconds = []
                 for _ in range(3):
-                    images = [MediaInput(photo(side, rng)) for _ in range(count)]
+                    images = [made(side, rng) for _ in range(count)]
                     began = time.perf_counter()
                     await asyncio.gather(*(encoder.encode([image]) for image in images))
                     seconds.append(time.perf_counter() - began)
-                rows[f"encoding {count} of {side} x {side} at once, images/s"] = count / median(seconds)
+                unit, each = ("frames", CLIP_FRAMES) if images[0].kind == "video" else ("images", 1)
+                rows[f"encoding {count} of {side} x {side} at once, {unit}/s"] = count * each / median(seconds)
     finally:
         await encoder.close()
     return rows
 
 
-def first_tokens(args: argparse.Namespace, folder: Path, rng: random.Random) -> Rows:
+def first_tokens(
+    args: argparse.Namespace,
+    folder: Path,
+    made: Callable[[int, random.Random], MediaInput],
+    sides: Sequence[int],
+    rng: random.Random,
+) -> Rows:
     """Return milliseconds to the first token, cold and with caches."""
     options = [part for name, value in {"device": args.device, **args.flags}.items() for part in (f"--{name}", value)]
     argv = (sys.executable, "-m", "server", "--port", "{port}", "--model", str(folder), *options)
     rows: Rows = {}
     with serving(Spec("trellis", argv, "/health/ready")) as server:
-        for side in SIDES:
+        for side in sides:
             for count in (1, 4):
                 times: dict[str, list[float]] = {"cold": [], "embeddings cached": [], "keys and values cached": []}
                 for repeat in range(args.repeats + 1):
-                    images = [shown(photo(side, rng)) for _ in range(count)]
+                    images = [shown(made(side, rng)) for _ in range(count)]
                     first, other = ({"type": "text", "text": question} for question in QUESTIONS)
                     for kind, parts in zip(times, ([*images, first], [other, *images], [*images, other]), strict=True):
                         sample = asked(server, parts)
@@ -161,9 +193,10 @@ def first_tokens(args: argparse.Namespace, folder: Path, rng: random.Random) -> 
     return rows
 
 
-def shown(image: bytes) -> dict[str, object]:
-    """Return the image as a content part."""
-    return {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{base64.b64encode(image).decode()}"}}
+def shown(media: MediaInput) -> dict[str, object]:
+    """Return the image or video as a content part."""
+    field, form = ("video_url", "video/mp4") if media.kind == "video" else ("image_url", "image/jpeg")
+    return {"type": field, field: {"url": f"data:{form};base64,{base64.b64encode(media.data).decode()}"}}
 
 
 def asked(server: Server, parts: list[dict[str, object]]) -> Sample:

@@ -4,14 +4,16 @@
 
 Engines without and with speculation run in this process, in turns, on the same requests. `edit`: chats that ask for a
 changed file, most of which the answer repeats. `predicted`: the same with the file as `prediction`. `story`: sampled
-text of its own. Rates are of output tokens, from when every stream has its first one; ratios are medians over the
-repetitions, each against the plain engine in the same one. Processor time says more than time where others use the
-machine. Every answer is compared with the plain engine's.
+text of its own. `held-out`: greedy answers to prompts that the head in `smoleagle/` was not trained on. Rates are of
+output tokens, from when every stream has its first one; ratios are medians over the repetitions, each against the plain
+engine in the same one. Processor time says more than time where others use the machine. Every answer is compared with
+the plain engine's.
 """
 
 import argparse
 import itertools
 import os
+import random
 import statistics
 import time
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.checkpoints.store import resolve_model
+from engine.checkpoints.store import resolve_head, resolve_model
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
 from engine.embedded.sampling.state import SamplerState
@@ -28,6 +30,7 @@ from engine.embedded.threads import compute_threads
 from engine.types import Delta, GenerateRequest, SamplingParams
 from multimodal.text.tokenizer import Tokenizer
 from server.settings import Settings
+from smoleagle.prompts import message
 
 REPORT = """def read_rows(path):
     rows = []
@@ -138,6 +141,9 @@ class Rate(NamedTuple):
 
 def cases(workload: str, streams: int, repeat: int) -> list[Case]:
     """Return the requests of a run, no two of which are the same."""
+    if workload == "held-out":
+        rng = random.Random(repeat)
+        return [Case(message(rng, held_out=True)) for _ in range(streams)]
     if workload == "story":
         sampling = {"temperature": 1.0}
         return [
@@ -186,8 +192,11 @@ def run(core: EngineCore, tokenizer: Tokenizer, asked: list[Case], tokens: int, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=Settings.model_fields["model"].default)
-    parser.add_argument("--modes", nargs="+", default=["ngram", "suffix"], choices=["ngram", "suffix", "draft"])
+    parser.add_argument(
+        "--modes", nargs="+", default=["ngram", "suffix"], choices=["ngram", "suffix", "draft", "eagle3"]
+    )
     parser.add_argument("--draft-model", default="", help="folder, for the mode draft")
+    parser.add_argument("--head", default="", help="folder, for the mode eagle3")
     parser.add_argument("--workloads", nargs="+", default=["edit", "predicted", "story"])
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--tokens", type=int, default=200)
@@ -200,6 +209,10 @@ def main() -> None:
     threads = compute_threads(0)
     torch.set_num_threads(threads)
 
+    models = {"draft": options.draft_model}
+    if "eagle3" in options.modes:
+        models["eagle3"] = options.head or str(resolve_head(options.model))
+
     def core(mode: str) -> EngineCore:
         most = max(options.streams)
         config = EmbeddedConfig(
@@ -209,7 +222,7 @@ def main() -> None:
             kv_block_size=BLOCK,
             cache_dir=str(settings.cache_dir),
             speculative=mode,
-            speculative_model=options.draft_model if mode == "draft" else "",
+            speculative_model=models.get(mode, ""),
             speculative_tokens=options.draft_tokens,
         )
         return EngineCore(config, lambda _: None)

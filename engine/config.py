@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from engine.kit.processors import ProcessorConfig
+from engine.media import FrameSampling
 
 MAX_IMAGE_PIXELS = 64_000_000
 """Default limit for the size of an image, width times height, of all its frames."""
@@ -27,11 +28,26 @@ class SleepConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a request wakes an engine that fell asleep by itself."""
 
 
+class VideoOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of videos, and which frames are taken where a request does not say."""
+
+    max_seconds: float = 600.0
+    """Seconds of a video, by its number of frames."""
+    max_pixels: int = 1 << 23
+    """Pixels of a frame; 4K has fewer."""
+    max_frames: int = 64
+    """Most frames that are taken of a video."""
+    decode_seconds: float = 30.0
+    """Seconds that decoding a video may take."""
+    sampling: FrameSampling = FrameSampling()
+    """Before the model's own; zeros leave it to that."""
+
+
 class _BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     sleep: SleepConfig | None = None
     """None for an engine that never sleeps."""
     extra_stop_seconds: ClassVar[float] = 0.0
-    """How much longer than other engines this one may take to stop."""
+    """Seconds that this engine may take to stop, beyond those of other engines."""
     hang_seconds: float = 0.0
     """Seconds for which the event loop of the engine's process may be blocked before it is killed; 0 is no limit."""
 
@@ -91,9 +107,9 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     kv_disk_cache_mb: int = 0
     kv_disk_cache_dir: str = ""
     kv_offload_min_requests: int = 1
-    speculative: Literal["none", "ngram", "suffix", "draft"] = "none"
+    speculative: Literal["none", "ngram", "suffix", "draft", "eagle3"] = "none"
     speculative_model: str = ""
-    """Folder of the draft model."""
+    """Folder of the draft model, or of the EAGLE-3 head."""
     speculative_tokens: int = 16
     """Most drafted tokens of a sequence in a step."""
     speculative_min_match: int = 2
@@ -120,6 +136,11 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     processors: tuple[ProcessorConfig, ...] = ()
     """Logits processors that requests may name."""
 
+    @property
+    def head_folder(self) -> str:
+        """Folder of the EAGLE-3 head; empty without one."""
+        return self.speculative_model if self.speculative == "eagle3" else ""
+
 
 class EncoderConfig(_ModelConfig, frozen=True, kw_only=True):
     """The vision tower of the embedded engine."""
@@ -127,6 +148,7 @@ class EncoderConfig(_ModelConfig, frozen=True, kw_only=True):
     max_image_pixels: int = MAX_IMAGE_PIXELS
     processor_options: dict[str, Any] = {}
     """Override the configuration of the model's image processor, by its own names."""
+    videos: VideoOptions = VideoOptions()
     timeout_seconds: float = 60.0
     """Seconds that an image, or on a GPU a small batch, may take before the process that encodes them is replaced."""
 
@@ -138,6 +160,7 @@ class TrtllmConfig(_BackendConfig, frozen=True, kw_only=True, tag="trtllm"):
     """Folder with config.json, weights and tokenizer."""
     backend: Literal["pytorch", "_autodeploy"] = "pytorch"
     max_image_pixels: int = MAX_IMAGE_PIXELS
+    videos: VideoOptions = VideoOptions()
     arguments: dict[str, Any] = {}
     sampling: Literal["native", "processors"] = "native"
     """Whether logits processors of ours do what the engine's sampler ignores (`engine/trtllm/support.py`)."""

@@ -3,7 +3,7 @@
 from engine.base import Engine
 from engine.config import EngineConfig, FakeConfig, TrtllmConfig
 from engine.kit.processors import register_all
-from engine.sleep import Releasable, SleepingEngine
+from engine.sleep import ReleasableEngine, SleepingEngine
 
 
 def create_engine(config: EngineConfig) -> Engine:
@@ -12,7 +12,7 @@ def create_engine(config: EngineConfig) -> Engine:
     return backend if config.sleep is None else SleepingEngine(backend, config.sleep)
 
 
-def _backend(config: EngineConfig) -> Releasable:
+def _backend(config: EngineConfig) -> ReleasableEngine:
     if isinstance(config, FakeConfig):
         from engine.fake.engine import FakeEngine  # noqa: PLC0415
 

@@ -25,6 +25,11 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Text that the chat template writes for one image, to be replaced by `EncodedMedia.text`."""
     image_token_id: int = -1
     """The token whose embeddings are replaced."""
+    video_placeholder: str = ""
+    """As `placeholder`, for one video. Empty for a model whose templates know no videos: one is shown as an image is,
+    and becomes several."""
+    video_token_id: int = -1
+    """The token whose embeddings are replaced by those of videos."""
     hidden_size: int = 0
     """Hidden size of the language model."""
     dtype: str = ""

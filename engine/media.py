@@ -1,7 +1,7 @@
 """Media of a prompt, from a checked file to a span of its tokens.
 
 A content part of a chat names media (`multimodal/request.py: MediaRef`), the loader makes a `MediaInput` of it,
-an encoder an `EncodedMedia`, and the prompt shows it as a `MediaSpan`. Images are the one kind so far.
+an encoder an `EncodedMedia`, and the prompt shows it as a `MediaSpan`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from engine.transfer.shared_bytes import Data
 
-MediaKind = Literal["image"]
+MediaKind = Literal["image", "video"]
 Detail = Literal["auto", "low", "high"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -20,10 +20,23 @@ ITEM_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one value of each type of embeddings."""
 
 
+class FrameSampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Which frames of a video are taken; 0 leaves either to the server's settings, and these to the model's folder."""
+
+    fps: float = 0.0
+    """Frames of a second of the video."""
+    num_frames: int = 0
+    """Frames in all, spread evenly; with `fps`, no more than these."""
+
+
+ANY_FRAMES = FrameSampling()
+"""What asks for nothing."""
+
+
 class MediaInput(msgspec.Struct, frozen=True, omit_defaults=True):
     """The bytes of one file as they came, checked to be of its kind and within the limits, not yet decoded.
 
-    Images are PNG, JPEG, WEBP or GIF files.
+    Images are PNG, JPEG, WEBP or GIF files; videos are MP4, WebM, Matroska or AVI files.
     """
 
     data: bytes
@@ -33,6 +46,8 @@ class MediaInput(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: MediaKind = "image"
     pixels: int = 0
     """Number of pixels of an image, read from its header; 0 if it has not been read."""
+    sampling: FrameSampling = ANY_FRAMES
+    """For videos."""
 
 
 class EncodedMedia(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -50,6 +65,8 @@ class EncodedMedia(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     beside this record."""
     grid: tuple[int, int, int] = (0, 0, 0)
     """Patches in time, height and width, for models whose positions depend on them (mRoPE); zeros for others."""
+    interval: float = 1.0
+    """Positions from one patch to the next in time, for such models."""
 
 
 class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -69,6 +86,8 @@ class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     (`handoff`)."""
     grid: tuple[int, int, int] = (0, 0, 0)
     """As `EncodedMedia` has it."""
+    interval: float = 1.0
+    """Likewise."""
     kind: MediaKind = "image"
 
 

@@ -1,13 +1,16 @@
-"""Sleep: an engine gives the memory of its weights and of its KV cache back, and takes it again when it wakes.
+"""Sleep: an engine gives the memory of its weights and of its KV cache back, and takes it again when it wakes. An
+encoder of an encode replica does the same.
 
-`SleepingEngine` decides when, and what happens to requests; backends release and resume memory (`Releasable`). It lives
-where the backend lives, so that the API processes of a replica share one state; each of them follows `sleep_states`.
+`SleepingEngine` and `SleepingEncoder` decide when, and what happens to requests; backends release and resume memory
+(`Releasable`). They live where the backend lives, so that the API processes of a replica share one state; each of them
+follows `sleep_states`.
 """
 
 import asyncio
 import contextvars
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from typing import Any, Literal, Protocol, get_args
 
 import msgspec
@@ -15,7 +18,9 @@ from msgspec.structs import replace
 
 from engine.base import DeltaStream, Engine, EngineAround, Latest, Preparable
 from engine.config import SleepConfig, Tag
+from engine.encoder import Encoded, Encoder, EncoderInfo
 from engine.errors import EngineAsleep, EngineError, EngineFailure, EngineNotReady, EngineWoken, NotSupported
+from engine.media import MediaInput
 from engine.types import CANARY_SALT, GenerateRequest
 
 TAGS: tuple[Tag, ...] = get_args(Tag)
@@ -84,8 +89,8 @@ class Sleeper(Protocol):
         ...
 
 
-class Releasable(Engine, Protocol):
-    """A backend whose memory can be released. It is told one thing at a time, and only while no stream is open."""
+class Releasable(Protocol):
+    """A backend whose memory can be released. It is told one thing at a time, and only while nothing runs."""
 
     def sleep_obstacle(self, level: int) -> str:
         """Return why memory cannot be released at a level; empty if it can."""
@@ -100,19 +105,56 @@ class Releasable(Engine, Protocol):
         ...
 
 
+class ReleasableEngine(Engine, Releasable, Protocol):
+    pass
+
+
+class ReleasableEncoder(Encoder, Protocol):
+    """An encoder whose weights can be given back. It is told so only while nothing is encoded."""
+
+    async def release_weights(self) -> None: ...
+
+    async def resume_weights(self) -> None:
+        """Load the weights again. May be repeated after EngineFailure, which it raises also if they have changed."""
+        ...
+
+
+class _Abortable(Protocol):
+    def abort(self, error: EngineError) -> None:
+        """End what runs with an error."""
+
+
+class _Resumable(Protocol):
+    """What waits until the backend is awake."""
+
+    def enter(self) -> None:
+        """Go on."""
+
+    def fail(self, error: Exception) -> None: ...
+
+
 class _Delayed:
     """A request that waits until the engine is awake. Its stream then passes the engine's on."""
 
-    def __init__(self, request: GenerateRequest, leave: "Callable[[_Delayed], object]") -> None:
-        self.request = request
-        self.context = contextvars.copy_context()
+    def __init__(
+        self,
+        request: GenerateRequest,
+        begin: Callable[[GenerateRequest], DeltaStream],
+        leave: "Callable[[_Delayed], object]",
+    ) -> None:
+        self._request = request
+        self._context = contextvars.copy_context()
         self._inner: DeltaStream | None = None
+        self._begin = begin
         self._leave = leave
         self.stream = DeltaStream(self._abort)
 
-    def enter(self, begin: Callable[[GenerateRequest], DeltaStream]) -> None:
-        self._inner = self.context.run(begin, self.request)
+    def enter(self) -> None:
+        self._inner = self._context.run(self._begin, self._request)
         self._inner.pipe(self.stream.push)
+
+    def fail(self, error: Exception) -> None:
+        self.stream.fail(error)
 
     def _abort(self) -> None:
         if self._inner is not None:
@@ -121,12 +163,11 @@ class _Delayed:
             self._leave(self)
 
 
-class SleepingEngine(EngineAround):
+class _SleepControl(ABC):
     """A `Sleeper` around a backend, which falls asleep by itself if the configuration says so."""
 
-    def __init__(self, inner: Releasable, config: SleepConfig) -> None:
-        super().__init__(inner)
-        self._backend = inner
+    def __init__(self, backend: Releasable, config: SleepConfig) -> None:
+        self._backend = backend
         self._config = config
         self.state = SleepState()
         """The newest of `sleep_states`."""
@@ -135,42 +176,62 @@ class SleepingEngine(EngineAround):
         self._turn = asyncio.Lock()
         self._accepts = True
         """Whether requests reach the backend: while awake, and while it waits for running ones."""
-        self._running: set[DeltaStream] = set()
+        self._running: set[_Abortable] = set()
         self._quiet = asyncio.Event()
         """Set while nothing runs."""
         self._quiet.set()
         self._woken = asyncio.Event()
-        """Set while calls wait for their turn to wake the engine."""
+        """Set while calls wait for their turn to wake the backend."""
         self._wakers = 0
         """The number of these calls."""
-        self._held: dict[_Delayed, None] = {}
+        self._held: dict[_Resumable, None] = {}
         self._orders: set[asyncio.Task[None]] = set()
         self._idle: asyncio.Task[None] | None = None
         self._active_at = 0.0
+        self._closed = False
 
-    async def prepare(self) -> None:
-        if isinstance(self.inner, Preparable):
-            await self.inner.prepare()
+    @abstractmethod
+    async def close(self) -> None: ...
 
-    async def start(self) -> None:
-        await super().start()
+    async def _begin_idling(self) -> None:
+        """Fall asleep when idle from now on. Raises EngineFailure, and closes, if the backend cannot."""
         if self._config.idle_seconds and (reason := self._backend.sleep_obstacle(self._config.idle_level)):
-            await self.inner.close()
+            await self.close()
             raise EngineFailure(f"SLEEP_AFTER_IDLE_SECONDS={self._config.idle_seconds:g} cannot be kept: {reason}")
         self._active_at = asyncio.get_running_loop().time()
         if self._config.idle_seconds:
             self._idle = asyncio.create_task(self._sleep_when_idle(self._config.idle_seconds), name="idle")
 
-    def generate(self, request: GenerateRequest) -> DeltaStream:
-        if self._accepts:
-            return self._begin(request)
-        if not self.state.on_demand or request.cache_salt == CANARY_SALT:
-            return DeltaStream.failed(EngineAsleep(self.state.obstacle or "The replica is asleep."))
-        held = _Delayed(request, lambda held: self._held.pop(held, None))
-        self._held[held] = None
+    async def _end(self) -> None:
+        """End orders, and what waits."""
+        self._closed = True
+        tasks = [*self._orders, *([self._idle] if self._idle is not None else [])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self._fail_held(EngineNotReady("the engine is closing"))
+        self._states.close()
+
+    def _hold(self, waiting: _Resumable) -> None:
+        """Let something wait, and wake the backend for it."""
+        if self._closed:
+            waiting.fail(EngineNotReady("the engine is closing"))
+            return
+        self._held[waiting] = None
         if not self._woken.is_set() and self.state.phase != "waking":
             self._order(self._wake(TAGS))
-        return held.stream
+
+    def _begun(self, running: _Abortable) -> None:
+        self._running.add(running)
+        self._quiet.clear()
+
+    def _ended(self, running: _Abortable, *, counts: bool = True) -> None:
+        self._running.discard(running)
+        if counts:
+            self._active_at = asyncio.get_running_loop().time()
+        if not self._running:
+            self._quiet.set()
 
     async def sleep(self, order: SleepOrder) -> SleepState:
         if reason := self._backend.sleep_obstacle(order.level):
@@ -182,30 +243,6 @@ class SleepingEngine(EngineAround):
 
     def sleep_states(self) -> AsyncIterator[SleepState]:
         return self._states.values()
-
-    async def close(self) -> None:
-        tasks = [*self._orders, *([self._idle] if self._idle is not None else [])]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        self._fail_held(EngineNotReady("the engine is closing"))
-        self._states.close()
-        await self.inner.close()
-
-    def _begin(self, request: GenerateRequest) -> DeltaStream:
-        stream = self.inner.generate(request)
-        self._running.add(stream)
-        self._quiet.clear()
-        stream.when_done(lambda: self._end(stream, counts=request.cache_salt != CANARY_SALT))
-        return stream
-
-    def _end(self, stream: DeltaStream, *, counts: bool) -> None:
-        self._running.discard(stream)
-        if counts:
-            self._active_at = asyncio.get_running_loop().time()
-        if not self._running:
-            self._quiet.set()
 
     def _order(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Begin what goes on even if the caller leaves."""
@@ -328,12 +365,12 @@ class SleepingEngine(EngineAround):
     def _enter_held(self) -> None:
         held, self._held = self._held, {}
         for one in held:
-            one.enter(self.generate)
+            one.enter()
 
     def _fail_held(self, error: Exception) -> None:
         held, self._held = self._held, {}
         for one in held:
-            one.stream.fail(error)
+            one.fail(error)
 
     def _set(self, state: SleepState) -> None:
         self.state = state
@@ -352,6 +389,129 @@ class SleepingEngine(EngineAround):
             except EngineError as error:
                 log.warning("the idle engine does not fall asleep: %s", error)
                 await asyncio.sleep(seconds)
+
+
+class SleepingEngine(_SleepControl, EngineAround):
+    """A `Sleeper` around an engine."""
+
+    def __init__(self, inner: ReleasableEngine, config: SleepConfig) -> None:
+        _SleepControl.__init__(self, inner, config)
+        EngineAround.__init__(self, inner)
+
+    async def prepare(self) -> None:
+        if isinstance(self.inner, Preparable):
+            await self.inner.prepare()
+
+    async def start(self) -> None:
+        await super().start()
+        await self._begin_idling()
+
+    def generate(self, request: GenerateRequest) -> DeltaStream:
+        if self._accepts:
+            stream = self.inner.generate(request)
+            self._begun(stream)
+            stream.when_done(lambda: self._ended(stream, counts=request.cache_salt != CANARY_SALT))
+            return stream
+        if not self.state.on_demand or request.cache_salt == CANARY_SALT:
+            return DeltaStream.failed(EngineAsleep(self.state.obstacle or "The replica is asleep."))
+        held = _Delayed(request, self.generate, lambda held: self._held.pop(held, None))
+        self._hold(held)
+        return held.stream
+
+    async def close(self) -> None:
+        await self._end()
+        await self.inner.close()
+
+
+class _EncoderTurn:
+    """A request to an encoder: it waits until the encoder is awake, or runs."""
+
+    def __init__(self) -> None:
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def wait(self, work: "asyncio.Future[Encoded] | None" = None) -> None:
+        """Return when it may go on, or when `work` is done. Raises what it was ended with."""
+        either: list[asyncio.Future[Any]] = [self._done] if work is None else [self._done, work]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if self._done.done():
+            self._done.result()
+
+    def enter(self) -> None:
+        self._done.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        if not self._done.done():
+            self._done.set_exception(error)
+
+    abort = fail
+
+
+class _EncoderMemory:
+    """The memory of an encoder, and of what keeps its embeddings, which is its cache. Level 1 is as deep as 2."""
+
+    def __init__(self, encoder: ReleasableEncoder) -> None:
+        self.caches: list[Callable[[], None]] = []
+        self._encoder = encoder
+
+    def sleep_obstacle(self, level: int) -> str:
+        return ""
+
+    async def release_memory(self, tags: Collection[Tag], level: int) -> None:
+        if "kv_cache" in tags:
+            for empty in self.caches:
+                empty()
+        if "weights" in tags:
+            await self._encoder.release_weights()
+
+    async def resume_memory(self, tags: Collection[Tag]) -> None:
+        if "weights" in tags:
+            await self._encoder.resume_weights()
+
+
+class SleepingEncoder(_SleepControl):
+    """A `Sleeper` around an encoder, and an `Encoder` itself. Asleep it is healthy: the replica's state says more."""
+
+    def __init__(self, inner: ReleasableEncoder, config: SleepConfig) -> None:
+        memory = _EncoderMemory(inner)
+        super().__init__(memory, config)
+        self.inner = inner
+        self.caches = memory.caches
+        """Calls that give the memory of embeddings back."""
+
+    @property
+    def info(self) -> EncoderInfo:
+        return self.inner.info
+
+    @property
+    def healthy(self) -> bool:
+        return self.inner.healthy or self.state.phase != "awake"
+
+    async def start(self) -> None:
+        await self.inner.start()
+        await self._begin_idling()
+
+    async def encode(self, media: Sequence[MediaInput], prompt: str = "") -> Encoded:
+        while not self._accepts:
+            if not self.state.on_demand:
+                raise EngineAsleep(self.state.obstacle or "The replica is asleep.")
+            waiting = _EncoderTurn()
+            self._hold(waiting)
+            try:
+                await waiting.wait()
+            finally:
+                self._held.pop(waiting, None)
+        turn, work = _EncoderTurn(), asyncio.ensure_future(self.inner.encode(media, prompt))
+        self._begun(turn)
+        try:
+            await turn.wait(work)
+            return work.result()
+        finally:
+            work.cancel()
+            self._ended(turn)
+
+    async def close(self) -> None:
+        await self._end()
+        await self.inner.close()
 
 
 def _note_failure(order: "asyncio.Task[None]") -> None:

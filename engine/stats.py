@@ -33,7 +33,7 @@ class InflightBatchingStats(Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class SpecDecodingStats(Struct, frozen=True, kw_only=True, rename="camel"):
-    """What speculation has done since the start of the engine."""
+    """Figures of speculation since the engine's start."""
 
     num_drafts: int = 0
     """Drafts that were computed: several tokens of a sequence in one step."""

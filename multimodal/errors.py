@@ -10,7 +10,10 @@ InvalidRequest               the request is wrong: the user's mistake (`engine/e
 DeadlineExceeded             the request took longer than it may
 """
 
+from typing import Self
+
 from engine.errors import InvalidRequest
+from engine.media import MediaKind
 
 MAX_MESSAGE = 300
 _MAX_NAME = 64
@@ -43,6 +46,12 @@ class MediaError(RequestError):
 
     def __init__(self, message: str, param: str | None = "messages", code: str | None = None) -> None:
         super().__init__(message, param, code)
+
+    def about(self, kind: MediaKind, param: str) -> Self:
+        """Return the same error, of a file of a kind that `param` names."""
+        found = self.at(param)
+        found.code = self.code.replace("image", kind)
+        return found
 
 
 class MediaTimeout(MediaError):

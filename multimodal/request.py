@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from engine.errors import ContextOverflow
 from engine.kit.work import INLINE_LENGTH
-from engine.media import Detail, MediaKind
+from engine.media import ANY_FRAMES, Detail, FrameSampling, MediaKind
 from engine.types import EngineInfo, Guide, GuideKind, ReasoningBudget, SamplingParams
 from multimodal.errors import RequestError, shown
 from multimodal.text.tokenizer import Tokenizer
@@ -52,6 +52,8 @@ class MediaRef:
     detail: Detail
     param: str
     kind: MediaKind = "image"
+    sampling: FrameSampling = ANY_FRAMES
+    """For videos."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,21 +17,30 @@ class ImageUrl(Wire):
     """`low` scales the image down to 512 pixels a side; `auto` and `high` leave it as it is. Example: "auto" """
 
 
+class VideoUrl(Wire):
+    """Where a video is."""
+
+    url: LongUrl
+    """http(s), a data URL (data:video/mp4;base64,…), or a file of the server's folder of media.
+    Example: "https://example.com/video.mp4" """
+
+
 class ContentPart(Wire):
     """One part of a message's content. A text model takes only text."""
 
     type: str
-    """`text` (or `input_text`), `refusal` or `image_url`: the field that has the content. Example: "text" """
+    """`text` (or `input_text`), `refusal`, `image_url` or `video_url`: the field that has the content.
+    Example: "text" """
     text: str | None = None
     """The text. Example: "Hello" """
     refusal: str | None = None
     """Text with which an assistant refused. Example: "No." """
     image_url: ImageUrl | LongUrl | None = None
     """The image, as an object or by its URL alone. Example: {"url": "https://example.com/image.png"}"""
+    video_url: VideoUrl | LongUrl | None = None
+    """The video, as an object or by its URL alone. Example: {"url": "https://example.com/video.mp4"}"""
 
     # Refused by name (`routers/chat.py`).
-    video_url: Any = None
-    """Not supported."""
     input_audio: Any = None
     """Not supported."""
     audio_url: Any = None
@@ -115,6 +124,22 @@ class ChatMessage(Wire):
     """Not supported."""
 
 
+class VideoSampling(Wire):
+    """Which frames of a video are taken."""
+
+    fps: Annotated[float, Field(gt=0, le=1000)] | None = None
+    """Frames of a second of the video. Default: the server's setting, or the model's. Example: 2"""
+    num_frames: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    """Frames in all; with `fps`, no more than these. The server's setting is the most. Example: 8"""
+
+
+class MediaOptions(Wire):
+    """How the media of a request are read, by their kind, as vLLM has it."""
+
+    video: VideoSampling | None = None
+    """Videos. Example: {"num_frames": 8}"""
+
+
 class NvidiaExtensions(Wire):
     """Fields of NVIDIA's servers."""
 
@@ -166,6 +191,11 @@ class ChatCompletionRequest(GenerationFields):
     nvext: NvidiaExtensions | None = None
     """NVIDIA's name for it, `max_thinking_tokens`. Example: {"max_thinking_tokens": 1024}"""
 
+    media_io_kwargs: MediaOptions | None = None
+    """Which frames of the request's videos are taken. Example: {"video": {"num_frames": 8}}"""
+    mm_processor_kwargs: VideoSampling | None = None
+    """The same, under another name of vLLM's; other options are the server's. Example: {"fps": 2}"""
+
     # Refused by name when they are set (`routers/fields.py`).
     modalities: Any = None
     """Only text is supported."""
@@ -179,8 +209,6 @@ class ChatCompletionRequest(GenerationFields):
     """Not supported in chats."""
     chat_template: Any = None
     """Not supported in requests; the server's settings name a template."""
-    mm_processor_kwargs: Any = None
-    """Not supported in requests; the server's settings have such options."""
 
 
 class TopLogprob(BaseModel):

@@ -65,6 +65,8 @@ class EncodeInfo(msgspec.Struct, frozen=True):
     fingerprint: str = ""
     placeholder: str = ""
     image_token_id: int = -1
+    video_placeholder: str = ""
+    video_token_id: int = -1
     hidden_size: int = 0
     dtype: str = ""
     """As `EncoderInfo` has these; a backend that expands and encodes by itself (TensorRT-LLM) says nothing of them."""

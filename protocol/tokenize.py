@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from protocol.chat import ChatMessage, FunctionTool
+from protocol.chat import ChatMessage, FunctionTool, MediaOptions, VideoSampling
 from protocol.common import MAX_MESSAGES, TokenIds, Wire
 
 
@@ -28,6 +28,10 @@ class TokenizeRequest(Wire):
     """Tools of the chat. Example: [{"type": "function", "function": {"name": "get_time"}}]"""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template that the server's settings let requests set. Example: {}"""
+    media_io_kwargs: MediaOptions | None = None
+    """Which frames of a chat's videos are taken. Example: {"video": {"num_frames": 8}}"""
+    mm_processor_kwargs: VideoSampling | None = None
+    """The same, under another name of vLLM's. Example: {"fps": 2}"""
     return_token_strs: bool | None = None
     """Return the text of each token as well. Example: true"""
 

@@ -34,11 +34,11 @@ _MAX_LOOKS = 1 << 10
 """Strings that are checked for an image; further ones are parsed with the rest."""
 _KEY_BYTES = 64
 _WEIGHTS = {b",": 1, b"[": 1, b":": 3, b"{": 11}
-"""What the marks of entries, fields and objects count, by how long these take to parse: an entry is a token id, say."""
+"""Weights of the marks of entries (such as token ids), fields and objects, by the time that parsing them takes."""
 _IN_TEXT = re.compile(rb'(?:[^"\\]++|\\.)++', re.DOTALL)
 _WINDOW = 1 << 16
 """Bytes for which a regular expression may hold up the event loop."""
-_IMAGE = re.compile(rb'"(?:image_url|url)"\s*:\s*\Z')
+_IMAGE = re.compile(rb'"(?:image_url|video_url|url)"\s*:\s*\Z')
 _BASE64 = re.compile(rb'"data"\s*:\s*(?="(?:\\?/9j\\?/|iVBORw0KGgo|R0lGOD|UklGR))')
 """A field with an image in base64 and no URL around it: JPEG, PNG, GIF or WebP."""
 _MAX_DIGITS = 400

@@ -4,17 +4,27 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from engine.media import FrameSampling, MediaKind
 from multimodal.answers.shapes import ChatShape
 from multimodal.errors import RequestError, shown
 from multimodal.request import Ask, Conversation, MediaRef
-from protocol.chat import ChatCompletion, ChatCompletionRequest, ChatMessage, ContentPart, MessageFunctionCall
+from protocol.chat import (
+    ChatCompletion,
+    ChatCompletionRequest,
+    ChatMessage,
+    ContentPart,
+    ImageUrl,
+    MessageFunctionCall,
+)
 from protocol.tokenize import TokenizeRequest
 from routers.endpoint import Endpoint
 from routers.fields import to_ask
 from routers.tools import tools_of
 
 _TEXT_PARTS = ("text", "input_text", "refusal")
-REFUSED_PARTS = frozenset({"video_url", "input_audio", "audio_url", "file"})
+MEDIA_PARTS: dict[str, MediaKind] = {"image_url": "image", "video_url": "video"}
+"""Fields, and types, of content parts that name a file, and the file's kind."""
+REFUSED_PARTS = frozenset({"input_audio", "audio_url", "file"})
 """Fields, and types, of content parts that are not supported."""
 
 
@@ -54,7 +64,7 @@ def conversation(
     """Return the conversation of a body. Raises RequestError."""
     return Conversation(
         messages=[to_template(message, place) for place, message in enumerate(messages)],
-        media=list(_media_refs(messages)),
+        media=list(_media_refs(messages, _sampling(body))),
         tools=tools,
         as_sent=True,
         add_generation_prompt=body.add_generation_prompt,
@@ -86,14 +96,34 @@ def to_template(message: ChatMessage, place: int = 0) -> dict[str, Any]:
     return found
 
 
-def _media_refs(messages: Sequence[ChatMessage]) -> Iterator[MediaRef]:
+def _sampling(body: ChatCompletionRequest | TokenizeRequest) -> FrameSampling:
+    """Return which frames of videos the body asks for. Raises RequestError."""
+    named = {
+        "media_io_kwargs.video": body.media_io_kwargs.video if body.media_io_kwargs is not None else None,
+        "mm_processor_kwargs": body.mm_processor_kwargs,
+    }
+    given = {name: options for name, options in named.items() if options is not None}
+    if len(given) > 1:
+        raise RequestError("'mm_processor_kwargs' cannot be used with 'media_io_kwargs'.", "mm_processor_kwargs")
+    for name, options in given.items():
+        if options.model_extra:
+            param = name.partition(".")[0]
+            raise RequestError(f"'{name}' takes 'fps' and 'num_frames' alone.", param, "unsupported_parameter")
+        return FrameSampling(options.fps or 0.0, options.num_frames or 0)
+    return FrameSampling()
+
+
+def _media_refs(messages: Sequence[ChatMessage], sampling: FrameSampling) -> Iterator[MediaRef]:
     for place, message in enumerate(messages):
         for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if part.type == "image_url" and part.image_url is not None:
-                image = part.image_url
-                param = f"messages.{place}.content.{index}.image_url"
-                url, detail = (image, None) if isinstance(image, str) else (image.url, image.detail)
-                yield MediaRef(url, detail or "auto", param)
+            kind = MEDIA_PARTS.get(part.type)
+            given = getattr(part, part.type) if kind is not None else None
+            if kind is None or given is None:
+                continue
+            url = given if isinstance(given, str) else given.url
+            detail = given.detail if isinstance(given, ImageUrl) else None
+            param = f"messages.{place}.content.{index}.{part.type}"
+            yield MediaRef(url, detail or "auto", param, kind, sampling if kind == "video" else FrameSampling())
 
 
 def _content(message: ChatMessage, param: str) -> str | list[dict[str, Any]]:
@@ -104,12 +134,12 @@ def _content(message: ChatMessage, param: str) -> str | list[dict[str, Any]]:
             raise RequestError(f"The content of a {message.role} message must not be null.", "messages")
         return message.refusal or ""
     for index, part in enumerate(message.content):
-        if part.type not in (*_TEXT_PARTS, "image_url"):
+        if part.type not in (*_TEXT_PARTS, *MEDIA_PARTS):
             raise _wrong_type(part.type, f"{param}.{index}.type")
-    if not any(part.type == "image_url" for part in message.content):
+    if not any(part.type in MEDIA_PARTS for part in message.content):
         return "\n".join(map(_text, message.content))
     return [
-        _image(part) if part.type == "image_url" else {"type": "text", "text": _text(part)} for part in message.content
+        _file(part) if part.type in MEDIA_PARTS else {"type": "text", "text": _text(part)} for part in message.content
     ]
 
 
@@ -120,17 +150,20 @@ def _text(part: ContentPart) -> str:
     return text
 
 
-def _image(part: ContentPart) -> dict[str, Any]:
-    image = part.image_url
-    if not (image if isinstance(image, str | None) else image.url):
-        raise RequestError("An image part of a message has no URL.", "messages")
-    return {"type": "image"}
+def _file(part: ContentPart) -> dict[str, Any]:
+    given = getattr(part, part.type)
+    kind = MEDIA_PARTS[part.type]
+    if not (given if isinstance(given, str | None) else given.url):
+        raise RequestError(f"The part {part.type} of a message has no URL.", "messages")
+    return {"type": kind}
 
 
 def _wrong_type(given: str, param: str) -> RequestError:
     if given in REFUSED_PARTS:
         return _unsupported(f"This server does not support content parts of type {given!r}.", param)
-    return _unsupported(f"'{param}' must be {', '.join(_TEXT_PARTS)} or image_url, not '{shown(given)}'.", param)
+    return _unsupported(
+        f"'{param}' must be {', '.join(_TEXT_PARTS)}, image_url or video_url, not '{shown(given)}'.", param
+    )
 
 
 def _unsupported(message: str, param: str = "messages") -> RequestError:

@@ -43,7 +43,9 @@ async def encode(request: Request, state: StateDep, encoding: EncodingDep, reque
     options = state["http"]
     model = state["replica"].model_name
     service = _service(encoding)
-    most = max(MAX_MEDIA_BYTES, options.max_images * options.max_image_bytes)  # a prompt's images come together
+    most = max(  # a prompt's images come together
+        MAX_MEDIA_BYTES, options.max_images * options.max_image_bytes, options.max_video_bytes
+    )
     body = await read_message(request, options, most + _ENVELOPE_BYTES)
     wanted, images = await converted(state, lambda: _read(body, model, options))
     return LeasedAnswer(_EncodeWork(service, wanted, images, f"the embeddings of {request_id}"), state)
@@ -67,8 +69,10 @@ def _read(raw: bytes, model: str, options: HttpOptions) -> tuple[EncodeRequest, 
     most = options.max_images if envelope.prompt else MAX_MEDIA
     if not 0 < len(images) <= most:
         raise RequestError(f"The request has {len(images)} images; from 1 to {most} are taken at once.", "image")
-    if (size := max(len(image.data) for image in images)) > options.max_image_bytes:
-        raise RequestError(f"An image has {size} bytes; the most is {options.max_image_bytes}.", "image")
+    for image in images:
+        limit = options.max_video_bytes if image.kind == "video" else options.max_image_bytes
+        if len(image.data) > limit:
+            raise RequestError(f"An {image.kind} has {len(image.data)} bytes; the most is {limit}.", image.kind)
     return envelope, images
 
 

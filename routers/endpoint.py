@@ -35,7 +35,7 @@ class Framing:
     described = (
         "The JSON of one event's `data:` line. After the last chunk comes `data: [DONE]`, but after an error nothing."
     )
-    """What the OpenAPI document says of it."""
+    """Description in the OpenAPI document."""
     end = b"data: [DONE]\n\n"
     """Sent after the last event, unless that is an error."""
     keep_alive = b": keep-alive\n\n"

@@ -29,7 +29,6 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "moderation": (),
     "echo": (False,),
     "chat_template": (),
-    "mm_processor_kwargs": ({},),
     "suffix": ("",),
     "mcp_servers": ([],),
     "container": (),

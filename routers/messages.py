@@ -36,7 +36,7 @@ BODIES = (CountTokensRequest,)
 _FIELDS = {"prompt": "messages", "stop": "stop_sequences", "reasoning_budget": "thinking.budget_tokens"}
 _SAME = ("model", "stream", "temperature", "top_p", "top_k")
 _BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE)
-"""What Claude Code writes before its system prompt; it differs from request to request."""
+"""The line that Claude Code writes before its system prompt; it differs from request to request."""
 _TYPES = {
     "user": ("text", "image", "document", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel
 
 from engine.config import Tag
-from engine.errors import EngineNotReady
+from engine.errors import EngineNotReady, NotSupported
 from engine.sleep import TAGS, Sleeper, SleepOrder
 from multimodal.errors import RequestError, shown
 from routers.state import ReplicaDep, ReplicaState
@@ -97,6 +97,8 @@ async def resume_memory(replica: ReplicaDep, body: MemoryTags = MemoryTags()) ->
 def _sleeper(replica: ReplicaState) -> Sleeper:
     if replica.draining:
         raise EngineNotReady("The server is shutting down.")
+    if replica.sleeper is None and replica.service is not None:
+        raise NotSupported("What computes here keeps its memory.")
     if replica.sleeper is None:
         raise EngineNotReady(replica.loading)
     return replica.sleeper

@@ -221,9 +221,10 @@ class HttpOptions:
     ping_interval: float
     """Seconds of silence before a keep-alive comment; 0 sends none."""
     lease_seconds: float
-    """How long KV blocks and embeddings are held for another replica."""
+    """Seconds for which KV blocks and embeddings are held for another replica."""
     max_images: int
     max_image_bytes: int
+    max_video_bytes: int
     max_text_bytes: int
     """Bytes of a body besides its images."""
     max_values: int

@@ -51,7 +51,7 @@ def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAP
         redirect_slashes=False,
     )
     role = role_of(settings)
-    admin = [sleep.router] if settings.admin_key and role.has_engine else []
+    admin = [sleep.router] if settings.admin_key and role.has_model else []
     for router in (*role.routers(), operations.router, *admin):
         app.include_router(router, responses={"4XX": {"model": ErrorEnvelope}, "5XX": {"model": ErrorEnvelope}})
     chat = settings.shows_page and role.has_text

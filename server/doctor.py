@@ -19,7 +19,7 @@ from pathlib import Path
 
 from engine.checkpoints.conversions import ModelError
 from engine.checkpoints.hub import is_hub_id
-from engine.checkpoints.packaged import BUILTIN, PACKAGED, VISION, how_to_get
+from engine.checkpoints.packaged import PACKAGED, chain, how_to_get
 from engine.checkpoints.pipelines import pipeline_bytes, pipeline_class, present_pipeline
 from engine.checkpoints.store import downloaded, weight_bytes
 from engine.errors import EngineFailure
@@ -259,7 +259,7 @@ def check_model(model: str) -> Iterator[Finding]:
 
 def _check_packaged(model: str) -> Finding:
     sources = {}
-    for name in (BUILTIN, model) if model == VISION else (model,):
+    for name in chain(model):
         try:
             sources[name] = how_to_get(name)
         except ModelError as error:

@@ -98,6 +98,7 @@ def http_options(settings: Settings) -> HttpOptions:
         lease_seconds=settings.lease_seconds,
         max_images=settings.max_images,
         max_image_bytes=int(settings.max_image_mb * (1 << 20)),
+        max_video_bytes=int(settings.max_video_mb * (1 << 20)),
         max_text_bytes=int(settings.max_text_mb * (1 << 20)),
         max_values=settings.max_body_values,
     )

@@ -165,7 +165,7 @@ def _sharing_problems(settings: Settings, gpu: bool) -> Iterator[Finding]:
         yield Finding("problem", text, "start `trellis memory` and set MEMORY_SERVICE, or leave ENGINE_STANDBY out")
     if gpu and settings.engine_standby:
         moves = "DISAGGREGATION_MODE" if role_of(settings).moves_kv_blocks else ""
-        if named := moves or ("SPECULATIVE" if settings.speculative == "draft" else ""):
+        if named := moves or ("SPECULATIVE" if settings.speculative in ("draft", "eagle3") else ""):
             text = f"ENGINE_STANDBY=true cannot be used on a GPU with {named}={getattr(settings, named.lower())}"
             yield Finding("problem", text, "leave one of them out")
     if settings.memory_service is None:

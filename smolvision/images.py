@@ -74,7 +74,7 @@ number of shapes in the scene with that shape and with that colour, the number o
 background colour and the number of shapes.
 """
 
-_SCALE = 2
+SCALE = 2
 """Pictures are drawn larger by this factor and then reduced, which smooths edges."""
 
 
@@ -122,7 +122,7 @@ def make_scene(rng: Random, *, held_out: bool = False) -> Scene:
     if kind == "one":
         size = rng.uniform(50, 190)
         x, y = (rng.uniform(size / 2 + 4, SIZE - size / 2 - 4) for _ in range(2))
-        return Scene(background, (Item(*_pair(rng, background, held_out), x, y, size, _angle(rng), -1),))
+        return Scene(background, (Item(*_pair(rng, background, held_out), x, y, size, angle_of(rng), -1),))
     if kind in ("word", "number"):
         return Scene(background, writing=_write(rng, background, kind == "number", (0, SIZE)))
     if kind == "mixed":
@@ -168,10 +168,10 @@ def _place(rng: Random, cell: int, pair: tuple[str, str]) -> Item:
     size = rng.uniform(38, 74)
     room = (CELL - size) / 2 - 2
     x, y = (CELL * (at + 0.5) + rng.uniform(-room, room) for at in (cell % 3, cell // 3))
-    return Item(*pair, x, y, size, _angle(rng), cell)
+    return Item(*pair, x, y, size, angle_of(rng), cell)
 
 
-def _angle(rng: Random) -> float:
+def angle_of(rng: Random) -> float:
     return rng.uniform(-14, 14)
 
 
@@ -205,35 +205,35 @@ def _extent(content: str, size: int) -> tuple[float, float]:
 
 def render(scene: Scene, rng: Random) -> np.ndarray:
     """Return the picture, uint8 [256, 256, 3]. Tints, gradient and noise are drawn from `rng`."""
-    background = _tint(scene.background, rng)
-    image = Image.new("RGB", (SIZE * _SCALE, SIZE * _SCALE), background)
+    background = tint(scene.background, rng)
+    image = Image.new("RGB", (SIZE * SCALE, SIZE * SCALE), background)
     draw = ImageDraw.Draw(image)
     for item in scene.items:
-        _draw(draw, item, _tint(item.colour, rng), background)
+        draw_item(draw, item, tint(item.colour, rng), background)
     if (writing := scene.writing) is not None:
-        at = (writing.x * _SCALE, writing.y * _SCALE)
+        at = (writing.x * SCALE, writing.y * SCALE)
         bold = rng.choice((0, 0, 1, 2))
-        font = _font(writing.font_size * _SCALE)
+        font = _font(writing.font_size * SCALE)
         left, top, right, bottom = font.getbbox(writing.content, anchor="mm")
         middle = (at[0] - (left + right) / 2, at[1] - (top + bottom) / 2)
-        draw.text(middle, writing.content, _tint(writing.colour, rng), font, anchor="mm", stroke_width=bold)
-    pixels = np.asarray(image.reduce(_SCALE), np.int16)
-    pixels = pixels + _gradient(rng.randrange(6), rng.randint(0, 12))[:, :, None]
+        draw.text(middle, writing.content, tint(writing.colour, rng), font, anchor="mm", stroke_width=bold)
+    pixels = np.asarray(image.reduce(SCALE), np.int16)
+    pixels = pixels + gradient(rng.randrange(6), rng.randint(0, 12))[:, :, None]
     strength = rng.randint(0, 5)
     if strength:
-        pixels += _noise(strength)[rng.randrange(SIZE) :, rng.randrange(SIZE) :][:SIZE, :SIZE]
+        pixels += noise(strength)[rng.randrange(SIZE) :, rng.randrange(SIZE) :][:SIZE, :SIZE]
     return pixels.clip(0, 255).astype(np.uint8)
 
 
-def _tint(colour: str, rng: Random) -> tuple[int, int, int]:
+def tint(colour: str, rng: Random) -> tuple[int, int, int]:
     red, green, blue = (min(255, max(0, value + rng.randint(-13, 13))) for value in COLOURS[colour])
     return red, green, blue
 
 
-def _draw(
+def draw_item(
     draw: ImageDraw.ImageDraw, item: Item, colour: tuple[int, int, int], background: tuple[int, int, int]
 ) -> None:
-    x, y, radius = item.x * _SCALE, item.y * _SCALE, item.size * _SCALE / 2
+    x, y, radius = item.x * SCALE, item.y * SCALE, item.size * SCALE / 2
     if item.shape in ("circle", "ring"):
         draw.ellipse((x - radius, y - radius, x + radius, y + radius), colour)
         if item.shape == "ring":
@@ -270,14 +270,14 @@ OUTLINES: dict[str, list[tuple[float, float]]] = {
 
 
 @lru_cache(maxsize=128)
-def _gradient(direction: int, strength: int) -> np.ndarray:
+def gradient(direction: int, strength: int) -> np.ndarray:
     y, x = np.mgrid[-1 : 1 : SIZE * 1j, -1 : 1 : SIZE * 1j]
     ramp = (x, -x, y, -y, (x + y) / 2, 1 - np.hypot(x, y))[direction]
     return (ramp * strength * 1.5).astype(np.int16)
 
 
 @lru_cache(maxsize=8)
-def _noise(strength: int) -> np.ndarray:
+def noise(strength: int) -> np.ndarray:
     """Return noise of twice a picture's size, from which pictures take a part at a random offset."""
     return np.random.default_rng(strength).normal(0, strength * 1.6, (2 * SIZE, 2 * SIZE, 3)).astype(np.int16)
 

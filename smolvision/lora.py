@@ -1,12 +1,8 @@
-"""Low-rank adapters (LoRA) for the linear layers of a language model, whose own weights stay frozen."""
+"""Low-rank adapters (LoRA) for the linear layers of a part of a model, whose own weights stay frozen."""
 
 import torch
 from torch import nn
 from torch.nn import functional
-
-_MODULES = "model.language_model."
-_FILES = "language_model.model."
-"""Prefixes of the language model in the model, and in files."""
 
 
 class LowRank(nn.Module):
@@ -24,13 +20,16 @@ class LowRank(nn.Module):
         return out
 
 
-def add_low_rank(model: nn.Module, rank: int) -> dict[str, nn.Parameter]:
-    """Add an adapter to each linear layer of a LLaVA's language model; return their parameters by names in files."""
+def add_low_rank(model: nn.Module, rank: int, part: str, in_file: str) -> dict[str, nn.Parameter]:
+    """Add an adapter to each linear layer of a part of a model; return their parameters by names in files.
+
+    `part` is the prefix of the part's modules, `in_file` that of their names in files.
+    """
     parts = {}
     for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and name.startswith(_MODULES):
+        if isinstance(module, nn.Linear) and name.startswith(part):
             changed = LowRank(module, rank)
             model.set_submodule(name, changed)
-            in_file = _FILES + name.removeprefix(_MODULES)
-            parts |= {f"{in_file}.lora_down": changed.down, f"{in_file}.lora_up": changed.up}
+            written = in_file + name.removeprefix(part)
+            parts |= {f"{written}.lora_down": changed.down, f"{written}.lora_up": changed.up}
     return parts

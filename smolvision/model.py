@@ -29,7 +29,7 @@ class Student(nn.Module):
         self.model: Any = LlavaForConditionalGeneration(config)
         self.language: Any = self.model.model.language_model
         self._read_language(load_file(base / "model.safetensors"), dtype)
-        changes = add_low_rank(self.model, RANK)
+        changes = add_low_rank(self.model, RANK, "model.language_model.", "language_model.model.")
         modules = trained_modules(self.model)
         self.tower = modules["vision_tower"]
         self.projector = modules["multi_modal_projector"]

@@ -101,6 +101,7 @@ SLOW = (
     "server/process/",
     "server/test_tracing_export.py",
     "smoldraw/test_model.py",
+    "smolvideo/",
     "smolvision/",
 )
 """Files and folders that `make test` leaves to `make test-slow`: what starts fleets of processes, breaks them,
@@ -111,6 +112,7 @@ LONGEST = (
     "engine/checkpoints/test_fuzz.py",
     "engine/embedded/test_smollm2_tokens.py",
     "smoldraw/test_model.py",
+    "smolvideo/",
     "smolvision/",
     "benchmarks/",
 )

@@ -24,7 +24,11 @@ LINKED = [
     *GUIDES,
     LOG,
     ROOT / "CHANGELOG.md",
-    *(path for folder in ("benchmarks", "deploy", "smoldraw", "smolvision") for path in sorted(ROOT.glob(f"{folder}/**/*.md"))),
+    *(
+        path
+        for folder in ("benchmarks", "deploy", "smoldraw", "smolvideo", "smolvision")
+        for path in sorted(ROOT.glob(f"{folder}/**/*.md"))
+    ),
 ]
 FOREIGN_VARIABLES = {
     "FIRST_PORT",
@@ -60,7 +64,6 @@ REFUSED_FIELDS: dict[str, tuple[str, Any]] = {
 """A value, for chats or completions, with which each field that the README calls refused would change the answer."""
 REFUSED_PARTS = {
     "audio": {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
-    "video": {"type": "video_url", "video_url": {"url": "http://example.com/a.mp4"}},
 }
 
 

@@ -30,7 +30,7 @@ class Anchors:
 
 
 Fields = dict[str, object]
-"""What a request adds to a greedy one."""
+"""Sampling parameters that requests have besides those of greedy ones."""
 _NUMBERS: Fields = {"type": "array", "items": {"type": "integer"}, "minItems": 300}
 """A schema that no answer of 256 tokens completes."""
 ROWS: dict[str, Callable[[random.Random, int], Fields]] = {

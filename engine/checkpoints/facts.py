@@ -214,7 +214,26 @@ class ModelFacts:
         merge = self._section("vision_config").get("spatial_merge_size", vision.merge) if vision.merge else 0
         if vision.merge and (type(merge) is not int or merge < 1):
             raise self._wrong("vision_config.spatial_merge_size", "a positive integer", merge)
-        return ImageTokens(token_id, self.hidden_size, merge)
+        return ImageTokens(token_id, self.hidden_size, merge, self.video_token_id)
+
+    @property
+    def video_token_id(self) -> int:
+        """The token of videos; -1 if the model has none."""
+        vision = self.family.vision
+        token_id = self.config.get("video_token_id")
+        if vision is None or vision.video_token_id < 0 or token_id is None:
+            return -1 if vision is None else vision.video_token_id
+        if type(token_id) is not int or token_id < 0:
+            raise self._wrong("video_token_id", "a token id", token_id)
+        return token_id
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Positions of a second of video in mRoPE; 0 counts patches, whatever their time."""
+        assert self.family.vision is not None
+        default = self.family.vision.tokens_per_second
+        found = self._section("vision_config").get("tokens_per_second", default) if default else 0
+        return self._number(found, "vision_config.tokens_per_second") if default else 0
 
     @property
     def media_token_ids(self) -> frozenset[int]:

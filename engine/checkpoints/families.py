@@ -6,8 +6,8 @@ table run too if transformers or TensorRT-LLM runs them, but without images and 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 Config = Mapping[str, Any]
 """The contents of a config.json."""
@@ -35,6 +35,13 @@ class VisionPart:
     """Values of `model_type` in `vision_config` that can be served, the default first; empty for all."""
     merge: int = 0
     """Default `spatial_merge_size` of families with mRoPE, whose positions depend on image grids; 0 without mRoPE."""
+    videos: Literal["patches", "frames"] | None = None
+    """How the family's own processor takes videos: Qwen2-VL's patches in space and time, or SmolVLM's frames with their
+    times. Without one, a video is shown to the model as so many images."""
+    video_token_id: int = -1
+    """Default id of the video token of families that have one."""
+    tokens_per_second: int = 0
+    """Default positions of a second of video in mRoPE; 0 counts patches, whatever their time."""
 
     def text_tensor(self, name: str) -> str | None:
         """Return the name that a text-only model has for a checkpoint's tensor; None for a tensor of the tower."""
@@ -121,6 +128,8 @@ FAMILIES = {
             image_token_id=151655,
             processor="Qwen2VLProcessor",
             merge=2,
+            videos="patches",
+            video_token_id=151656,
         )
     ),
     "qwen2_5_vl": Family(
@@ -131,10 +140,13 @@ FAMILIES = {
             image_token_id=151655,
             processor="Qwen2_5_VLProcessor",
             merge=2,
+            videos="patches",
+            video_token_id=151656,
+            tokens_per_second=4,
         )
     ),
     "idefics3": Family(compiled=True, vision=_IDEFICS3),
-    "smolvlm": Family(compiled=True, vision=_IDEFICS3),
+    "smolvlm": Family(compiled=True, vision=replace(_IDEFICS3, videos="frames")),
     "gemma3": Family(no_images=f"its image tokens attend to each other in both directions, {_BOTH_DIRECTIONS}"),
     "paligemma": Family(no_images=f"its prompts attend in both directions, {_BOTH_DIRECTIONS}"),
     "mllama": Family(no_images="it attends to images by layers of their own, which the engine does not have"),

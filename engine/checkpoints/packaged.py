@@ -22,6 +22,8 @@ from engine.checkpoints.conversions import ModelError
 BUILTIN = "smollm2-135m-instruct"
 VISION = "smolvision"
 """BUILTIN with the vision tower and adapters that this project trained (`smolvision/`)."""
+VIDEO = "smolvideo"
+"""VISION with a connector and adapters for clips (`smolvideo/`)."""
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +41,8 @@ class Packaged(NamedTuple):
     """Digest of the whole file; empty if the weights are part of this server's own distribution."""
     about: str = ""
     """Description for people: the model, its author and its licence."""
+    base: str = ""
+    """The model that the weights are trained on top of; empty for weights of a whole model."""
     pipeline: bool = False
     """Whether the file holds a folder of diffusers."""
 
@@ -75,8 +79,34 @@ PACKAGED = {
         "*.safetensors",
         (),
         about=f"{BUILTIN} with a vision tower trained here, Apache-2.0; sees simple images",
+        base=BUILTIN,
+    ),
+    VIDEO: Packaged(
+        ("smolvideo",),
+        "*.safetensors",
+        (),
+        about=f"{VISION} trained further here, Apache-2.0; understands clips of moving shapes",
+        base=VISION,
     ),
 }
+
+
+def chain(model: str) -> tuple[str, ...]:
+    """Return a model and those that it is made on top of, the first of them first."""
+    base = PACKAGED[model].base
+    return (*chain(base), model) if base else (model,)
+
+
+HEADS = {BUILTIN: "smoleagle"}
+"""Packages with EAGLE-3 heads that this project trained, by the models that they draft for."""
+
+
+def packaged_head(model: str) -> Path:
+    """Return the folder of a model's head."""
+    spec = importlib.util.find_spec(HEADS[model])
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(f"the package {HEADS[model]} with the head of {model} is not installed: pip install trellis")
+    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def installed_files(model: str) -> list[Path]:

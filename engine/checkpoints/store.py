@@ -11,7 +11,13 @@ from blake3 import blake3
 
 from engine.checkpoints.conversions import FORMAT, ModelError, converted, converted_gguf, known_gguf, make_room
 from engine.checkpoints.hub import download, is_hub_id, snapshot
-from engine.checkpoints.packaged import BUILTIN, PACKAGED, VISION, installed_files, weights_file
+from engine.checkpoints.packaged import (
+    HEADS,
+    PACKAGED,
+    installed_files,
+    packaged_head,
+    weights_file,
+)
 from engine.errors import EngineFailure
 
 if TYPE_CHECKING:
@@ -39,6 +45,19 @@ def resolve_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path:
             f"one of {', '.join(PACKAGED)}"
         )
     return downloaded(model, weights=weights) or _checked(download(model), weights)
+
+
+def resolve_head(head: str) -> Path:
+    """Return the folder of an EAGLE-3 head: a folder, a Hugging Face id, or a model in PACKAGED that has one. Raises
+    ModelError."""
+    if head in HEADS:
+        return packaged_head(head)
+    path = Path(head).expanduser()
+    if path.is_dir():
+        return path
+    if not is_hub_id(head):
+        raise ModelError(f"there is no folder {head}; name the folder or Hugging Face id of an EAGLE-3 head")
+    return snapshot(head) or download(head)
 
 
 def present_model(model: str, cache_dir: Path, *, weights: bool = True) -> Path | None:
@@ -94,9 +113,8 @@ def weight_bytes(folder: Path) -> int:
 
 def packaged_folder(model: str, cache_dir: Path) -> Path:
     """Return where a packaged model is, or will be. Raises ModelError if its package is not installed and cannot be."""
-    if model != VISION:
-        return cache_dir / f"{model}-{_name(model, b'')}"
-    return cache_dir / f"{model}-{_name(model, packaged_folder(BUILTIN, cache_dir).name.encode())}"
+    base = PACKAGED[model].base
+    return cache_dir / f"{model}-{_name(model, packaged_folder(base, cache_dir).name.encode() if base else b'')}"
 
 
 def _name(model: str, base: bytes) -> str:
@@ -112,7 +130,7 @@ def _packaged(model: str, cache_dir: Path) -> Path:
     folder = packaged_folder(model, cache_dir)
     if folder.is_dir():
         return folder
-    base = _packaged(BUILTIN, cache_dir) if model == VISION else None
+    base = _packaged(PACKAGED[model].base, cache_dir) if PACKAGED[model].base else None
 
     def make(made: Path, progress: "Progress") -> None:
         from engine.checkpoints.gguf.convert import convert  # noqa: PLC0415 - imports libraries only for converting

@@ -160,6 +160,8 @@ class EngineCore:
         self._launched: _LaunchedStep | None = None
         # On a CPU a step costs its processor time: how long it takes depends on who else uses the processor.
         self._clock = time.process_time if on_cpu else time.monotonic
+        self._began = 0.0
+        """Beginning of the present step, by that clock."""
         self._finished = 0.0
         """End of the last step, by that clock."""
 
@@ -295,6 +297,7 @@ class EngineCore:
         self.poll()
         ran, preemptions = self._launched is not None, self.scheduler.preemptions
         if self.speculator is not None:
+            self._began = self._clock()  # drafting is part of what a step costs
             outputs += self._plan_drafts()
         previous, self._launched = self._launched, None
         launched = self._launch(outputs)
@@ -428,7 +431,6 @@ class EngineCore:
 
     def _run(self, chunks: list[Chunk], started: float) -> _LaunchedStep:
         """Forward and prompt log-probabilities."""
-        clock = self._clock() if self.speculator is not None else 0.0
         reported = prompt_rows(chunks)
         sampling = [chunk for chunk in chunks if chunk.sampled]
         slots = [chunk.sequence.slot for chunk in sampling]
@@ -437,12 +439,14 @@ class EngineCore:
                 slots, [chunk.admission for chunk in sampling], [chunk.sequence.sampler for chunk in sampling]
             )
             logits = self.runner.forward(step_input(chunks, reported, self.runner.dtype, self.runner.device))
+            if self.speculator is not None and self.runner.hidden is not None:
+                self.speculator.read(chunks, self.runner.hidden)
             first = _report_prompts(reported, logits) if reported else 0
             rows = None
             if any(chunk.draft for chunk in sampling):
                 rows = list(accumulate((chunk.sampled for chunk in sampling[:-1]), initial=0))
             logits = logits[first:] if first else logits
-            return _LaunchedStep(chunks, sampling, slots, logits, started, clock, rows)
+            return _LaunchedStep(chunks, sampling, slots, logits, started, self._began, rows)
 
     def _waits(self, step: _LaunchedStep) -> bool:
         """Return whether tokens that the host has not seen yet are needed to draw those of a step."""
@@ -454,7 +458,7 @@ class EngineCore:
         try:
             with torch.inference_mode():
                 if states:
-                    logits = step.logits if step.rows is None else step.logits[step.rows]
+                    logits = step.logits if step.rows is None else _rows(step.logits, step.rows)
                     step.drawn = self._sampler.draw(logits, states, step.slots, step.rows)
                     if self._overlap:
                         self.runner.remember(step.slots, step.drawn.tokens)
@@ -533,7 +537,7 @@ class EngineCore:
             chunks, rows = [chunk for chunk, _ in going_on], [row for _, row in going_on]
             states = [chunk.sequence.sampler for chunk in chunks]
             slots = [chunk.sequence.slot for chunk in chunks]
-            drawn = self._sampler.draw(step.logits[rows], states, slots, rows)
+            drawn = self._sampler.draw(_rows(step.logits, rows), states, slots, rows)
 
     def _verified(self, chunks: list[Chunk], taken: dict[Sequence, _Taken]) -> list[Chunk]:
         """Return what is left of chunks once it is known which drafted tokens are right."""
@@ -601,6 +605,13 @@ class EngineCore:
         for sequence in alive:
             self._drop(sequence)
         return [(sequence.request.request_id, error()) for sequence in alive]
+
+
+def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Return rows of logits. On a CPU without torch's threads, which go on to take turns with those that compute."""
+    if len(rows) == 1:
+        return logits[rows[0] : rows[0] + 1]
+    return torch.from_numpy(logits.numpy()[rows]) if logits.device.type == "cpu" else logits[rows]
 
 
 def _report_prompts(reported: list[PromptRows], logits: torch.Tensor) -> int:

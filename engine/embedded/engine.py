@@ -270,7 +270,7 @@ class EmbeddedEngine:
 
     async def _warm_up(self) -> None:
         await asyncio.sleep(_WARM_UP_PAUSE)
-        await self._compiler.warm_up()
+        await self._compiler.warm_up(xgrammar=self.info.device != "cpu")  # whose cores compute answers
 
     def _abort(self, request_id: str) -> None:
         self._commands.put(lambda core: core.abort(request_id))

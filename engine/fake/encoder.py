@@ -1,4 +1,5 @@
-"""The encoder without a model: deterministic and fast. A file becomes ROWS tokens, with embeddings from its hash."""
+"""The encoder without a model: deterministic and fast. A file becomes ROWS tokens, with embeddings from its hash;
+a video as many for each of the frames that are asked for."""
 
 import asyncio
 from collections.abc import Sequence
@@ -51,7 +52,7 @@ class FakeEncoder:
         if not self.healthy:
             raise EngineNotReady("the encoder is closed" if self._closed else "the encoder has not started")
         for file in media:
-            if not file.data.startswith(_SIGNATURES):
+            if file.kind == "image" and not file.data.startswith(_SIGNATURES):
                 raise InvalidRequest("an image cannot be decoded", "image")
         work = asyncio.create_task(asyncio.sleep(self._seconds * len(media)))
         self._running.add(work)
@@ -70,7 +71,15 @@ class FakeEncoder:
         for work in self._running:
             work.cancel()
 
+    async def release_weights(self) -> None:
+        assert not self._running, "it is told so while nothing is encoded"
+        self._closed = True
+
+    async def resume_weights(self) -> None:
+        self._closed = False
+
     def _encode(self, file: MediaInput) -> EncodedMedia:
         seed = blake3(file.detail.encode()).update(file.data)
-        data = (seed.digest(1024) * (self._rows * HIDDEN_SIZE * 4 // 1024 + 1))[: self._rows * HIDDEN_SIZE * 4]
-        return EncodedMedia(text=PLACEHOLDER * self._rows, rows=self._rows, data=data, dtype="float32")
+        rows = self._rows * max(1, file.sampling.num_frames)
+        data = (seed.digest(1024) * (rows * HIDDEN_SIZE * 4 // 1024 + 1))[: rows * HIDDEN_SIZE * 4]
+        return EncodedMedia(text=PLACEHOLDER * rows, rows=rows, data=data, dtype="float32")

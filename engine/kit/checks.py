@@ -12,12 +12,18 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 
 
 class ImageTokens(NamedTuple):
-    """How a model takes images: as embeddings in the place of its image tokens."""
+    """How a model takes images and videos: as embeddings in the place of tokens."""
 
     token_id: int
     hidden_size: int
     merge: int = 0
     """Patches a side that one token stands for, where positions depend on the grid (mRoPE); 0 where they do not."""
+    video_token_id: int = -1
+    """The token of videos, for models that have one of their own."""
+
+    def of(self, span: MediaSpan) -> int:
+        """Return the token whose embeddings are replaced in a span."""
+        return self.video_token_id if span.kind == "video" and self.video_token_id >= 0 else self.token_id
 
 
 def output_here(request: GenerateRequest) -> int:
@@ -53,9 +59,10 @@ def check_embeddings(request: GenerateRequest, takes: ImageTokens | None) -> Non
     last = -2
     for number, image in enumerate(request.spans):
         span = request.prompt_token_ids[image.start : image.start + image.length]
-        if span.count(takes.token_id) != image.rows:
+        token_id = takes.of(image)
+        if span.count(token_id) != image.rows:
             raise InvalidRequest(
-                f"image {number} has {image.rows} rows for {span.count(takes.token_id)} image tokens", _PARAM
+                f"image {number} has {image.rows} rows for {span.count(token_id)} image tokens", _PARAM
             )
         size = image.rows * takes.hidden_size * ITEM_BYTES[image.dtype]
         if image.data and len(image.data) != size:
@@ -63,8 +70,8 @@ def check_embeddings(request: GenerateRequest, takes: ImageTokens | None) -> Non
                 f"image {number} has {len(image.data)} bytes of embeddings; its rows have {size}", _PARAM
             )
         if takes.merge:
-            first = span.index(takes.token_id)
-            if image.start + first == last + 1 or span[first : first + image.rows].count(takes.token_id) != image.rows:
+            first = span.index(token_id)
+            if image.start + first == last + 1 or span[first : first + image.rows].count(token_id) != image.rows:
                 raise InvalidRequest(
                     f"the tokens of image {number} must be together, and apart from those of other images", _PARAM
                 )
@@ -94,7 +101,13 @@ def _check_spans(request: GenerateRequest) -> None:
 
 def _check_grid(number: int, image: MediaSpan, merge: int) -> None:
     time, height, width = image.grid
-    if min(image.grid) < 1 or height % merge or width % merge or time * height * width != image.rows * merge**2:
+    if (
+        min(image.grid) < 1
+        or not 0 <= image.interval < 1 << 16
+        or height % merge
+        or width % merge
+        or time * height * width != image.rows * merge**2
+    ):
         raise InvalidRequest(
             f"the grid of image {number}, {time}x{height}x{width} patches, does not make {image.rows} rows", _PARAM
         )

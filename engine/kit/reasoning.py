@@ -4,7 +4,7 @@ from engine.types import ReasoningBudget
 
 
 class ReasoningProgress:
-    """What one output has left of its budget. `accept` gets every token of it."""
+    """The rest of one output's budget. Call `accept` with each of its tokens."""
 
     def __init__(self, budget: ReasoningBudget) -> None:
         self._budget = budget

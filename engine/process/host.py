@@ -37,7 +37,7 @@ from engine.transfer.base import TransferError
 STOP_SECONDS = 2.0
 """Time a host may take to stop, plus what its service asks for."""
 SWITCH_SECONDS = 0.0005
-"""How long one thread may keep the interpreter from another: a tenth of Python's default."""
+"""Seconds after which a thread must hand the interpreter to another: a tenth of Python's default."""
 _HIGH_WATER_MARK = 4096
 """Batches queued for a client before it counts as stuck."""
 _MOST_INHERITED = 256
@@ -321,7 +321,7 @@ class _HostProcess:
         finally:
             # A broken library may block while it closes, and the parent waits for the end of the process to start
             # another.
-            threading.Thread(target=self._exit_by_force, daemon=True).start()
+            threading.Thread(target=self.exit_by_force, daemon=True).start()
             await service.close()
 
     async def _wait_to_serve(self, service: HostedService) -> None:
@@ -383,9 +383,9 @@ class _HostProcess:
         while os.read(self._channel.input, 4096):
             loop.call_soon_threadsafe(self._go.set)
         loop.call_soon_threadsafe(self._stop.set)
-        self._exit_by_force()
+        self.exit_by_force()
 
-    def _exit_by_force(self) -> None:
+    def exit_by_force(self) -> None:
         """In a thread: end the process unless it ends by itself in time."""
         time.sleep(STOP_SECONDS + self._interface.more_stop_seconds(self._config))
         if self._bound:

@@ -28,7 +28,7 @@ from protocol import internal
 ARENA_BYTES = 1 << 30
 """Maximum bytes of embeddings that wait to be read, or are being read, at one time."""
 ROOM_SECONDS = 0.5
-"""How long an answer waits for room before it is sent with its embeddings in it."""
+"""Seconds that an answer waits for shared memory before it is sent with its embeddings inside."""
 _PARAM = "embeddings"
 
 log = logging.getLogger(__name__)
@@ -143,6 +143,11 @@ class EmbeddingStore:
         assert self._arena is not None
         self._arena.free(place)
         self._count()
+
+    def trim(self) -> None:
+        """Give memory that is not in use back."""
+        if self._arena is not None:
+            self._arena.trim()
 
     async def close(self) -> None:
         if self._arena is not None:

@@ -17,7 +17,7 @@ from engine.replicas.discovery import RESOLVE_SECONDS, Addresses
 from engine.replicas.replica import Replica
 
 FIRST_PROBE_SECONDS = 5.0
-"""How long `start` waits for the first probes."""
+"""Seconds that `start` waits for the first probes."""
 
 R = TypeVar("R", bound=Replica)
 

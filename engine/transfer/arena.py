@@ -5,6 +5,7 @@ Encode replicas put embeddings there, and the replicas that need them read them 
 
 import asyncio
 import ctypes
+import mmap
 from bisect import insort
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -34,7 +35,8 @@ class Arena:
     """
 
     def __init__(self, size: int, method: MethodName = "auto", port: int = 0) -> None:
-        self._memory = (ctypes.c_char * size).from_buffer(shared_memory(size))
+        self._pages = shared_memory(size)
+        self._memory = (ctypes.c_char * size).from_buffer(self._pages)
         self._address = ctypes.addressof(self._memory)
         self._transfers = Transfers([Region(self._address, size, -1)], method, port)
         self._free = [Place(0, size)]
@@ -72,6 +74,11 @@ class Arena:
             joined.append(part)
         self._free = joined
         self._room.set()
+
+    def trim(self) -> None:
+        """Give the memory of places that are free back to the system."""
+        for part in self._free:
+            self._pages.madvise(mmap.MADV_REMOVE, part.offset, part.size)
 
     def write(self, place: Place, parts: Sequence[bytes | memoryview]) -> None:
         """Write the parts one after the other into `place`, without the GIL."""

@@ -64,7 +64,7 @@ class TrtllmEncoder:
         most = library.installed().max_encoded_images
         if most and len(media) > most:
             raise InvalidRequest(f"this encoder takes {most} image of a prompt, and the engine the others", "image")
-        pixels = await decoded(media, self._config.max_image_pixels)
+        pixels = await decoded(media, self._config)
         if (encoder := self._encoder) is None or self._dead:
             raise EngineNotReady("the encoder is closing")
         result = library.encode(encoder, prompt, pixels)

@@ -269,7 +269,7 @@ class TrtllmEngine:
             self._check(request)  # again, as the engine may have died in the meantime
             return self._begin(request, images)
 
-        deferred = Deferred(media.files, self._config.max_image_pixels, begin)
+        deferred = Deferred(media.files, self._config, begin)
         self._keep(deferred.stream)
         self._spawn(deferred.run())
         return deferred.stream

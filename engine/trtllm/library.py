@@ -17,6 +17,7 @@ from engine.kit.logits import factory
 from engine.media import Encoding, MediaFiles, Unexpanded
 from engine.trtllm.disaggregation import context_keywords, generation_keywords, local_keywords
 from engine.trtllm.failures import classified, is_a_refusal, is_of_the_engine
+from engine.trtllm.media import Frames
 from engine.trtllm.sampling import bias_of, guide_keywords, sampling_keywords
 from engine.trtllm.support import Edits
 from engine.trtllm.versions import PackageVersion, version_of
@@ -293,7 +294,16 @@ def _begins(media: Unexpanded, start: str) -> bool:
 
 
 def _with_images(prompt: str, images: Sequence[Any]) -> dict[str, Any]:
-    return {"prompt": prompt, "multi_modal_data": {"image": list(images)}}
+    """Return the inputs of a prompt with PIL images, and frames of videos."""
+    data: dict[str, list[Any]] = {}
+    for item in images:
+        if isinstance(item, Frames):
+            from tensorrt_llm.inputs.utils import VideoData  # noqa: PLC0415
+
+            data.setdefault("video", []).append(VideoData(frames=item.frames, metadata=item.metadata))
+        else:
+            data.setdefault("image", []).append(item)
+    return {"prompt": prompt, "multi_modal_data": data}
 
 
 def _cache_salt(request: GenerateRequest) -> str | None:

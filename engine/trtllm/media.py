@@ -1,34 +1,62 @@
-"""Decodes images for TensorRT-LLM, whose processor takes pixels: in threads, before a request begins."""
+"""Decodes images and videos for TensorRT-LLM, whose processor takes pixels: in threads, before a request begins."""
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from PIL.Image import Image
+from PIL.Image import Image, fromarray
 
 from engine.base import DeltaStream
+from engine.config import TrtllmConfig
 from engine.errors import EngineError, EngineFailure
 from engine.kit.image_file import decode
+from engine.kit.video_file import VideoFile, evenly, sampling_of
 from engine.media import MediaInput
 from engine.types import Delta
 
 log = logging.getLogger(__name__)
 
 
-async def decoded(images: Sequence[MediaInput], max_pixels: int) -> list[Image]:
-    """Decode images one after the other, in RGB and upright. Raises InvalidRequest (param `image`)."""
-    return [await asyncio.to_thread(decode, image, max_pixels) for image in images]
+@dataclass(frozen=True)
+class Frames:
+    """Frames of a video, and what TensorRT-LLM's own loader says of them."""
+
+    frames: list[Image]
+    metadata: dict[str, Any]
+
+
+async def decoded(media: Sequence[MediaInput], config: TrtllmConfig) -> list[Image | Frames]:
+    """Decode files one after the other, in RGB and upright. Raises InvalidRequest (param `image` or `video`)."""
+    return [await asyncio.to_thread(_decoded, file, config) for file in media]
+
+
+def _decoded(file: MediaInput, config: TrtllmConfig) -> Image | Frames:
+    if file.kind == "image":
+        return decode(file, config.max_image_pixels)
+    video = VideoFile(file, config.videos)
+    taken = dict(video.frames(evenly(video.total, video.fps, sampling_of(file.sampling, config.videos))))
+    return Frames(
+        [fromarray(frame) for frame in taken.values()],
+        {
+            "total_num_frames": video.total,
+            "fps": video.fps,
+            "duration": video.seconds,
+            "frames_indices": [*taken],
+        },
+    )
 
 
 class Deferred:
     """A request that begins once its images are decoded. Its `stream` exists at once; closed early, it never begins."""
 
     def __init__(
-        self, images: Sequence[MediaInput], max_pixels: int, begin: Callable[[list[Image]], DeltaStream]
+        self, images: Sequence[MediaInput], config: TrtllmConfig, begin: Callable[[list[Image | Frames]], DeltaStream]
     ) -> None:
         self.stream = DeltaStream(self._abort)
         self._images = images
-        self._max_pixels = max_pixels
+        self._config = config
         self._begin = begin
         self._begun: DeltaStream | None = None
 
@@ -38,7 +66,7 @@ class Deferred:
         assert task is not None
         self.stream.when_done(task.cancel)
         try:
-            self._begun = self._begin(await decoded(self._images, self._max_pixels))
+            self._begun = self._begin(await decoded(self._images, self._config))
         except EngineError as error:
             self.stream.fail(error)
         except MemoryError as error:

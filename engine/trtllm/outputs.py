@@ -13,7 +13,7 @@ FLOOR = -9999.0
 
 
 class Outputs:
-    """How much of one request's output has been passed on.
+    """The part of one request's output that has been passed on.
 
     After a handoff, the first token and the prompt's report have been passed on. `repeats` says whether the engine
     repeats that token; it does not when the token was part of its prompt.

@@ -32,7 +32,7 @@ SECONDS = 15 * 60.0
 """Most time of all groups together."""
 GRACE_SECONDS = 10.0
 _KILL_SECONDS = 10.0
-"""How long an answer that should come at once may take before it counts as missing."""
+"""Seconds after which an answer that should come at once counts as missing."""
 POLL_SECONDS = 1.0
 PROMPT = tuple(range(100, 164))
 _MEMORY = {"free_gpu_memory_fraction": 0.25}

@@ -41,7 +41,7 @@ class Ranks:
         self._ranks = [_Rank(number, Converter(block_size)) for number in range(size)]
         self._knows_caches = knows_caches
         self.index = PrefixIndex()
-        """What is in each rank's cache."""
+        """The contents of each rank's cache."""
         self._policy = Policy("kv")
 
     def note(self, event: KvEvent) -> None:

@@ -82,7 +82,7 @@ def draws(sampling: SamplingParams) -> bool:
 
 
 class Edits(NamedTuple):
-    """What our logits processor does for one request (`engine/trtllm/processors.py`)."""
+    """The work of our logits processor for one request (`engine/trtllm/processors.py`)."""
 
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What differs between the versions of TensorRT-LLM that this adapter runs on: 1.2.1, and main from 1.3 on.
+"""Differences between the versions of TensorRT-LLM that this adapter runs on: 1.2.1, and main from 1.3 on.
 
 A `PackageVersion` is chosen at start by the package's own version. Nothing else in the adapter asks for it.
 """

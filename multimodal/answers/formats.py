@@ -1,4 +1,4 @@
-"""What a request makes of the way its model writes: the parser of an answer, and the grammar of its tool calls."""
+"""The output format of a request: the parser of its answer, and the grammar of its tool calls."""
 
 import json
 from collections.abc import Collection, Mapping

@@ -28,7 +28,7 @@ Ending = Literal["failed", "cancelled"]
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a response says of its request, and how it spells what the model wrote."""
+    """The fields of a response that repeat its request, and the form of its items."""
 
     unique: str
     """Part of the response's id and of those of its items."""

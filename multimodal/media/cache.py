@@ -46,6 +46,10 @@ class EmbeddingCache:
         self._entries.move_to_end(key)
         return image
 
+    def clear(self) -> None:
+        self._entries.clear()
+        self._bytes = 0
+
     def put(self, key: str, image: EncodedMedia) -> bool:
         """Keep media and return True; media larger than the cache are not kept, and evict nothing.
 

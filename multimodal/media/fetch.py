@@ -54,49 +54,49 @@ class Fetcher:
         self._resolve = resolve or _look_up
         self._transport = transport or Transport(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
-    async def fetch(self, url: Url) -> bytes:
-        """Return the body of a response with status 200, after following redirects. Raises MediaError."""
+    async def fetch(self, url: Url, most: int) -> bytes:
+        """Return the body of a response with status 200 and `most` bytes, after redirects. Raises MediaError."""
         try:
             async with asyncio.timeout(self._limits.timeout_seconds):
                 for _ in range(MAX_REDIRECTS + 1):
-                    found = await self._get(url)
+                    found = await self._get(url, most)
                     if isinstance(found, bytes):
                         return found
                     url = found
         except (TimeoutError, httpx.TimeoutException) as error:
-            raise MediaTimeout(f"An image did not come within {self._limits.timeout_seconds:g} seconds.") from error
+            raise MediaTimeout(f"A file did not come within {self._limits.timeout_seconds:g} seconds.") from error
         except httpx.HTTPError as error:
-            raise MediaError("The server of an image cannot be reached, or broke off its answer.") from error
-        raise MediaError(f"An image's URL redirects more than {MAX_REDIRECTS} times.")
+            raise MediaError("The server of a file cannot be reached, or broke off its answer.") from error
+        raise MediaError(f"A file's URL redirects more than {MAX_REDIRECTS} times.")
 
     async def aclose(self) -> None:
         """Close all connections. Threads that still resolve names end by themselves."""
         await self._transport.aclose()
 
-    async def _get(self, url: Url) -> bytes | Url:
+    async def _get(self, url: Url, most: int) -> bytes | Url:
         """Return the body, or the URL that the response redirects to."""
         response = await self._dial(url, await self._addresses(url))
         try:
             if response.status_code in _REDIRECTS and (location := response.headers.get("location")):
                 return redirected(url, location)
             if response.status_code != httpx.codes.OK:
-                raise MediaError(f"The server of an image answered with status {response.status_code}.")
-            return await self._body(response)
+                raise MediaError(f"The server of a file answered with status {response.status_code}.")
+            return await self._body(response, most)
         finally:
             await response.aclose()
 
     async def _addresses(self, url: Url) -> list[Address]:
         """Resolve the URL's host. Raises MediaError if any of its addresses may not be fetched from."""
         if not host_allowed(url.host, self._limits.allowed_hosts):
-            raise MediaError("This server does not fetch images from the host of an image's URL.")
+            raise MediaError("This server does not fetch files from the host of a file's URL.")
         try:
             found = (
                 [url.address] if url.address else [ip_address(text) for text in await self._resolve(url.host, url.port)]
             )
         except (OSError, UnicodeError, ValueError) as error:
-            raise MediaError("The host of an image's URL has no address.") from error
+            raise MediaError("The host of a file's URL has no address.") from error
         if not found or not all(may_fetch(address, allow_private=self._limits.allow_private) for address in found):
-            raise MediaError("The host of an image's URL has no address that this server may fetch from.")
+            raise MediaError("The host of a file's URL has no address that this server may fetch from.")
         return list(dict.fromkeys(found))[:_MAX_ADDRESSES]
 
     async def _dial(self, url: Url, addresses: list[Address]) -> httpx.Response:
@@ -116,7 +116,7 @@ class Fetcher:
             httpx.URL(scheme=url.scheme, host=address.compressed, port=url.port),
             headers={
                 "host": url.authority,
-                "accept": "image/*, application/octet-stream;q=0.9",
+                "accept": "image/*, video/*, application/octet-stream;q=0.9",
                 "accept-encoding": "identity",
                 "connection": "close",
                 "user-agent": "trellis",
@@ -128,12 +128,11 @@ class Fetcher:
             },
         )
 
-    async def _body(self, response: httpx.Response) -> bytes:
+    async def _body(self, response: httpx.Response, limit: int) -> bytes:
         """Read the body, up to the limit, whatever length the response declares."""
-        limit = self._limits.max_image_bytes
         if response.headers.get("content-encoding", "identity").strip().lower() != "identity":
-            raise MediaError("The server of an image compresses its answer, which it was asked not to.")
-        too_large = InvalidMedia(f"An image has more than {limit} bytes.")
+            raise MediaError("The server of a file compresses its answer, which it was asked not to.")
+        too_large = InvalidMedia(f"A file has more than {limit} bytes.")
         if int(response.headers.get("content-length", 0)) > limit:
             raise too_large
         size = 0
@@ -148,7 +147,7 @@ class Fetcher:
                     chunks.append(chunk)
                     pace.reschedule(until + size / MIN_RATE)
         except TimeoutError as error:
-            raise MediaTimeout(f"An image comes at less than {MIN_RATE} bytes a second.") from error
+            raise MediaTimeout(f"A file comes at less than {MIN_RATE} bytes a second.") from error
         return b"".join(chunks)
 
 

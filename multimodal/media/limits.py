@@ -4,9 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config import MAX_IMAGE_PIXELS
+from engine.media import MediaKind
 
 MAX_REQUEST_PIXELS = 2 * MAX_IMAGE_PIXELS
 """Default limit for all images of a request together."""
+
+
+MAX_VIDEOS = 4
+"""Default limit for the number of videos in a request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +20,7 @@ class MediaLimits:
 
     max_image_bytes: int = 20 << 20
     max_image_pixels: int = MAX_IMAGE_PIXELS
+    max_video_bytes: int = 64 << 20
     timeout_seconds: float = 30.0
     """Time for a whole fetch: name, connection, redirects and body. Waiting for other fetches does not count."""
     concurrency: int = 16
@@ -26,3 +32,7 @@ class MediaLimits:
     allowed."""
     local_folder: Path | None = None
     """Folder of the files that requests may name; None allows none."""
+
+    def max_bytes(self, kind: MediaKind) -> int:
+        """Maximum size of a file."""
+        return {"image": self.max_image_bytes, "video": self.max_video_bytes}[kind]

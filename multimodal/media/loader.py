@@ -17,7 +17,7 @@ from multimodal.media.embeddings import Embeddings, read_embeddings
 from multimodal.media.fetch import Fetcher
 from multimodal.media.inflight import InFlight
 from multimodal.media.limits import MediaLimits
-from multimodal.media.sniff import check_image
+from multimodal.media.sniff import check_image, check_video
 from multimodal.media.sources import decode_data_url, local_path, read_file
 from multimodal.media.url import MAX_LENGTH, Url, parse_url
 
@@ -62,14 +62,16 @@ class MediaLoader:
         try:
             scheme = match[1].lower() if (match := _SCHEME.match(url)) else ""
             if scheme == "data":  # not limited by `concurrency`: slow servers may have all turns
-                return await self._checked(lambda: decode_data_url(url, self._limits.max_image_bytes), kind, len(url))
+                return await self._checked(
+                    lambda: decode_data_url(url, self._limits.max_bytes(kind), kind), kind, len(url)
+                )
             if scheme in ("http", "https"):
                 parsed = parse_url(url)
                 found = self._kind(parsed.path, kind)
                 return await self._fetches.do((found, str(parsed)), lambda: self._fetched(parsed, found))
             return await self._local(url, scheme, kind)
         except MediaError as error:
-            raise error.at(param) from error
+            raise error.about(kind, param) from error
         except asyncio.CancelledError:
             if self._closed:  # the fetch was cancelled, not its waiter
                 raise closing from None
@@ -83,23 +85,25 @@ class MediaLoader:
 
     async def _fetched(self, url: Url, kind: Kind) -> MediaInput | Embeddings:
         async with self._of_request.place(), self._of_host.place(request=url.host), self._turns.place():
-            data = await self._fetcher.fetch(url)
+            data = await self._fetcher.fetch(url, self._most(kind))
             return await self._checked(lambda: data, kind, len(data))
 
     async def _local(self, url: str, scheme: str, kind: MediaKind) -> MediaInput | Embeddings:
         folder = self._limits.local_folder
         if folder is None or scheme not in ("", "file"):
-            raise MediaError("An image's URL must be an http, https or data URL.")
+            raise MediaError("A file's URL must be an http, https or data URL.")
         if len(url) > MAX_LENGTH:
-            raise MediaError(f"An image's path has more than {MAX_LENGTH} characters.")
+            raise MediaError(f"A file's path has more than {MAX_LENGTH} characters.")
         path = local_path(url)
         found = self._kind(path, kind)
-        data = await FILES.run(lambda: read_file(path, folder, self._limits.max_image_bytes))
+        data = await FILES.run(lambda: read_file(path, folder, self._most(found)))
         return await self._checked(lambda: data, found, len(data))
 
     def _kind(self, path: str, kind: MediaKind) -> Kind:
         """Return `kind`, or what the path's ending says instead. Raises UnsupportedMedia."""
         ending = path.lower()
+        if kind != "image":
+            return kind
         if ending.endswith(_PICKLES):
             raise UnsupportedMedia("Files that may run code are not taken; embeddings must be a .safetensors file.")
         if not ending.endswith(".safetensors"):
@@ -108,6 +112,10 @@ class MediaLoader:
             raise UnsupportedMedia("This server takes no embeddings in place of images.")
         return "embeddings"
 
+    def _most(self, kind: Kind) -> int:
+        """Return the maximum size of a file."""
+        return self._limits.max_bytes("image" if kind == "embeddings" else kind)
+
     async def _checked(self, read: Callable[[], bytes], kind: Kind, size: int) -> MediaInput | Embeddings:
         """Read and check a file of about `size` bytes, off the event loop if it is large."""
 
@@ -115,6 +123,9 @@ class MediaLoader:
             data = read()
             if kind == "embeddings":
                 return read_embeddings(data, self._hidden_size)
+            if kind == "video":
+                check_video(data)
+                return MediaInput(data, kind=kind)
             width, height = check_image(data, self._limits.max_image_pixels)
             return MediaInput(data, kind=kind, pixels=width * height)
 

@@ -1,6 +1,7 @@
 """Prompts with media: encoded and expanded here for engines that take embeddings, or left to the backend."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -12,12 +13,23 @@ from engine.encoder import Encoder
 from engine.errors import InvalidRequest, QueueFull
 from engine.kit.tasks import all_of
 from engine.kit.work import NATIVE
-from engine.media import Detail, EncodedMedia, Encoding, MediaFiles, MediaInput, MediaKind, MediaSpan, MediaSpans
+from engine.media import (
+    ANY_FRAMES,
+    Detail,
+    EncodedMedia,
+    Encoding,
+    FrameSampling,
+    MediaFiles,
+    MediaInput,
+    MediaKind,
+    MediaSpan,
+    MediaSpans,
+)
 from multimodal.errors import RequestError
 from multimodal.media.cache import EmbeddingCache
 from multimodal.media.embeddings import Embeddings
 from multimodal.media.inflight import InFlight
-from multimodal.media.limits import MAX_REQUEST_PIXELS
+from multimodal.media.limits import MAX_REQUEST_PIXELS, MAX_VIDEOS
 from multimodal.media.loader import MediaLoader
 from multimodal.request import MediaRef
 from multimodal.text.control import ControlTokens
@@ -49,17 +61,18 @@ class EncodedPrompts:
     control: ControlTokens
     max_images: int
     max_pixels: int = MAX_REQUEST_PIXELS
+    max_videos: int = MAX_VIDEOS
     _encoding: InFlight[str, EncodedMedia] = field(default_factory=InFlight, init=False)
     _waiting: int = field(default=0, init=False)
 
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
         media = await self.load(refs)
-        ids = await tokenise(self._expanded(text, media))
-        return Prompt(ids, MediaSpans(self._spans(ids, media)))
+        ids = await tokenise(self._expanded(text, media, refs))
+        return Prompt(ids, MediaSpans(self._spans(ids, media, [ref.kind for ref in refs])))
 
     async def load(self, refs: Sequence[MediaRef]) -> list[Keyed]:
         """Return the files encoded, in order."""
-        _check_count(refs, self.max_images)
+        _check_count(refs, {"image": self.max_images, "video": self.max_videos})
         budget = _Pixels(self.max_pixels)
         return await all_of(self._load(ref, budget) for ref in refs)
 
@@ -76,13 +89,17 @@ class EncodedPrompts:
             found += [*ids[end:place], *self.tokenizer.encode(encoded.text)]
             end = place + len(placeholder)
         found += ids[end:]
-        return Prompt(found, MediaSpans(self._spans(found, media)))
+        return Prompt(found, MediaSpans(self._spans(found, media, ["image"] * len(media))))
 
     async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
         return (await self.prompt(text, refs, tokenise, 1)).ids
 
     async def aclose(self) -> None:
         await self.loader.aclose()
+
+    @property
+    def video_part(self) -> str:
+        return "video" if self.encoder.info.video_placeholder else "image"
 
     @cached_property
     def _image_token(self) -> str:
@@ -97,17 +114,17 @@ class EncodedPrompts:
             return key, known
         if isinstance(loaded, Embeddings):
             return key, self._given(loaded)
-        media = replace(loaded, detail=ref.detail)
+        media = replace(loaded, detail=ref.detail, sampling=ref.sampling)
         try:
             with trace.span("encode"):
                 return key, await self._encoding.do(key, lambda: self._encode(key, media))
         except InvalidRequest as error:
-            raise RequestError(str(error), ref.param, "invalid_image") from error
+            raise RequestError(str(error), ref.param, f"invalid_{ref.kind}") from error
 
     async def _encode(self, key: str, media: MediaInput) -> EncodedMedia:
         size = len(media.data)
         if self._waiting and self._waiting + size > MAX_WAITING:
-            raise QueueFull("too many images wait to be encoded already")
+            raise QueueFull("too many files wait to be encoded already")
         self._waiting += size
         try:
             found = await self.encoder.encode([media])
@@ -125,27 +142,39 @@ class EncodedPrompts:
             text=text, rows=embeddings.rows, dtype=embeddings.dtype, data=embeddings.data, grid=embeddings.grid
         )
 
-    def _expanded(self, text: str, media: Sequence[Keyed]) -> str:
+    def _placeholder(self, ref: MediaRef) -> str:
+        """Return what the template writes for a file, marked."""
+        info = self.encoder.info
+        return self.control.mark((ref.kind == "video" and info.video_placeholder) or info.placeholder)
+
+    def _expanded(self, text: str, media: Sequence[Keyed], refs: Sequence[MediaRef]) -> str:
         """Replace every placeholder that the template wrote by the text of its medium."""
-        first, *rest = text.split(self.control.mark(self.encoder.info.placeholder))
-        if len(rest) != len(media):
+        wanted = [self._placeholder(ref) for ref in refs]
+        parts = re.split("|".join(sorted(map(re.escape, {*wanted}))), text)
+        found = re.findall("|".join(sorted(map(re.escape, {*wanted}))), text)
+        if found != wanted:
             raise RequestError(
-                "The chat template does not show every image of these messages.", "messages", "unsupported_content"
+                f"The chat template does not show every {refs[0].kind} of these messages.",
+                "messages",
+                "unsupported_content",
             )
         mark = self.control.mark
-        return first + "".join(mark(encoded.text) + part for (_, encoded), part in zip(media, rest, strict=True))
+        return parts[0] + "".join(
+            mark(encoded.text) + part for (_, encoded), part in zip(media, parts[1:], strict=True)
+        )
 
-    def _spans(self, ids: Sequence[int], media: Sequence[Keyed]) -> tuple[MediaSpan, ...]:
-        """Find the media in the tokens of the expanded prompt: each from its first image token to its last."""
-        token = self.encoder.info.image_token_id
-        places = [position for position, token_id in enumerate(ids) if token_id == token]
+    def _spans(self, ids: Sequence[int], media: Sequence[Keyed], kinds: Sequence[MediaKind]) -> tuple[MediaSpan, ...]:
+        """Find the media in the tokens of the expanded prompt: each from its first token of an image or video to its
+        last."""
+        tokens = {self.encoder.info.image_token_id, self.encoder.info.video_token_id}
+        places = [position for position, token_id in enumerate(ids) if token_id in tokens]
         if len(places) != sum(encoded.rows for _, encoded in media):
             raise RequestError(
-                "The images are not whole in the prompt: it cannot be truncated.", "truncate_prompt_tokens"
+                f"The {kinds[0]}s are not whole in the prompt: it cannot be truncated.", "truncate_prompt_tokens"
             )
         spans: list[MediaSpan] = []
         row = 0
-        for key, encoded in media:
+        for (key, encoded), kind in zip(media, kinds, strict=True):
             start = places[row]
             row += encoded.rows
             spans.append(
@@ -157,6 +186,8 @@ class EncodedPrompts:
                     dtype=encoded.dtype,
                     data=encoded.data,
                     grid=encoded.grid,
+                    interval=encoded.interval,
+                    kind=kind,
                 )
             )
         return tuple(spans)
@@ -176,13 +207,15 @@ class BackendPrompts:
     control: ControlTokens
     max_pixels: int = MAX_REQUEST_PIXELS
     max_encoded: int = 0
+    max_videos: int = MAX_VIDEOS
+    video_part = "video"
 
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
         ids = await self.tokens(text, refs, tokenise)
         text = self.control.defused(text)  # the backend tokenises it again
         budget = _Pixels(self.max_pixels)
         media = await all_of(self._load(ref, budget) for ref in refs)
-        too_many = self.max_encoded and len(media) > self.max_encoded
+        too_many = (self.max_encoded and len(media) > self.max_encoded) or any(ref.kind != "image" for ref in refs)
         if self.encoder is None or choices > 1 or too_many:  # an encoding can be read once
             return Prompt(ids, MediaFiles(text, tuple(media)))
         try:
@@ -195,12 +228,12 @@ class BackendPrompts:
 
     async def given(self, text: str, ids: Sequence[int], refs: Sequence[MediaRef]) -> Prompt:
         """Return the prompt of a chat that was rendered and tokenised elsewhere."""
-        _check_count(refs, self.max_images)
+        _check_count(refs, {"image": self.max_images, "video": self.max_videos})
         budget = _Pixels(self.max_pixels)
         return Prompt([*ids], MediaFiles(text, tuple(await all_of(self._load(ref, budget) for ref in refs))))
 
     async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
-        _check_count(refs, self.max_images)
+        _check_count(refs, {"image": self.max_images, "video": self.max_videos})
         return await tokenise(text)
 
     async def aclose(self) -> None:
@@ -209,7 +242,7 @@ class BackendPrompts:
     async def _load(self, ref: MediaRef, budget: "_Pixels") -> MediaInput:
         loaded = await _fetched(self.loader, ref, budget)
         assert isinstance(loaded, MediaInput), "a loader without a hidden size takes no embeddings"
-        return replace(loaded, detail=ref.detail)
+        return replace(loaded, detail=ref.detail, sampling=ref.sampling)
 
 
 class _Pixels:
@@ -232,10 +265,11 @@ class _Pixels:
             )
 
 
-def _check_count(images: Sequence[MediaRef], most: int) -> None:
-    """Raise RequestError if a request has more than `most` images."""
-    if len(images) > most:
-        raise RequestError(f"The messages may have {most} images at most.", "messages", "too_many_images")
+def _check_count(refs: Sequence[MediaRef], most: Mapping[MediaKind, int]) -> None:
+    """Raise RequestError if a request has more files of a kind than it may have."""
+    for kind, count in most.items():
+        if sum(ref.kind == kind for ref in refs) > count:
+            raise RequestError(f"The messages may have {count} {kind}s at most.", "messages", f"too_many_{kind}s")
 
 
 def _places(ids: Sequence[int], placeholder: Sequence[int]) -> list[int]:
@@ -258,14 +292,21 @@ async def _fetched(loader: MediaLoader, ref: MediaRef, budget: _Pixels) -> Media
 
 async def _key(file: bytes, fingerprint: str, ref: MediaRef) -> str:
     def work() -> str:
-        return media_key(file, fingerprint, ref.kind, ref.detail)
+        return media_key(file, fingerprint, ref.kind, ref.detail, ref.sampling)
 
     return work() if len(file) <= _SMALL_FILE else await NATIVE.run(work)
 
 
-def media_key(file: bytes, fingerprint: str, kind: MediaKind = "image", detail: Detail = "auto") -> str:
+def media_key(
+    file: bytes,
+    fingerprint: str,
+    kind: MediaKind = "image",
+    detail: Detail = "auto",
+    sampling: FrameSampling = ANY_FRAMES,
+) -> str:
     """64 hex digits that name what the encoder with `fingerprint` makes of a file, equal for equal files and options.
 
     Hashing takes about a millisecond for a few megabytes: call it off the event loop.
     """
-    return blake3(b"\0".join((blake3(file).digest(), *map(str.encode, (fingerprint, kind, detail))))).hexdigest()
+    how = detail if sampling == ANY_FRAMES else f"{sampling.fps} {sampling.num_frames}"
+    return blake3(b"\0".join((blake3(file).digest(), *map(str.encode, (fingerprint, kind, how))))).hexdigest()

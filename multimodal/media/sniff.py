@@ -1,4 +1,5 @@
-"""Finds the format and size of image files from their bytes. Nothing is decoded, and declared types are ignored.
+"""Finds the format of media files and the size of images from their bytes. Nothing is decoded, and declared types are
+ignored.
 
 A decoder trusts the header too, so its allocations are known, and limited, here. Headers that give the size twice, or
 hide a larger picture, are read as far as a decoder reads before its first pixel; anything unusual is rejected.
@@ -41,6 +42,20 @@ def check_image(data: bytes, max_pixels: int) -> tuple[int, int]:
     if width * height > max_pixels:
         raise InvalidMedia(f"An image is {width} x {height} pixels; it may have {max_pixels} in all.")
     return width, height
+
+
+def check_video(data: bytes) -> None:
+    """Check that a file is an MP4 (or QuickTime), WebM, Matroska or AVI file. Raises UnsupportedMedia.
+
+    What these have at their beginning, no playlist has: FFmpeg, which reads them, opens no other file for them. Their
+    headers are read where they are decoded, in a process that may be killed.
+    """
+    if not (
+        data[4:8] in (b"ftyp", b"moov", b"mdat", b"wide")
+        or data.startswith(b"\x1a\x45\xdf\xa3")
+        or (data.startswith(b"RIFF") and data[8:12] == b"AVI ")
+    ):
+        raise UnsupportedMedia("A video's format is none of MP4, WebM, Matroska and AVI.")
 
 
 def _png(data: bytes) -> tuple[int, int]:

@@ -9,10 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
+from engine.media import MediaKind
 from multimodal.errors import InvalidMedia, MediaError, UnsupportedMedia
 
 _DATA = re.compile(r"data:(?P<type>[a-z0-9.+-]{1,64}/[a-z0-9.+-]{1,64});base64,", re.IGNORECASE | re.ASCII)
-_TYPES = frozenset({"image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif"})
+_TYPES: dict[MediaKind, tuple[str, ...]] = {
+    "image": ("image/png", "image/jpeg", "image/webp", "image/gif", "image/jpg"),
+    "video": ("video/mp4", "video/webm", "video/x-matroska", "video/avi", "video/x-msvideo", "video/quicktime"),
+}
 _LETTERS = re.compile(r"[A-Za-z0-9+/]*={0,2}")
 _NO_BASE64 = "A data URL's data is not base64."
 _CHUNK = 1 << 18
@@ -22,18 +26,18 @@ _NO_FILE = "The server's folder of media has no such file."
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-def decode_data_url(url: str, max_bytes: int) -> bytes:
+def decode_data_url(url: str, max_bytes: int, kind: MediaKind = "image") -> bytes:
     """Decode the file in a data URL. Takes a millisecond per MiB: call it in a thread. Raises MediaError."""
     match = _DATA.match(url)
     if match is None:
-        raise MediaError("A data URL must read data:image/…;base64,… without parameters.")
-    if match["type"].lower() not in _TYPES:
-        raise UnsupportedMedia("A data URL's type is none of image/png, image/jpeg, image/webp and image/gif.")
+        raise MediaError(f"A data URL must read data:{kind}/…;base64,… without parameters.")
+    if match["type"].lower() not in _TYPES[kind]:
+        raise UnsupportedMedia(f"A data URL's type is none of {', '.join(_TYPES[kind])}.")
     length = len(url) - match.end()
     if not length:
         raise InvalidMedia("A data URL is empty: nothing follows its comma.")
     if length // 4 * 3 - url.count("=", -2) > max_bytes:
-        raise InvalidMedia(f"An image has more than {max_bytes} bytes.")
+        raise InvalidMedia(f"A file has more than {max_bytes} bytes.")
     if length % 4:
         broken = not _LETTERS.fullmatch(url, match.end())
         raise InvalidMedia(_NO_BASE64 if broken else "A data URL's base64 is cut off.")
@@ -56,7 +60,7 @@ def local_path(url: str) -> str:
     elif match := _FILE.fullmatch(url):
         path = unquote(match["path"], errors="surrogateescape")
     else:
-        raise MediaError("An image's URL is not a plain file URL.")
+        raise MediaError("A file's URL is not a plain file URL.")
     if not path or "\0" in path:
         raise MediaError(_NO_FILE)
     return path
@@ -76,7 +80,7 @@ def read_file(path: str, folder: Path, max_bytes: int) -> bytes:
     except (OSError, ValueError) as error:
         raise MediaError(_NO_FILE) from error
     if len(data) > max_bytes:
-        raise InvalidMedia(f"An image has more than {max_bytes} bytes.")
+        raise InvalidMedia(f"A file has more than {max_bytes} bytes.")
     return data
 
 

@@ -86,14 +86,14 @@ class Url:
 def parse_url(text: str) -> Url:
     """Parse a plain http(s) URL. Raises MediaError for anything else."""
     if len(text) > MAX_LENGTH:
-        raise MediaError(f"An image's URL has more than {MAX_LENGTH} characters.")
+        raise MediaError(f"A file's URL has more than {MAX_LENGTH} characters.")
     match = None if _ODD.search(text) else _URL.fullmatch(text)
     if match is None:
-        raise MediaError("An image's URL is not a plain http or https URL.")
+        raise MediaError("A file's URL is not a plain http or https URL.")
     scheme = match["scheme"].lower()
     port = int(match["port"] or _PORTS[scheme])
     if not 1 <= port <= 65535:
-        raise MediaError("An image's URL has a port that does not exist.")
+        raise MediaError("A file's URL has a port that does not exist.")
     address = _ipv6(match["ipv6"]) if match["ipv6"] else _ipv4(match["name"].lower())
     host = match["name"].lower() if address is None else address.compressed
     return Url(scheme, host, port, quote((match["path"] or "/") + (match["query"] or ""), safe=_SAFE), address)
@@ -102,14 +102,14 @@ def parse_url(text: str) -> Url:
 def redirected(url: Url, location: str) -> Url:
     """Return the target of a redirect. Raises MediaError if it is no plain URL, or leaves https."""
     if len(location) > MAX_LENGTH or _ODD.search(location):
-        raise MediaError("The server of an image redirects to what is no URL.")
+        raise MediaError("The server of a file redirects to what is no URL.")
     try:
         joined = urljoin(str(url), location)
     except ValueError as error:
-        raise MediaError("The server of an image redirects to what is no URL.") from error
+        raise MediaError("The server of a file redirects to what is no URL.") from error
     target = parse_url(joined)
     if url.scheme == "https" and target.scheme != "https":
-        raise MediaError("The server of an image redirects from https to http.")
+        raise MediaError("The server of a file redirects from https to http.")
     return target
 
 
@@ -117,7 +117,7 @@ def _ipv6(text: str) -> IPv6Address:
     try:
         return IPv6Address(text)
     except AddressValueError as error:
-        raise MediaError("An image's URL has a host that is no IPv6 address.") from error
+        raise MediaError("A file's URL has a host that is no IPv6 address.") from error
 
 
 def _ipv4(name: str) -> IPv4Address | None:
@@ -128,12 +128,12 @@ def _ipv4(name: str) -> IPv4Address | None:
     labels = name.split(".")
     if not _NUMBER.fullmatch(labels[-1]):
         if not all(map(_LABEL.fullmatch, labels)):
-            raise MediaError("An image's URL has a host that is no name.")
+            raise MediaError("A file's URL has a host that is no name.")
         return None
     try:
         return IPv4Address(name)
     except AddressValueError as error:
-        raise MediaError("An image's URL has a host that is no plain IPv4 address.") from error
+        raise MediaError("A file's URL has a host that is no plain IPv4 address.") from error
 
 
 def may_fetch(address: Address, *, allow_private: bool) -> bool:

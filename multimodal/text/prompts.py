@@ -47,6 +47,11 @@ class MediaPrompts(Protocol):
         """Return the token ids of that prompt, as far as they are known before the engine."""
         ...
 
+    @property
+    def video_part(self) -> str:
+        """Type of the content part that templates show a video by."""
+        ...
+
     async def aclose(self) -> None: ...
 
 
@@ -106,9 +111,14 @@ class Prompts:
         if len(chat.messages) > limits.max_messages:
             raise RequestError(f"{name!r} may have {limits.max_messages} entries at most.", name)
         if self.images is None and chat.media:
-            raise RequestError("This model takes text only; a message has an image.", name, "unsupported_content")
+            raise RequestError(
+                f"This model takes text only; a message has {chat.media[0].kind}s.", name, "unsupported_content"
+            )
         variables = template_variables(chat, limits.chat_template_kwargs)
         control = template.control
+
+        if self.images is not None and self.images.video_part != "video":
+            chat = replace(chat, messages=[_with_videos_as(self.images.video_part, entry) for entry in chat.messages])
 
         def render() -> tuple[str, str]:
             text = template.render(chat.messages, **variables)
@@ -156,6 +166,14 @@ class Prompts:
         """Return the length of a text that has more than `most` tokens however it is tokenised; 0 for others."""
         length = len(unmarked(text) if isinstance(ask.prompt, Conversation) else text)  # a chat's may have marks
         return length if length > (most + _OWN_TOKENS) * self.tokenizer.longest_token else 0
+
+
+def _with_videos_as(part: str, message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose videos are shown by parts of another type."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return message | {"content": [{"type": part} if one["type"] == "video" else one for one in content]}
 
 
 def _opening(template: ChatTemplate, text: str, chat: Conversation, variables: dict[str, Any]) -> str:

@@ -43,7 +43,7 @@ Kept = Mapping[str, Sequence[Record]]
 
 @dataclass(frozen=True)
 class History:
-    """What comes before a request: items of the responses that it continues, and its own input."""
+    """The conversation of a request: items of the responses that it continues, and its own input."""
 
     earlier: list[InputItem]
     own: list[InputItem]

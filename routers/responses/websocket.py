@@ -25,7 +25,7 @@ from routers.responses.store import Record
 from routers.state import ChatService, MessageClock, State
 
 MAX_SECONDS = 3600.0
-"""How long a connection takes new requests."""
+"""Seconds for which a connection takes new requests."""
 MAX_TURNS = 16
 """Responses that run or wait on a connection."""
 MAX_LANES = 32

@@ -1,4 +1,4 @@
-"""What commands ask a running server, and the flags that name it."""
+"""Requests of commands to a running server, and the flags that name it."""
 
 import json
 from argparse import Namespace

@@ -7,9 +7,18 @@ from typing import Annotated
 import msgspec
 
 from engine.checkpoints.facts import read_model_facts
-from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, SleepConfig, TrtllmConfig, TrtllmEncoderConfig
+from engine.config import (
+    EmbeddedConfig,
+    EngineConfig,
+    FakeConfig,
+    SleepConfig,
+    TrtllmConfig,
+    TrtllmEncoderConfig,
+    VideoOptions,
+)
 from engine.errors import EngineFailure
 from engine.kit.processors import HelloWorld, ProcessorConfig
+from engine.media import FrameSampling
 from multimodal.text.tokenizer import Tokenizer, byte_tokenizer
 from server.compose.model import draft_folder, served_name
 from server.compose.sizing import sizes, this_machine
@@ -25,12 +34,14 @@ log = logging.getLogger(__name__)
 
 def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
     """Return the configuration of the chosen backend."""
-    return msgspec.structs.replace(_backend_config(settings, folder), sleep=sleep_config(settings))
+    return msgspec.structs.replace(
+        _backend_config(settings, folder), sleep=sleep_config(settings) if role_of(settings).has_engine else None
+    )
 
 
 def sleep_config(settings: Settings) -> SleepConfig | None:
-    """Return how the engine sleeps; None if nothing puts it to sleep."""
-    if not role_of(settings).has_engine or not (settings.admin_key or settings.sleep_after_idle_seconds):
+    """Return how the engine, or an encode replica's encoder, sleeps; None if nothing puts it to sleep."""
+    if not role_of(settings).has_model or not (settings.admin_key or settings.sleep_after_idle_seconds):
         return None
     return SleepConfig(
         idle_seconds=settings.sleep_after_idle_seconds,
@@ -61,6 +72,7 @@ def _backend_config(settings: Settings, folder: Path | None) -> EngineConfig:
             model=str(folder),
             backend=arguments.pop("backend", settings.backend),
             max_image_pixels=settings.max_image_pixels,
+            videos=video_options(settings),
             arguments=arguments,
             sampling=settings.trtllm_sampling,
             hang_seconds=settings.engine_hang_seconds,
@@ -130,3 +142,13 @@ def _processors(settings: Settings, folder: Path | None) -> tuple[ProcessorConfi
     token_ids = spelled(HelloWorld.TEXT.encode(), Tokenizer.load(folder))
     log.warning("ENABLE_TEST_LOGITS_PROCESSOR: every answer is %r", HelloWorld.TEXT)
     return (ProcessorConfig(_HELLO_WORLD, "hello_world", {"token_ids": token_ids, "eos_token_id": ends[0]}),)
+
+
+def video_options(settings: Settings) -> VideoOptions:
+    """Return the limits of videos, and which frames are taken of them."""
+    return VideoOptions(
+        max_seconds=settings.max_video_seconds,
+        max_pixels=settings.max_video_pixels,
+        max_frames=settings.max_video_frames,
+        sampling=FrameSampling(settings.video_fps, settings.video_num_frames),
+    )

@@ -15,6 +15,7 @@ from engine.encoder import Encoder
 from engine.errors import EngineFailure
 from engine.kit.tasks import in_thread
 from engine.replicas.encode_answers import EncodeService, open_arena
+from engine.sleep import SleepingEncoder
 from multimodal.media.prompts import BackendPrompts, EncodedPrompts
 from multimodal.request import Limits
 from multimodal.text.prompts import MediaPrompts
@@ -110,7 +111,10 @@ async def _encode_worker(to: Composition, graph: DynamoGraph, folder: Path, serv
     from routers.dynamo.images import GraphImages  # noqa: PLC0415
 
     settings = to.settings
-    images = _images(to, graph, await _prompts(to, folder, service.encoder))
+    prompts = await _prompts(to, folder, service.encoder)
+    if isinstance(to.replica.sleeper, SleepingEncoder) and isinstance(prompts, EncodedPrompts):
+        to.replica.sleeper.caches.append(prompts.cache.clear)
+    images = _images(to, graph, prompts)
     if not isinstance(images, GraphImages):
         raise EngineFailure(
             f"an encode worker of a Dynamo graph needs an engine that takes embeddings: {settings.engine}"

@@ -6,7 +6,7 @@ import json
 import logging
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from engine.checkpoints.facts import read_model_facts
 from engine.config import EncoderConfig, TrtllmEncoderConfig
@@ -14,6 +14,7 @@ from engine.encoder import Encoder, EncoderInfo
 from engine.errors import EngineFailure
 from engine.kit.tasks import in_thread
 from engine.replicas.encode_answers import EmbeddingStore, EncodeService, open_arena
+from engine.sleep import ReleasableEncoder, SleepingEncoder
 from engine.transfer.arena import Arena
 from multimodal.errors import RequestError
 from multimodal.media.cache import EmbeddingCache
@@ -23,11 +24,12 @@ from multimodal.media.prompts import BackendPrompts, EncodedPrompts
 from multimodal.text.control import ControlTokens, unmarked
 from multimodal.text.tokenizer import Tokenizer
 from server.compose.composition import Composition, Failed, never
-from server.compose.config import engine_config
+from server.compose.config import engine_config, sleep_config, video_options
 from server.compose.model import load_text
+from server.compose.sleeping import follow_sleep
 from server.health.canary import encoder_probe
-from server.metrics.embedding_cache import watch_cache
 from server.metrics.peers import EncodeMetrics, PeerMetrics
+from server.metrics.replica import watch_cache
 from server.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,9 @@ async def start_encoders(to: Composition, folder: Path | None) -> Encoders:
         if not to.role.has_engine:
             raise EngineFailure(f"the model {to.settings.model} takes no images: there is nothing to encode")
         return Encoders(None, None)
+    sleeper = None
+    if not to.role.has_engine:
+        encoder, sleeper = _sleeping(to, encoder)
     if to.settings.encode_urls:
         to.replica.loading = "The model is loading, or no encode replica answers."
     to.stack.push_async_callback(encoder.close)
@@ -64,8 +69,24 @@ async def start_encoders(to: Composition, folder: Path | None) -> Encoders:
     service = _service(to, encoder)
     to.stack.push_async_callback(service.close)
     if not to.role.has_engine:
-        await _add_canary(to, service, encoder, folder)
+        await _add_canary(to, service, encoder if sleeper is None else sleeper.inner, folder)
+    if sleeper is not None:
+        sleeper.caches.append(service.store.trim)
+        await follow_sleep(to, sleeper)
     return Encoders(encoder, service)
+
+
+def _sleeping(to: Composition, encoder: Encoder) -> tuple[Encoder, SleepingEncoder | None]:
+    """Return the encoder of an encode replica as one that can sleep, if the settings allow it. Raises EngineFailure."""
+    config = sleep_config(to.settings)
+    if config is None:
+        return encoder, None
+    if to.settings.engine == "trtllm":
+        if config.idle_seconds:
+            raise EngineFailure("SLEEP_AFTER_IDLE_SECONDS cannot be kept: TensorRT-LLM's encoder keeps its memory")
+        return encoder, None
+    sleeper = SleepingEncoder(cast("ReleasableEncoder", encoder), config)
+    return sleeper, sleeper
 
 
 def image_prompts(
@@ -83,6 +104,7 @@ def image_prompts(
     limits = MediaLimits(
         max_image_bytes=int(settings.max_image_mb * (1 << 20)),
         max_image_pixels=settings.max_image_pixels,
+        max_video_bytes=int(settings.max_video_mb * (1 << 20)),
         timeout_seconds=settings.media_timeout_seconds,
         concurrency=settings.media_concurrency,
         allowed_hosts=settings.media_allowed_hosts,
@@ -95,7 +117,14 @@ def image_prompts(
         watch_cache(to.metrics.polled, cache)
         loader = MediaLoader(limits, hidden_size)
         return EncodedPrompts(
-            encoder, loader, cache, tokenizer, control, settings.max_images, settings.max_request_pixels
+            encoder,
+            loader,
+            cache,
+            tokenizer,
+            control,
+            settings.max_images,
+            settings.max_request_pixels,
+            settings.max_videos,
         )
     if settings.engine == "trtllm" and folder is not None and read_model_facts(folder).takes_images:
         return BackendPrompts(
@@ -105,6 +134,7 @@ def image_prompts(
             control,
             settings.max_request_pixels,
             max_encoded,
+            settings.max_videos,
         )
     return None
 
@@ -197,6 +227,7 @@ def _tower(settings: Settings, folder: Path | None) -> Encoder:
         threads=settings.threads,
         max_image_pixels=settings.max_image_pixels,
         processor_options=json.loads(settings.image_processor_options or "{}"),
+        videos=video_options(settings),
     )
     return EmbeddedEncoder(config)
 
@@ -207,8 +238,12 @@ async def _add_canary(to: Composition, service: EncodeService, encoder: Encoder,
         log.warning("no canary: the model's chat template shows no image")
         return
     await to.health.add_canary(
-        encoder_probe(encoder, prompt), lambda: service.served, lambda: service.healthy, to.stack
+        encoder_probe(encoder, prompt), lambda: service.served, lambda: _is_awake(to, service), to.stack
     )
+
+
+def _is_awake(to: Composition, service: EncodeService) -> bool:
+    return service.healthy and to.replica.sleep.phase == "awake"
 
 
 async def _image_prompt(to: Composition, folder: Path | None) -> str | None:

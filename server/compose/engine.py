@@ -34,6 +34,7 @@ from server.compose.config import default_processors, engine_config, sleep_confi
 from server.compose.encoders import Encoders, image_prompts, start_encoders
 from server.compose.model import answer_format, load_text, model_folder
 from server.compose.publishing import publish_events
+from server.compose.sleeping import follow_sleep
 from server.health.canary import engine_probe
 from server.http.errors import render_event
 from server.metrics.peers import PeerMetrics
@@ -67,7 +68,9 @@ async def add_engine(to: Composition, folder: Path | None) -> Failed:
     if text is not None and engine.info.backend != "fake":
         check_vocabulary(text[0], engine.info)
     await to.stack.enter_async_context(background(to.metrics.watch_engine(engine), "engine-statistics"))
-    await _follow_sleep(to, local)
+    if sleep_config(settings) is not None:
+        assert isinstance(local, EngineClient | SleepingEngine)
+        await follow_sleep(to, local)
     probe = engine_probe(local, prefill_only=to.role.prefill_only)
     awake = lambda: local.healthy and to.replica.sleep.phase == "awake"  # noqa: E731
     await to.health.add_canary(probe, lambda: to.metrics.iteration, awake, to.stack)
@@ -122,25 +125,6 @@ async def _stopped(engine: Engine) -> str:
     while engine.healthy:  # noqa: ASYNC110 - an engine has no event for it
         await asyncio.sleep(_HEALTH_PAUSE)
     return "the engine has stopped working"
-
-
-async def _follow_sleep(to: Composition, local: Engine) -> None:
-    """Let operators put the engine to sleep, and keep its state, if the settings allow it."""
-    if sleep_config(to.settings) is None:
-        return
-    assert isinstance(local, EngineClient | SleepingEngine)
-    replica = to.replica
-    replica.sleeper = sleeper = local
-
-    async def follow() -> None:
-        async for state in sleeper.sleep_states():
-            replica.sleep = state
-
-    await to.stack.enter_async_context(background(follow(), "sleep-state"))
-    text = "How deep the engine sleeps: 1 or 2, 0 while it is awake"
-    to.metrics.polled.gauge("trtllm_sleep_level", text, lambda: replica.sleep.level, "livemax")
-    text = "Seconds that waking up took the last time"
-    to.metrics.polled.gauge("trtllm_wake_seconds", text, lambda: replica.sleep.wake_seconds, "livemax")
 
 
 def _with_remote_prefill(to: Composition, local: Engine) -> Engine:

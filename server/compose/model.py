@@ -46,11 +46,13 @@ def model_folder(settings: Settings) -> Path | None:
 
 
 def draft_folder(settings: Settings) -> Path | None:
-    """Return the folder of the draft model, downloaded and converted first if needed; None without one."""
-    if not settings.speculative_model:
+    """Return the folder of the draft model or head, downloaded and converted first if needed; None without one."""
+    if settings.speculative not in ("draft", "eagle3"):
         return None
-    from engine.checkpoints.store import resolve_model  # noqa: PLC0415 - most replicas do without
+    from engine.checkpoints.store import resolve_head, resolve_model  # noqa: PLC0415 - most replicas do without
 
+    if settings.speculative == "eagle3":
+        return resolve_head(settings.speculative_model or settings.model)
     return resolve_model(settings.speculative_model, settings.cache_dir, weights=_needs_weights(settings))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.checkpoints.facts import ModelFacts, read_model_facts
-from engine.checkpoints.packaged import VISION
+from engine.checkpoints.packaged import VIDEO, VISION
 from engine.embedded.threads import compute_threads
 from engine.errors import EngineFailure
 from engine.kit.machine import free_memory, host_memory
@@ -37,7 +37,7 @@ with an 8B model at 64 streams, 15,000 in FP8 at 256, and more with smaller mode
 
 @dataclass(frozen=True)
 class Machine:
-    """What sizes depend on. `memory` and `free` are the host's, in bytes."""
+    """Facts on which sizes depend. `memory` and `free` are the host's, in bytes."""
 
     gpus: tuple[Gpu, ...] | None = ()
     """Those that CUDA_VISIBLE_DEVICES shows; None if nvidia-smi did not answer."""
@@ -130,7 +130,7 @@ def api_processes(settings: Settings, folder: Path | None, machine: Machine) -> 
 
 def _takes_images(settings: Settings, folder: Path | None) -> bool:
     try:
-        return settings.model == VISION or (folder is not None and read_model_facts(folder).takes_images)
+        return settings.model in (VISION, VIDEO) or (folder is not None and read_model_facts(folder).takes_images)
     except EngineFailure:
         return False
 

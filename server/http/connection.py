@@ -62,7 +62,7 @@ class HttpConnection(HttpToolsProtocol):
         self._in_body = False
         """Whether more of the body of the newest request is to come."""
         self._unparsed = b""
-        """What came behind a request that waits for the answer to an earlier one."""
+        """Bytes that came after a request that waits for the answer to an earlier one."""
         self._running: RequestResponseCycle | None = None
         """The request that is being answered, or the last that was; `cycle` is the newest."""
         self._refusal: bytes | None = None

@@ -124,6 +124,7 @@ _CONDITIONS: dict[str, Schema] = {
             _needs(type={"enum": ["text", "input_text"]}, text=_TEXT),
             _needs(type={"enum": ["refusal"]}, refusal=_TEXT),
             _needs(type={"enum": ["image_url"]}, image_url={"type": ["object", "string"], "minLength": 1}),
+            _needs(type={"enum": ["video_url"]}, video_url={"type": ["object", "string"], "minLength": 1}),
         ]
     },
     "ChatMessage": {
@@ -159,7 +160,7 @@ _CONDITIONS: dict[str, Schema] = {
         ]
     },
 }
-"""What fields of an object have to do with each other."""
+"""Rules between the fields of an object."""
 _DEPENDENT: Schema = {
     "top_logprobs": _needs(logprobs={"const": True}),
     "stream_options": _needs(stream={"const": True}),

@@ -1,4 +1,4 @@
-"""What is wrong with a body, in sentences that name its fields and repeat nothing of its values.
+"""Messages about malformed bodies, which name fields and repeat no values.
 
 Pydantic reports a value that fits no branch of a union once for each branch. Of these reports, those on the branch that
 was meant are kept: the one with a wrong value rather than a wrong type, else the one that got furthest. Where none did,
@@ -34,7 +34,7 @@ _SENTENCES = {
     "string_pattern_mismatch": "must match {pattern}",
     "json_invalid": "is not valid JSON: {error}",
 }
-"""What to say of Pydantic's kinds of errors, besides wrong types."""
+"""Messages for Pydantic's kinds of errors, besides wrong types."""
 
 
 class _Fault(NamedTuple):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from engine.process.child import ServiceProcess
+from multimodal.media.cache import EmbeddingCache
 from server import __version__
 from server.metrics.polled import Polled
 
@@ -56,3 +57,19 @@ class WatchdogMetrics:
         self._blocked.set(blocked)
         if blocked:
             self._blocks.inc()
+
+
+def watch_cache(polled: Polled, cache: EmbeddingCache) -> None:
+    """Show the statistics of the embedding cache, of which each API process has at most one."""
+    name = "trtllm_embedding_cache"
+    polled.counter(f"{name}_hits", "Images whose embeddings were in the cache", lambda: cache.stats.hits)
+    polled.counter(f"{name}_misses", "Images whose embeddings were not in the cache", lambda: cache.stats.misses)
+    polled.counter(f"{name}_evictions", "Images whose embeddings were evicted", lambda: cache.stats.evictions)
+    polled.gauge(f"{name}_bytes", "Bytes of the embeddings in the cache", lambda: cache.stats.bytes, "livesum")
+    polled.gauge(f"{name}_entries", "Images whose embeddings are in the cache", lambda: cache.stats.entries, "livesum")
+    polled.gauge(
+        f"{name}_utilization",
+        "Fraction of the cache in use; of several API processes the highest",
+        lambda: cache.stats.utilisation,
+        "livemax",
+    )

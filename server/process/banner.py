@@ -1,4 +1,4 @@
-"""What a ready server says of itself: a banner on a terminal, one line elsewhere."""
+"""The summary of a ready server: a banner on a terminal, one line elsewhere."""
 
 import sys
 from collections.abc import Iterator

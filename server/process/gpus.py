@@ -17,7 +17,7 @@ _QUERY = (
 )
 _QUERY_SECONDS = 30.0
 _DRIVER = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia"))
-"""What there is if NVIDIA's driver is loaded."""
+"""Files of which one exists if NVIDIA's driver is loaded."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ _M_ARENA_MAX = -8
 _ARENAS = 2
 
 DRAIN, CUT_OFF, ALL_READY = b"d", b"c", b"r"
-"""What the launcher tells its children."""
+"""Commands of the launcher to its children."""
 READY, FAILED = b"ready", b"failed "
 """Lines that a child sends to the launcher; the reason follows FAILED."""
 
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class LauncherLink:
-    """What one of several API processes knows of the others, by the socket `descriptor` to their launcher.
+    """The view that one of several API processes has of the others, by the socket `descriptor` to their launcher.
 
     The launcher writes DRAIN, and perhaps CUT_OFF after it; closing the socket means DRAIN. It writes ALL_READY once
     all processes have been ready. A process that `joins` is started after that, in place of one that ended.

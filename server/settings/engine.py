@@ -226,7 +226,9 @@ class SleepSettings(Section):
     group = "Sleep"
 
     sleep_after_idle_seconds: float = Field(SleepConfig().idle_seconds, ge=0)
-    """Seconds without a request after which the engine gives the memory of weights and KV cache back; 0 is never."""
+    """Seconds without a request after which the engine gives the memory of weights and KV cache back, and that of an
+    encode replica its encoder; 0 is never.
+    """
     sleep_level: int = Field(SleepConfig().idle_level, ge=1, le=2)
     """How deep an idle engine sleeps: 1 keeps the weights in host memory, 2 reads them from the model's files again."""
     wake_on_demand: bool = SleepConfig().wake_on_demand
@@ -235,8 +237,8 @@ class SleepSettings(Section):
     @field_validator("sleep_after_idle_seconds", mode="after")
     @classmethod
     def _has_an_engine(cls, value: float, info: ValidationInfo) -> float:
-        if value and (role := info.data.get("disaggregation_mode")) in ("encode", "router"):
-            raise ValueError(f"the role {role} has no engine that could sleep")
+        if value and info.data.get("disaggregation_mode") == "router":
+            raise ValueError("the role router has no engine that could sleep")
         return value
 
 
@@ -245,12 +247,15 @@ class SpeculationSettings(Section):
 
     group = "Speculative decoding"
 
-    speculative: Literal["none", "ngram", "suffix", "draft"] = EMBEDDED.speculative
+    speculative: Literal["none", "ngram", "suffix", "draft", "eagle3"] = EMBEDDED.speculative
     """What proposes tokens: ngram looks for the end of the text in prompt, output and prediction; suffix also in
-    earlier answers; draft is a small model (SPECULATIVE_MODEL). TensorRT-LLM has ngram and draft of its own.
+    earlier answers; draft is a small model and eagle3 an EAGLE-3 head (SPECULATIVE_MODEL). TensorRT-LLM has ngram and
+    draft of its own.
     """
     speculative_model: str = EMBEDDED.speculative_model
-    """Draft model: Hugging Face folder or id, with the tokenizer of MODEL."""
+    """Draft model, with the tokenizer of MODEL, or EAGLE-3 head that was trained for MODEL: Hugging Face folder or id.
+    smollm2-135m-instruct has a head that comes with this server.
+    """
     speculative_tokens: int = Field(EMBEDDED.speculative_tokens, ge=1, le=64)
     """Maximum number of proposed tokens of a sequence in one step."""
     speculative_min_match: int = Field(EMBEDDED.speculative_min_match, ge=1, le=16)
@@ -268,20 +273,23 @@ class SpeculationSettings(Section):
         engine = info.data.get("engine", "embedded")
         if value != "none" and engine == "fake":
             raise ValueError("the fake engine does not speculate")
-        if value == "suffix" and engine == "trtllm":
+        if value in ("suffix", "eagle3") and engine == "trtllm":
             raise ValueError(
-                "TensorRT-LLM has no drafts from earlier answers: take ngram or draft, or its own kinds by"
-                " speculative_config (EXTRA_ENGINE_ARGS)"
+                "is not for TensorRT-LLM: take ngram or draft, or its own kinds by speculative_config"
+                " (EXTRA_ENGINE_ARGS)"
             )
         return value
 
     @field_validator("speculative_model", mode="after")
     @classmethod
     def _drafts(cls, value: str, info: ValidationInfo) -> str:
-        if info.data.get("speculative") == "draft" and not value:
+        kind = info.data.get("speculative")
+        if kind == "draft" and not value:
             raise ValueError("SPECULATIVE=draft needs a draft model")
-        if value and info.data.get("speculative") != "draft":
-            raise ValueError("is for SPECULATIVE=draft")
+        if kind == "eagle3" and not value and (model := info.data.get("model")) != DEFAULT_MODEL:
+            raise ValueError(f"SPECULATIVE=eagle3 needs an EAGLE-3 head for {model}; {DEFAULT_MODEL} comes with one")
+        if value and kind not in ("draft", "eagle3"):
+            raise ValueError("is for SPECULATIVE=draft and SPECULATIVE=eagle3")
         return value
 
 

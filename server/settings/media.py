@@ -4,14 +4,17 @@ from typing import Literal
 
 from pydantic import Field
 
-from multimodal.media.limits import MAX_REQUEST_PIXELS, MediaLimits
+from engine.config import VideoOptions
+from multimodal.media.limits import MAX_REQUEST_PIXELS, MAX_VIDEOS, MediaLimits
 from server.settings.types import JsonObject, Names, PathOrNone, Section, Urls
+
+VIDEOS = VideoOptions()
 
 
 class MediaSettings(Section):
-    """Limits of images and of fetching them, and the cache of embeddings."""
+    """Limits of images and videos and of fetching them, and the cache of embeddings."""
 
-    group = "Images"
+    group = "Images and videos"
 
     max_images: int = Field(32, ge=0)
     """Maximum number of images in a chat; 0 refuses images."""
@@ -21,20 +24,35 @@ class MediaSettings(Section):
     """Maximum size of an image in pixels: width times height, of all its frames."""
     max_request_pixels: int = Field(MAX_REQUEST_PIXELS, ge=1)
     """Maximum size of all images of a chat in pixels; at least one image of MAX_IMAGE_PIXELS is always taken."""
+    max_videos: int = Field(MAX_VIDEOS, ge=0)
+    """Maximum number of videos in a chat; 0 refuses videos."""
+    max_video_mb: float = Field(MediaLimits.max_video_bytes / (1 << 20), gt=0)
+    """Maximum size of a video file in MiB."""
+    max_video_seconds: float = Field(VIDEOS.max_seconds, gt=0)
+    """Maximum length of a video in seconds, by the number of its frames."""
+    max_video_pixels: int = Field(VIDEOS.max_pixels, ge=1)
+    """Maximum size of a video's frames in pixels: width times height."""
+    max_video_frames: int = Field(VIDEOS.max_frames, ge=1, le=999)
+    """Maximum number of frames that are taken of a video."""
+    video_fps: float = Field(VIDEOS.sampling.fps, ge=0)
+    """Frames that are taken of each second of a video, if the request does not say; 0 leaves it to the model's files,
+    or takes two."""
+    video_num_frames: int = Field(VIDEOS.sampling.num_frames, ge=0)
+    """Frames that are taken of a video in all, if the request does not say; with VIDEO_FPS, no more than these."""
     media_timeout_seconds: float = Field(MediaLimits.timeout_seconds, gt=0)
-    """Seconds that fetching an image may take; one that comes at less than 4 KiB a second is given up after 5."""
+    """Seconds that fetching a file may take; one that comes at less than 4 KiB a second is given up after 5."""
     media_concurrency: int = Field(MediaLimits.concurrency, ge=1, le=1024)
-    """Maximum number of images that an API process fetches at the same time; of one request, and from one host, a
+    """Maximum number of files that an API process fetches at the same time; of one request, and from one host, a
     quarter.
     """
     media_allowed_hosts: Names = MediaLimits.allowed_hosts
-    """Comma-separated hosts to fetch images from; empty allows all public hosts."""
+    """Comma-separated hosts to fetch images and videos from; empty allows all public hosts."""
     media_allow_private: bool = MediaLimits.allow_private
     """Also fetch images from private and loopback addresses."""
     allowed_local_media_path: PathOrNone = MediaLimits.local_folder
-    """Folder that file:// images may be in; empty allows none."""
+    """Folder that file:// images and videos may be in; empty allows none."""
     embedding_cache_mb: float = Field(256.0, ge=0)
-    """Memory of each API process for the embeddings of images in MiB; a cached image is not encoded again."""
+    """Memory of each API process for the embeddings of images and videos in MiB; a cached file is not encoded again."""
     image_processor_options: JsonObject = ""
     """JSON object with options for the model's image processor."""
 

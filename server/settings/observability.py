@@ -36,7 +36,7 @@ class LogSettings(Section):
 
 
 class MetricSettings(Section):
-    """What /metrics shows."""
+    """Contents of /metrics."""
 
     group = "Metrics"
 

@@ -1,4 +1,4 @@
-"""What a sweep measures: deployments, loads and service levels, from a YAML file or flags."""
+"""The plan of a sweep: deployments, loads and service levels, from a YAML file or flags."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ class Strict(BaseModel):
 
 
 class Deployment(Strict):
-    """What is measured: a server that runs already, one replica, replicas behind a router, or prefill and decode."""
+    """A server that runs already, one replica, replicas behind a router, or prefill and decode replicas."""
 
     name: str = Field(min_length=1, pattern=r"^[\w. :+-]+$")
     url: str = ""

@@ -22,12 +22,12 @@ from server.sweep.results import PointResult
 PREFILL_ANSWER = 2
 """Tokens of an answer when prefill is measured: fewer have no time between them."""
 _QUANTILE = "p90"
-"""Of requests: the share that has to meet the targets."""
+"""Quantile of requests that has to meet the targets."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What has to hold for nine of ten requests, in milliseconds, at these lengths; and the requests per second."""
+    """Targets in milliseconds that nine of ten requests have to meet, at these lengths and this rate."""
 
     ttft: float
     itl: float
@@ -62,7 +62,7 @@ def load_of(result: PointResult) -> float:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a deployment can take within the targets. `requests_per_second` is 0 if it never meets them."""
+    """The load that a deployment can take within the targets. `requests_per_second` is 0 if it never meets them."""
 
     deployment: str
     units: int
@@ -70,7 +70,7 @@ class Capacity:
     requests_per_second: float = 0.0
     """Measured."""
     load: str = ""
-    """At which load."""
+    """The load at which that was measured."""
     load_predicted: float | None = None
     """Load at which the first target is missed, interpolated between two measured ones."""
     prefill_tokens_per_second: float = 0.0
@@ -79,7 +79,7 @@ class Capacity:
 
 @dataclass(frozen=True)
 class ScaledPrediction:
-    """What was not measured. `how` says what it was computed from."""
+    """A deployment that was not measured. `how` says how its figure was computed."""
 
     deployment: Deployment
     requests_per_second: float

@@ -238,6 +238,7 @@ def test_the_image_has_every_package() -> None:
     packages = sorted(
         path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name not in {"benchmarks", "tests"}
     )
-    assert sorted([*copied, "smoldraw", "smolvision"]) == sorted(packages * 2), "small models are the CPU image's"
+    small = [package for package in packages if package.startswith("smol")]
+    assert sorted([*copied, *small]) == sorted(packages * 2), "small models are the CPU image's alone"
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert {f"!{package}" for package in packages} <= set(ignored)

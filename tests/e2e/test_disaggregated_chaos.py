@@ -1,23 +1,44 @@
-"""Faults under load, on replicas of the embedded engine that read blocks from shared memory.
+"""Faults under load, on replicas of the embedded engine that read blocks from shared memory and over TCP.
 
 Every request ends in time with the aggregated answer or a clear error, and afterwards nothing runs, waits or is held.
 """
 
+import signal
+from collections.abc import Iterator
+
 import pytest
 
-from tests.support.chaos import Cluster, Load, cluster, hang, kill_prefill_engine, started  # noqa: F401 - the fixtures
+from tests.support.chaos import Cluster, Load, cluster_of, write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-TRANSFER = "auto"
 ERRORS = ("refused", "cut")
 
 
-def test_killed_prefill_engine(cluster: Cluster) -> None:  # noqa: F811
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    model = tmp_path_factory.mktemp("chaos") / "model"
+    write_model(model)
+    with cluster_of(model) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(started: Cluster) -> Iterator[Cluster]:
+    """Whole before, and whole and empty after a test."""
+    yield started
+    started.recover()
+
+
+def test_killed_prefill_engine(cluster: Cluster) -> None:
     """Others compute what it had, and it comes back."""
-    kill_prefill_engine(cluster)
+    with Load(cluster) as load:
+        load.wait(15)
+        cluster.prefill[0].engine.kill()
+        load.wait(30)
+    load.check()
 
 
-def test_killed_prefill_server(cluster: Cluster) -> None:  # noqa: F811
+def test_killed_prefill_server(cluster: Cluster) -> None:
     with Load(cluster) as load:
         load.wait(15)
         cluster.prefill[1].server.process.kill()
@@ -27,7 +48,7 @@ def test_killed_prefill_server(cluster: Cluster) -> None:  # noqa: F811
     load.check()
 
 
-def test_killed_decode_engine(cluster: Cluster) -> None:  # noqa: F811
+def test_killed_decode_engine(cluster: Cluster) -> None:
     """Its streams end with an error, and it refuses until it is back; the other goes on."""
     with Load(cluster) as load:
         load.wait(15)
@@ -37,14 +58,25 @@ def test_killed_decode_engine(cluster: Cluster) -> None:  # noqa: F811
     assert any(outcome.kind in ERRORS for outcome in load.outcomes), "nothing was tested"
 
 
-@pytest.mark.parametrize("part", ["server", "engine"])
-def test_hung_prefill_replica(cluster: Cluster, part: str) -> None:  # noqa: F811
+@pytest.mark.parametrize("parts", ["server", "engine", "server and engine"])
+def test_hung_prefill_replica(cluster: Cluster, parts: str) -> None:
     """Nothing of it answers, or only its half that cannot know."""
-    server, engine = cluster.prefill[0].server.process, cluster.prefill[0].engine
-    hang(cluster, [server] if part == "server" else [engine])
+    replica = cluster.prefill[0]
+    hung = {"server": replica.server.process, "engine": replica.engine}
+    with Load(cluster) as load:
+        load.wait(15)
+        for part in parts.split(" and "):
+            hung[part].send_signal(signal.SIGSTOP)
+        try:
+            load.wait(30)
+        finally:
+            for part in parts.split(" and "):
+                hung[part].send_signal(signal.SIGCONT)
+        load.wait(8)
+    load.check()
 
 
-def test_every_replica_restarted_in_turn(cluster: Cluster) -> None:  # noqa: F811
+def test_every_replica_restarted_in_turn(cluster: Cluster) -> None:
     """No client that asks another replica when one refuses notices anything."""
     with Load(cluster, failover=True, pause=2.0) as load:
         load.wait(8)

@@ -21,7 +21,7 @@ import httpx
 import openai
 import pytest
 
-from deploy.disaggregated import free_port
+from engine.process.sockets import free_port
 from tests.support.pictures import message, number, shape
 from tests.support.servers import ServerProcess
 from tests.support.waiting import slowness

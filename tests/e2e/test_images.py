@@ -4,6 +4,7 @@ One server, prefill and decode, and encode, prefill and decode all give the same
 """
 
 import base64
+import io
 import time
 import zlib
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save
 
 from engine.media import MediaInput
@@ -22,7 +25,7 @@ from smolvision.conversations import IMAGE_TOKEN_ID
 from tests.e2e.test_disaggregated import differences
 from tests.support.disaggregated import servers, wait_empty
 from tests.support.encode import encoder_of
-from tests.support.media import image_file, png, png_chunk
+from tests.support.media import data_url, image_file, png, png_chunk
 from tests.support.pictures import (
     IMAGE_TOKENS,
     PictureServer,
@@ -38,6 +41,7 @@ from tests.support.pictures import (
     said,
     shape,
 )
+from tests.support.videos import video_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 MODEL = (
@@ -235,7 +239,22 @@ async def test_embeddings_are_taken_for_the_image_that_they_were_made_of(
         assert not list(differences(alike(group, message(NUMBER, url), images=1), expected))
 
 
-@pytest.mark.parametrize("kind", ["video_url", "input_audio", "audio_url"])
+def test_a_video_is_so_many_images_to_a_model_without_videos(group: Replicas) -> None:
+    """Its frames are taken by the encoder, wherever that is."""
+    frame = np.asarray(Image.open(io.BytesIO(number(58, seed=90))))
+    url = data_url(video_of([frame] * 6), "video/mp4")
+    content = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": NUMBER}]
+    for front in group.fronts:
+        answers = [
+            ask(front, {"role": "user", "content": content}, media_io_kwargs={"video": {"num_frames": frames}})
+            for frames in (1, 3)
+        ]
+        assert said(answers[0]) == "The number is 58."
+        tokens = [answer["usage"]["prompt_tokens_details"]["image_tokens"] for answer in answers]
+        assert tokens == [IMAGE_TOKENS, 3 * IMAGE_TOKENS]
+
+
+@pytest.mark.parametrize("kind", ["input_audio", "audio_url"])
 def test_other_media_are_refused_by_name(group: Replicas, kind: str) -> None:
     data = base64.b64encode(b"RIFF").decode()
     value = {"data": data, "format": "wav"} if kind == "input_audio" else {"url": f"data:video/mp4;base64,{data}"}

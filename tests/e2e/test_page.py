@@ -414,6 +414,13 @@ async def test_images_come_by_button_drop_and_paste(opened: Any, tmp_path: Path)
         assert content == [part, {"type": "text", "text": "What is this?"}]
         await expect(tab.answers).to_contain_text("What is this?")
         await expect(tab.page.locator(".bubble img")).to_be_visible()
+        clip = tmp_path / "clip.mp4"
+        clip.write_bytes(b"\0\0\0\x18ftypisom" + bytes(64))
+        await tab.field("Attach images").set_input_files(clip)
+        await expect(tab.page.locator(".attached video")).to_have_count(1)
+        await tab.say("And this?")
+        part = tab.sent[1]["messages"][-1]["content"][0]
+        assert part["type"] == "video_url" and part["video_url"]["url"].startswith("data:video/mp4;base64,")
 
 
 async def test_what_is_behind_an_answer(opened: Any) -> None:

@@ -12,11 +12,13 @@ from engine.base import DeltaStream
 from engine.config import FakeConfig, SleepConfig, Tag
 from engine.create import create_engine
 from engine.errors import EngineAsleep, EngineFailure, EngineNotReady, EngineWoken, NotSupported
+from engine.fake.encoder import FakeEncoder
 from engine.fake.engine import FakeEngine
 from engine.kv_events import Removed, Stored
+from engine.media import MediaInput
 from engine.process.child import EngineProcess
 from engine.process.client import EngineClient
-from engine.sleep import SleepingEngine, SleepOrder, SleepState
+from engine.sleep import SleepingEncoder, SleepingEngine, SleepOrder, SleepState
 from engine.types import CANARY_SALT, Delta
 from tests.support.engine_cases import BLOCK, collect, generate, prompt_of, request_for, tokens_of
 from tests.support.waiting import until
@@ -386,3 +388,47 @@ async def test_in_a_process_of_its_own_every_client_knows_and_a_new_host_is_awak
         await client.close()
     await asyncio.gather(*following)
     await process.close()
+
+
+IMAGE = MediaInput(b"\x89PNG\r\n\x1a\nimage")
+
+
+async def test_an_encoder_sleeps_as_an_engine_does() -> None:
+    backend = FakeEncoder(0.01)
+    encoder = SleepingEncoder(backend, OPERATED)
+    emptied: list[int] = []
+    encoder.caches.append(lambda: emptied.append(1))
+    await encoder.start()
+    before = await encoder.encode([IMAGE])
+    running = asyncio.create_task(encoder.encode([IMAGE]))
+    await asyncio.sleep(0)
+    assert (await encoder.sleep(WAIT)).phase == "asleep"
+    assert await running == before and not backend.healthy and emptied == [1]
+    with pytest.raises(EngineAsleep, match="asleep"):
+        await encoder.encode([IMAGE])
+    await encoder.wake_up()
+    assert await encoder.encode([IMAGE]) == before
+    running = asyncio.create_task(encoder.encode([IMAGE] * 1000))
+    await asyncio.sleep(0)
+    await encoder.sleep(SleepOrder(mode="abort", tags=("weights",)))
+    with pytest.raises(EngineAsleep, match="while the request ran"):
+        await running
+    assert emptied == [1] and encoder.healthy
+    await encoder.close()
+
+
+async def test_images_wake_an_encoder_that_fell_asleep_by_itself() -> None:
+    backend = FakeEncoder()
+    encoder = SleepingEncoder(backend, SleepConfig(idle_seconds=0.01))
+    await encoder.start()
+    for _ in range(2):
+        await until(lambda: encoder.state.phase == "asleep")
+        found = await asyncio.gather(*(encoder.encode([IMAGE]) for _ in range(3)))
+        assert len(found) == 3
+    await until(lambda: encoder.state.phase == "asleep")
+    waiting = asyncio.create_task(encoder.encode([IMAGE]))
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    await encoder.close()
+    with pytest.raises(EngineNotReady):
+        await encoder.encode([IMAGE])

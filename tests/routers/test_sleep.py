@@ -9,16 +9,19 @@ import pytest
 
 from engine.errors import NotSupported
 from engine.fake.engine import FakeEngine
-from engine.sleep import SleepingEngine, SleepOrder
+from engine.sleep import SleepingEncoder, SleepingEngine, SleepOrder
+from protocol.internal import MEDIA_TYPE
 from routers.state import RouterService
 from tests.routers.test_proxy import LONG, available, cluster, learnt
 from tests.support.disaggregated import all_of, decode_engine, prefill_replica, tokens_of
 from tests.support.disaggregated import request as prompt
+from tests.support.encode import body_of, image
 from tests.support.servers import CHAT, application
 from tests.support.waiting import until
 
 BOSS = {"authorization": "Bearer boss"}
 CHATS = "/v1/chat/completions"
+ENCODES: dict[str, Any] = {"disaggregation_mode": "encode", "internal_secret": "secret"}
 ROUTES = [
     ("POST", "/sleep"),
     ("POST", "/wake_up"),
@@ -226,3 +229,29 @@ async def test_a_decode_replica_goes_on_without_a_sleeping_prefill_replica() -> 
         await life.sleeper.wake_up()
         await until(lambda: seen.peers == {url: True})
         assert tokens_of(await all_of(engine, prompt("c"))) == before
+
+
+async def test_an_encode_replica_sleeps_and_tells_its_peers() -> None:
+    async with application(**ENCODES, admin_key="boss") as (client, state):
+        sleeper, secret = state["replica"].sleeper, {"authorization": "Bearer secret"}
+        message = {**secret, "content-type": MEDIA_TYPE}
+        assert isinstance(sleeper, SleepingEncoder) and sleeper.inner.healthy
+        await client.post("/sleep", headers=BOSS)
+        assert not sleeper.inner.healthy, "its weights are given back"
+        for answer in (await client.get("/encode", headers=secret), await client.post("/encode", headers=secret)):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "asleep")
+        missing = (await client.get("/health/ready")).json()["error"]["missing"]
+        assert [part["name"] for part in missing] == ["sleep"] and await metric(client, "trtllm_sleep_level") == 1
+        await client.post("/wake_up", headers=BOSS)
+        assert (await client.get("/encode", headers=secret)).status_code == 200
+        assert (await client.post("/encode", content=body_of([image(1)]), headers=message)).status_code == 200
+
+
+async def test_an_idle_encode_replica_is_woken_by_an_image() -> None:
+    idle = {"sleep_after_idle_seconds": 0.05, "canary_seconds": 0.02}
+    async with application(**ENCODES, **idle) as (client, state):
+        await until(lambda: state["replica"].sleep.phase == "asleep")
+        headers = {"authorization": "Bearer secret", "content-type": MEDIA_TYPE}
+        assert (await client.get("/encode", headers=headers)).status_code == 200, "it would take an image"
+        assert (await client.post("/encode", content=body_of([image(1)]), headers=headers)).status_code == 200
+        await until(lambda: state["replica"].sleep.phase == "asleep")

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoProcessor, LlamaConfig, LlamaForCausalLM, LlavaForConditionalGeneration
 
 from engine.checkpoints.merge import merge
-from engine.checkpoints.packaged import PACKAGED, VISION, Packaged
+from engine.checkpoints.packaged import PACKAGED, VISION
 from engine.checkpoints.store import resolve_model
 from multimodal.text.templates import ChatTemplate
 from smolvision.architecture import VOCABULARY, save
@@ -95,7 +95,7 @@ def trained(student: Student, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(trained: Path, base: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(trained.parent.parent)
-        patch.setitem(PACKAGED, VISION, Packaged((trained.parent.name,), "*.safetensors", ()))
+        patch.setitem(PACKAGED, VISION, PACKAGED[VISION]._replace(packages=(trained.parent.name,)))
         folder = resolve_model(VISION, base.parent)
         assert resolve_model(VISION, base.parent) == folder and folder.parent == base.parent
     return folder

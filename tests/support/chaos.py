@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-import signal
 import ssl
 import threading
 import time
@@ -11,12 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from subprocess import Popen
 from typing import NamedTuple, Self
 
 import httpx
 import psutil
-import pytest
 
 from benchmarks.gpu.model import FIRST_WORD, Shape, write_folder, write_weights
 from engine.process.sockets import free_port
@@ -92,15 +89,22 @@ class Replica:
 
 
 class Cluster:
-    """Two prefill and two decode replicas, and what an aggregated one says to each of `PROMPTS`."""
+    """Two prefill and two decode replicas, and what an aggregated one says to each of `PROMPTS`.
 
-    def __init__(self, model: Path, transfer: str) -> None:
-        common = (*FLAGS, "--model", str(model), "--kv-transfer", transfer, "--transfer-timeout-seconds", "2")
+    One decode replica reads blocks from shared memory, the other over TCP, which needs their owner: a read breaks or
+    stalls with it.
+    """
+
+    def __init__(self, model: Path) -> None:
+        common = (*FLAGS, "--model", str(model), "--transfer-timeout-seconds", "2")
         with servers(common) as (whole,):
             self.expected = [ask(whole.url, index)[2] for index in range(len(PROMPTS))]
         self.prefill = [Replica((*common, "--disaggregation-mode", "prefill")) for _ in range(2)]
         urls = ("--prefill-urls", ",".join(peer.url for peer in self.prefill))
-        self.decode = [Replica((*common, "--disaggregation-mode", "decode", *urls)) for _ in range(2)]
+        self.decode = [
+            Replica((*common, "--disaggregation-mode", "decode", *urls, "--kv-transfer", method))
+            for method in ("shared_memory", "tcp")
+        ]
         self.replicas = [*self.prefill, *self.decode]
 
     def recover(self) -> None:
@@ -260,50 +264,11 @@ class Load:
 
 
 @contextmanager
-def cluster_of(model: Path, transfer: str = "auto") -> Iterator[Cluster]:
-    cluster = Cluster(model, transfer)
+def cluster_of(model: Path) -> Iterator[Cluster]:
+    cluster = Cluster(model)
     try:
         cluster.recover()
         yield cluster
         cluster.recover()
     finally:
         cluster.close()
-
-
-@pytest.fixture(scope="module")
-def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Replicas that read blocks as the module's `TRANSFER` says."""
-    model = tmp_path_factory.mktemp("chaos") / "model"
-    write_model(model)
-    with cluster_of(model, request.module.TRANSFER) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def cluster(started: Cluster) -> Iterator[Cluster]:
-    """Whole before, and whole and empty after a test."""
-    yield started
-    started.recover()
-
-
-def kill_prefill_engine(cluster: Cluster) -> None:
-    with Load(cluster) as load:
-        load.wait(15)
-        cluster.prefill[0].engine.kill()
-        load.wait(30)
-    load.check()
-
-
-def hang(cluster: Cluster, processes: Sequence[psutil.Process | Popen[str]]) -> None:
-    """Stop the processes for a while."""
-    with Load(cluster) as load:
-        load.wait(15)
-        for process in processes:
-            process.send_signal(signal.SIGSTOP)
-        try:
-            load.wait(30)
-        finally:
-            for process in processes:
-                process.send_signal(signal.SIGCONT)
-        load.wait(8)
-    load.check()

@@ -32,11 +32,11 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def save(path: Path, spread: float) -> Path:
+def save(path: Path, spread: float, *, tied: bool = False) -> Path:
     config = LlamaConfig(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64,
         vocab_size=64,
-        max_position_embeddings=32, initializer_range=spread, tie_word_embeddings=False, eos_token_id=1, bos_token_id=0,
+        max_position_embeddings=32, initializer_range=spread, tie_word_embeddings=tied, eos_token_id=1, bos_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(path)

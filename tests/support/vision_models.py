@@ -46,7 +46,8 @@ _TOWER: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidde
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% if part['type'] == 'image' %}IMAGE{% elif part['type'] == 'video' %}VIDEO"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
     "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -179,7 +180,8 @@ def _save(path: Path, config: Any, image_processor: Any, processor_class: str, p
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=EOS, pad_token_id=0)
     model.save_pretrained(path)
     tokenizer = _tokenizer()
-    tokenizer.chat_template = _TEMPLATE.replace("IMAGE", placeholder)
+    video = placeholder.replace("image", "video") if "Llava" not in processor_class else placeholder
+    tokenizer.chat_template = _TEMPLATE.replace("IMAGE", placeholder).replace("VIDEO", video)
     tokenizer.save_pretrained(path)
     image_processor.save_pretrained(path)
     file = path / "preprocessor_config.json"

@@ -35,8 +35,8 @@ _NAMES = {"json_schema": "JSON schema", "json_object": "JSON object", "regex": "
 _PARAM = "guide"
 _AMPLE_BYTES = 4 << 30
 """Memory of the machine or container from which on xgrammar is loaded before a request needs it ..."""
-_LATER_SECONDS = 60.0
-"""... this long after the start, which the first requests need not share with it."""
+_LATER_SECONDS = 10.0
+"""... this long after the start."""
 # A grammar that compiles may still be slow to follow. Each sequence may spend this much processor time at the start ...
 _PATIENCE_SECONDS = 2.0
 # ... and this much more with every token.
@@ -169,15 +169,15 @@ class GrammarCompiler:
         self._waiters: dict[Guide, int] = {}
         self._closed = False
 
-    async def warm_up(self) -> None:
+    async def warm_up(self, *, xgrammar: bool) -> None:
         """Load the libraries and start a worker of each: one of llguidance takes 70 MB, one of xgrammar 260 MB.
 
-        xgrammar takes five seconds of processor time, so it is loaded a while after the start. Where memory is scarce,
-        it is loaded for the first request that needs it, and so is what failed here.
+        xgrammar takes five seconds of processor time, so it is loaded a while after the start. Without `xgrammar`, and
+        where memory is scarce, it is loaded for the first request that needs it, and so is what failed here.
         """
         if self._tokenizer.is_file():
             await self._prepare("llguidance")
-            if host_memory() >= _AMPLE_BYTES:
+            if xgrammar and host_memory() >= _AMPLE_BYTES:
                 await asyncio.sleep(_LATER_SECONDS)
                 await self._prepare("xgrammar")
 

@@ -40,7 +40,7 @@ _IDLE_SECONDS = 3600.0
 _PAUSE_SECONDS = 10.0
 """Pause of writing after a disk was full."""
 _MISSED_SECONDS, _MOST_MISSED = 1.0, 4096
-"""How long a file that was not there is not looked for again, and how many such files are remembered."""
+"""Seconds for which a missing file is not looked for again, and how many such files are remembered."""
 _MOST_FAILURES = 8
 """Failures one after the other that end the tier."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -22,7 +22,7 @@ class PromptImages:
         self._takes = takes
         self._num_tokens = len(tokens)
         self.places = [
-            image.start + np.flatnonzero(tokens[image.start : image.start + image.length] == takes.token_id)
+            image.start + np.flatnonzero(tokens[image.start : image.start + image.length] == takes.of(image))
             for image in request.spans
         ]
         """Positions of each image's tokens."""
@@ -70,8 +70,8 @@ class PromptImages:
 
     def _prompt_positions(self) -> torch.Tensor:
         """Positions of the prompt as Qwen2-VL defines them (arXiv 2409.12191, section 2.1): text advances in all
-        three dimensions, the tokens of an image count the cells of its grid, and what follows it goes on behind its
-        longer side."""
+        three dimensions, the tokens of an image or video count the cells of its grid, in time by its interval, and
+        what follows goes on behind its longer side."""
         positions = np.empty((3, self._num_tokens), np.int64)
         row = position = 0
         for places, image in zip(self.places, self._images, strict=True):
@@ -81,7 +81,9 @@ class PromptImages:
             first, last = int(places[0]), int(places[-1]) + 1
             positions[:, row:first] = np.arange(position, position + first - row)
             position += first - row
-            positions[:, first:last] = position + np.indices((time, height, width)).reshape(3, -1)
+            cells = np.indices((time, height, width)).reshape(3, -1)
+            cells[0] = cells[0] * np.float32(image.interval)
+            positions[:, first:last] = position + cells
             position += max(height, width)
             row = last
         positions[:, row:] = np.arange(position, position + self._num_tokens - row)

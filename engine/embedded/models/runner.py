@@ -11,9 +11,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from engine.checkpoints.eagle import EagleHead
 from engine.config import Tag
 from engine.embedded.kv.layout import LayerGroup
 from engine.embedded.kv.memory import KvMemory
+from engine.embedded.models.heads import HeadRunner
 from engine.embedded.models.shared_weights import SharedWeights
 from engine.embedded.sampling.sampler import Sampler
 from engine.kit.checks import ImageTokens
@@ -101,6 +103,9 @@ class ModelRunner(Protocol):
     """Layers that share block tables, full attention first, and how many blocks each group has."""
     shared_weights: SharedWeights | None
     """This engine's share in the memory service; None where nobody asked for one."""
+    hidden: torch.Tensor | None
+    """Hidden states that entered some layers in the last step, [tokens, layers * hidden size], where
+    `SPECULATIVE=eagle3` reads them. On a GPU the next step may overwrite them."""
     memory: KvMemory
     """The KV cache, for those who move blocks. Its first `groups[i].num_blocks` blocks are the scheduler's."""
 
@@ -120,6 +125,11 @@ class ModelRunner(Protocol):
     def take_memory(self) -> None:
         """Take the memory of KV blocks if only their addresses have been reserved (`kv_memory_later`). Raises
         EngineFailure."""
+
+    def load_head(self, head: EagleHead, spare_blocks: int) -> HeadRunner:
+        """Load an EAGLE-3 head for this model, whose KV cache has so many blocks more than `groups[0]`. Raises
+        EngineFailure."""
+        ...
 
     def remember(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
         """Keep the tokens, int64 [slots] on the device, that were sampled last for these slots: the next step may
@@ -142,6 +152,7 @@ class PendingTokens:
 
     sampler: Sampler | None = None
     shared_weights: SharedWeights | None = None
+    hidden: torch.Tensor | None = None
 
     def take_memory(self) -> None:
         """Do nothing: memory was taken, or is taken page by page."""

@@ -10,7 +10,7 @@ from engine.embedded.speculation.speculator import Speculator
 
 def create_speculator(config: EmbeddedConfig, runner: ModelRunner) -> Speculator | None:
     """Return the speculator of a configuration, None if there is to be none. Raises EngineFailure if its draft model
-    cannot be loaded, or is none for this model."""
+    or head cannot be loaded, or is none for this model."""
     drafter: Drafter
     match config.speculative:
         case "none":
@@ -23,6 +23,10 @@ def create_speculator(config: EmbeddedConfig, runner: ModelRunner) -> Speculator
             from engine.embedded.speculation.draft_model import DraftModel  # noqa: PLC0415
 
             drafter = DraftModel(config, runner)
+        case "eagle3":
+            from engine.embedded.speculation.eagle import Eagle  # noqa: PLC0415
+
+            drafter = Eagle(config, runner)
     return Speculator(
         drafter,
         most=config.speculative_tokens,

@@ -19,13 +19,11 @@ from engine.embedded.kv.blocks import BlockPool
 from engine.embedded.models.load import load_runner
 from engine.embedded.models.runner import ModelRunner, StepInput
 from engine.embedded.sequence import Sequence
-from engine.embedded.speculation.drafter import NOTHING, Draft
+from engine.embedded.speculation.drafter import NOTHING, Draft, class_of_probability
 from engine.errors import EngineFailure
 
 log = logging.getLogger(__name__)
 
-_BOUNDS = (0.3, 0.5, 0.7, 0.9)
-"""Probabilities that separate the classes of confidence."""
 _CATCH_UP = 64
 """Most tokens of a sequence that are computed in one step before it is drafted for: a prompt is read bit by bit."""
 _CONTEXT = 4096
@@ -141,7 +139,7 @@ class DraftModel:
             values, tokens = best.values.tolist(), best.indices.tolist()
         for reader, (_, new) in zip(readers, ordered, strict=True):
             reader.tokens += new
-        return tokens, [sum(value >= bound for bound in _BOUNDS) for value in values]
+        return tokens, [class_of_probability(value) for value in values]
 
 
 def _by_length(item: tuple[int, list[int]]) -> int:

@@ -1,10 +1,13 @@
 """The seam between the engine and what guesses the next tokens of a sequence."""
 
 from collections.abc import Sequence as Many
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
 
 from engine.embedded.models.runner import ModelRunner
 from engine.embedded.sequence import Sequence
+from engine.embedded.step import Chunk
 
 CLASSES = 5
 """Classes of confidence. How often their tokens are right is measured, so a drafter only has to order them."""
@@ -19,6 +22,16 @@ class Draft(NamedTuple):
 
 
 NOTHING = Draft([], [])
+
+
+@runtime_checkable
+class HiddenStatesReader(Protocol):
+    """A drafter that reads the model's hidden states."""
+
+    def read(self, chunks: Many[Chunk], hidden: torch.Tensor) -> None:
+        """Take what a step computed: hidden states [tokens, size] of its chunks, one after another. The next step may
+        overwrite them."""
+        ...
 
 
 class Drafter(Protocol):
@@ -43,6 +56,15 @@ class Drafter(Protocol):
     def forget(self, sequence: Sequence) -> None:
         """Give up what is kept for a sequence that has ended; it may be unknown here."""
         ...
+
+
+_BOUNDS = (0.3, 0.5, 0.7, 0.9)
+"""Probabilities that separate the classes of what a model expects."""
+
+
+def class_of_probability(value: float) -> int:
+    """Return the class of a token that a model expects so surely."""
+    return sum(value >= bound for bound in _BOUNDS)
 
 
 def class_of_match(length: int) -> int:

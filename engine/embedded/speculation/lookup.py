@@ -94,7 +94,7 @@ class Lookup:
     def __init__(self, least: int) -> None:
         self._least = least
         self._texts: dict[Sequence, tuple[KnownText, int]] = {}
-        """What is followed of each sequence, and how many of its tokens are in it."""
+        """The state of each sequence, and how many of its tokens it has taken in."""
 
     def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[Draft]:
         """See `Drafter`."""

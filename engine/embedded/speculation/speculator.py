@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from engine.embedded.sequence import Sequence, SequenceStatus
-from engine.embedded.speculation.drafter import CLASSES, NOTHING, Draft, Drafter
+from engine.embedded.speculation.drafter import CLASSES, NOTHING, Draft, Drafter, HiddenStatesReader
+from engine.embedded.step import Chunk
 from engine.stats import SpecDecodingStats
 
 _EXPECTED = (0.2, 0.4, 0.6, 0.8, 0.9)
@@ -23,7 +25,7 @@ _ASSUMED = 4.0
 """Tokens that an assumption counts as."""
 _MEMORY_OF_ALL, _MEMORY_OF_ONE = 0.998, 0.95
 """What an observation counts for after the next one of its class, in the engine and in a sequence."""
-_ROW_SHARE = 0.3
+_ROW_SHARE = 0.15
 """Assumed share of a step of one row by which each further row makes it longer."""
 _CERTAINTY: NDArray[np.float64] = np.array([0.5, 20.0, 4.0])
 """What the assumptions of a base, a row and a draft weigh: one step of several rows must not overthrow them."""
@@ -123,6 +125,8 @@ class Speculator:
         self._acceptance = Acceptance(_MEMORY_OF_ALL)
         self._costs = StepCosts()
         self._followed: dict[Sequence, _Followed] = {}
+        self._fruitless = 0
+        """Number of drafts in a row that were made by a drafter that costs, and not computed."""
         self._rest = 0
         """Steps for which nothing is drafted, as it would take too long for nothing."""
 
@@ -155,10 +159,20 @@ class Speculator:
             followed.draft, followed.known = draft, len(sequence.tokens)
             sequence.draft = draft.tokens[:length]
         if any(lengths):
+            self._fruitless = 0
             return True
+        if not self.drafter.free:
+            self._fruitless += 1
+            self._rest = min(2 ** (self._fruitless - 1), _PROBE_AFTER) - 1
+            return False
         if usual := self._costs.fit().of(len(decoding), False):
             self._rest = min(int((time.thread_time() - started) / (_OVERHEAD * usual)), _LONGEST_REST)
         return False
+
+    def read(self, chunks: Many[Chunk], hidden: torch.Tensor) -> None:
+        """Pass a step's hidden states on to the drafter."""
+        if isinstance(self.drafter, HiddenStatesReader):
+            self.drafter.read(chunks, hidden)
 
     def note_step(self, rows: int, drafted: bool, seconds: float) -> None:
         """Note how long a step took that computed no prompts."""
@@ -205,8 +219,8 @@ class Speculator:
                 break
 
     def _draft_worthwhile(self, sequences: Many[Sequence], rooms: Many[int], rows: int) -> list[Draft]:
-        """Have drafts made where they are likely to be worth it, or have not been tried for long."""
-        guesses = [Draft([0] * room, [CLASSES // 2] * room) for room in rooms]
+        """Have drafts made where they are worth it if the drafter is sure, or have not been tried for long."""
+        guesses = [Draft([0] * room, [CLASSES - 1] * room) for room in rooms]
         limits = self._lengths(sequences, guesses, rows)
         for index, sequence in enumerate(sequences):
             followed = self._followed[sequence]

@@ -15,8 +15,9 @@ from engine.checkpoints.facts import read_model_facts
 from engine.config import EncoderConfig
 from engine.embedded.models.transformers_models import load_config
 from engine.embedded.threads import compute_threads
-from engine.embedded.vision.processing import ImageProcessing, Prepared
+from engine.embedded.vision.processing import ImageProcessing
 from engine.embedded.vision.tower import Tower
+from engine.embedded.vision.videos import Prepared
 from engine.encoder import EncoderInfo
 from engine.errors import EngineError, EngineFailure
 from engine.media import EncodedMedia, MediaInput
@@ -50,6 +51,8 @@ class BatchEncoder:
             fingerprint=self.tower.fingerprint(self.processing.description),
             placeholder=self.processing.placeholder,
             image_token_id=facts.image_tokens.token_id,
+            video_placeholder=self.processing.videos.placeholder,
+            video_token_id=facts.video_token_id,
             hidden_size=self.tower.hidden_size,
             dtype=self.tower.dtype_name,
         )
@@ -98,7 +101,14 @@ class BatchEncoder:
         return [
             (
                 index,
-                EncodedMedia(text=image.text, rows=image.rows, data=rows, dtype=self.tower.dtype_name, grid=image.grid),
+                EncodedMedia(
+                    text=image.text,
+                    rows=image.rows,
+                    data=rows,
+                    dtype=self.tower.dtype_name,
+                    grid=image.grid,
+                    interval=image.interval,
+                ),
             )
             for (index, image), rows in zip(images.items(), data, strict=True)
         ]

@@ -41,6 +41,8 @@ class _Job:
 
     @property
     def lane(self) -> int:
+        if self.image.kind == "video":
+            return 1
         pixels = self.image.pixels
         return int(pixels > LARGE_PIXELS if pixels else len(self.image.data) > _LARGE_BYTES)
 
@@ -126,6 +128,7 @@ class EmbeddedEncoder:
     async def start(self) -> None:
         await self._start()
         self._supervision = asyncio.create_task(self._supervise(), name="image-encoder")
+        await asyncio.sleep(0)  # a task that is cancelled before it begins would leave the process behind
 
     async def encode(self, media: Sequence[MediaInput], prompt: str = "") -> list[EncodedMedia]:
         if not self.healthy:
@@ -146,6 +149,20 @@ class EmbeddedEncoder:
         if self._supervision is not None:
             self._supervision.cancel()
             await asyncio.wait([self._supervision])
+
+    async def release_weights(self) -> None:
+        """End the process, and with it all that it has on a device."""
+        await self.close()
+
+    async def resume_weights(self) -> None:
+        if self._serving:
+            return
+        before = self.info
+        await self.start()
+        if self._info != before:
+            self._info = before
+            await self.close()
+            raise EngineFailure("the model's files are others than those that were loaded: restart the replica")
 
     async def _start(self) -> EncoderProcess:
         """Raises EngineFailure."""

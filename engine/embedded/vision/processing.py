@@ -1,13 +1,13 @@
-"""Runs the model's own processor on one image: pixels for the vision tower, and the text that replaces a placeholder.
+"""Runs the model's own processor on one image or video: pixels for the vision tower, and the text that replaces a
+placeholder.
 
-Each image is processed by itself, so that its embeddings do not depend on the rest of the prompt and can be cached.
+Each file is processed by itself, so that its embeddings do not depend on the rest of the prompt and can be cached.
 """
 
 import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,19 +17,10 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from engine.checkpoints.facts import ModelFacts
 from engine.config import EncoderConfig
 from engine.embedded.vision.messages import LARGE_PIXELS
+from engine.embedded.vision.videos import Prepared, VideoProcessing
 from engine.errors import EngineFailure, InvalidRequest
 from engine.kit.image_file import decode, limit_pixels, pixels
 from engine.media import MediaInput
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """An image for the tower. `tensors` are arguments of `get_image_features`, with images in the first dimension."""
-
-    tensors: dict[str, torch.Tensor]
-    text: str
-    rows: int
-    grid: tuple[int, int, int]
 
 
 class PixelRoom:
@@ -76,13 +67,21 @@ class ImageProcessing:
         self._room = PixelRoom(config.max_image_pixels)  # of large images, for which no small one waits
         self.placeholder: str = self.processor.image_token
         """Text that the chat template writes for an image, and of an image token."""
+        self.videos = VideoProcessing(config, facts, self._image_processor, self.processor)
         self.description = json.dumps(
-            [facts.model_type, self._image_processor.to_dict(), settings], sort_keys=True, default=str
+            [facts.model_type, self._image_processor.to_dict(), settings, self.videos.description],
+            sort_keys=True,
+            default=str,
         )
         """All settings that change the result, as JSON."""
 
-    def prepare(self, image: MediaInput) -> Prepared:
+    def prepare(self, media: MediaInput) -> Prepared:
         """Decode and process a file. Raises InvalidRequest."""
+        if media.kind == "video":
+            return self.videos.prepare(media, self._room.take)
+        return self._image(media)
+
+    def _image(self, image: MediaInput) -> Prepared:
         count = pixels(image)
         with self._room.take(count) if count > LARGE_PIXELS else nullcontext():
             picture = decode(image, self._max_pixels)

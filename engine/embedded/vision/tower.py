@@ -14,7 +14,7 @@ from engine.embedded.models.devices import device_of, dtype_of
 from engine.embedded.models.transformers_models import load_config, load_weights
 from engine.embedded.threads import compute_threads
 from engine.embedded.vision.gpu import Graphs, Staging
-from engine.embedded.vision.processing import Prepared
+from engine.embedded.vision.videos import Prepared
 from engine.errors import EngineFailure
 from engine.media import Dtype
 from engine.transfer.shared_bytes import Data, shared_or_copied

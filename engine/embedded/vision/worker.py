@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from engine.embedded.vision.batches import BatchEncoder
-    from engine.embedded.vision.processing import Prepared
+    from engine.embedded.vision.videos import Prepared
 
     Batches = queue.SimpleQueue[Iterator[Prepared | EngineError]]
 

@@ -11,7 +11,7 @@ from engine.replicas.block_keys import block_keys, root_key
 from engine.replicas.routing.events import CacheEvent, ClearedEvent, RemovedEvent, StoredEvent
 
 WEIGHTS = {"CPU": 0.75, "CPU_PINNED": 0.75, "CPU_TIER1": 0.75}
-"""What a token in a block counts that is on a tier below the device, by the names of vLLM and Dynamo."""
+"""Weight of a cached token whose block is on a tier below the device, by the tier's name in vLLM and Dynamo."""
 MEDIA = (*WEIGHTS, "DISK", "CPU_TIER2")
 """Media on which blocks may be known that come to another one."""
 LOWEST_WEIGHT = 0.25

@@ -13,7 +13,7 @@ from engine.replicas.replica import Replica
 from engine.replicas.routing.load import Load
 
 SILENCE_SECONDS = 5.0
-"""How long a probe may take; after twice as long without an answer all requests there are given up."""
+"""Seconds that a probe may take; without an answer in twice that time, all requests to the replica fail."""
 
 
 class _RuntimeInfo(msgspec.Struct):

@@ -16,7 +16,7 @@ from zmq.utils.monitor import parse_monitor_message
 from engine.replicas.routing.events import END_OF_REPLAY, SEQUENCE, CacheEvent, ClearedEvent, decode
 
 REPLAY_SECONDS = 1.0
-"""How long a replay may be silent."""
+"""Seconds that may pass between two messages of a replay."""
 NO_REPLAY_SECONDS = 60.0
 """Pause after a replay that nobody answered: the replica may have none. It ends when the replica comes back."""
 QUIET_SECONDS = 3.0

@@ -1,19 +1,19 @@
-// Where messages are written: text, images by button, drop or paste, send and stop.
+// Where messages are written: text, images and videos by button, drop or paste, send and stop.
 
-import { html, Widget } from "./html.js";
+import { html, isVideo, Picture, Widget } from "./html.js";
 import { isRunning, send, settingsProblem, stop } from "./run.js";
 import { app, changed, say } from "./store.js";
 
-const IMAGES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
+const FILES = ["image/png", "image/jpeg", "image/webp", "image/gif", "video/mp4", "video/webm"];
 
-// Puts images of a drop or paste into the draft. Returns whether there were any.
+// Puts images and videos of a drop or paste into the draft. Returns whether there were any.
 export function addFiles(files) {
-  const images = [...files].filter((file) => IMAGES.includes(file.type));
+  const images = [...files].filter((file) => FILES.includes(file.type));
   for (const file of images) {
     const reader = new FileReader();
     reader.addEventListener("load", () => {
       app.draft.images.push(reader.result);
-      say("Image attached.");
+      say(`${isVideo(reader.result) ? "Video" : "Image"} attached.`);
     });
     reader.readAsDataURL(file);
   }
@@ -72,10 +72,10 @@ export class Composer extends Widget {
         ${images.map(
           (url, index) =>
             html`<figure key=${url}>
-              <img src=${url} alt=${`Attached image ${index + 1}`} />
+              <${Picture} url=${url} alt=${`Attached ${isVideo(url) ? "video" : "image"} ${index + 1}`} />
               <button
                 type="button"
-                aria-label=${`Remove image ${index + 1}`}
+                aria-label=${`Remove ${isVideo(url) ? "video" : "image"} ${index + 1}`}
                 onClick=${() => {
                   app.draft.images = images.filter((other) => other !== url);
                   changed();
@@ -87,8 +87,8 @@ export class Composer extends Widget {
         )}
       </div>`}
       <div class="box">
-        <label class="attach" title="Attach images (or drop or paste them)">
-          <input type="file" accept=${IMAGES.join(",")} multiple onChange=${this.pick} aria-label="Attach images" />
+        <label class="attach" title="Attach images and videos (or drop or paste them)">
+          <input type="file" accept=${FILES.join(",")} multiple onChange=${this.pick} aria-label="Attach images" />
           <svg viewBox="0 0 24 24" aria-hidden="true"><path d="M4 5h16v14H4zM4 16l5-5 4 4 3-3 4 4M15.5 9.5h.01" /></svg>
         </label>
         <textarea

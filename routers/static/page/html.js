@@ -17,6 +17,14 @@ export async function copyText(text) {
   area.remove();
 }
 
+// Whether a data URL is a video's.
+export const isVideo = (url) => url.startsWith("data:video/");
+
+// An image or a video that was attached.
+export function Picture({ url, alt }) {
+  return isVideo(url) ? html`<video src=${url} aria-label=${alt} controls muted></video>` : html`<img src=${url} alt=${alt} />`;
+}
+
 // A component that reaches its element: the outermost tag of its template says ref=${this.ref}.
 export class Widget extends Component {
   ref = (element) => {

@@ -1,7 +1,7 @@
 // A turn of the chat: a user's message, results of tools, or answers side by side, with what can be done about them.
 
 import { besides, branches, choose, stepBranch } from "./chats.js";
-import { Component, html, Widget } from "./html.js";
+import { Component, html, Picture, Widget } from "./html.js";
 import { CopyButton, Inspector } from "./inspect.js";
 import { Parts, Results, Text } from "./parts.js";
 import { isRunning, regenerate, resend, sendResults, speed, wholeCalls } from "./run.js";
@@ -74,7 +74,7 @@ function EditButton({ chat, node }) {
 function UserMessage({ chat, node }) {
   return html`<article class="user" aria-label="You">
     <div class="bubble">
-      ${node.images.map((url) => html`<img src=${url} alt="What you attached" />`)}
+      ${node.images.map((url) => html`<${Picture} url=${url} alt="What you attached" />`)}
       <${Text} text=${node.text} />
     </div>
     <div class="actions">

@@ -14,6 +14,7 @@
 import { ApiError, request, streamed } from "./api.js";
 import { addNode, choose, newChat, newId, pathTo, touch } from "./chats.js";
 import { laneFields } from "./fields.js";
+import { isVideo } from "./html.js";
 import { app, changed, saveChat, say } from "./store.js";
 
 const running = new Map(); // AbortController of each exchange that streams
@@ -135,7 +136,9 @@ function messagesOf(node) {
   const { role, text, images, reasoning, results } = node;
   if (role === "tool") return results.map((one) => ({ role, tool_call_id: one.id, name: one.name, content: one.text }));
   if (images.length) {
-    const parts = images.map((url) => ({ type: "image_url", image_url: { url } }));
+    const parts = images.map((url) =>
+      isVideo(url) ? { type: "video_url", video_url: { url } } : { type: "image_url", image_url: { url } },
+    );
     return [{ role, content: text ? [...parts, { type: "text", text }] : parts }];
   }
   const calls = wholeCalls(node);

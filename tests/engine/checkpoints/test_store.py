@@ -231,7 +231,8 @@ def test_concurrent_starts_convert_once(tmp_path: Path) -> None:
     (tmp_path / f".{folder.name}.part").mkdir()
     (tmp_path / f".{folder.name}.part" / "model.safetensors").write_bytes(b"half")
     code = (
-        "import logging, sys; from pathlib import Path; from engine.checkpoints.store import *; "
+        "import logging, sys; from pathlib import Path; from engine.checkpoints.packaged import BUILTIN; "
+        "from engine.checkpoints.store import resolve_model; "
         "logging.basicConfig(level='INFO'); print(resolve_model(BUILTIN, Path(sys.argv[1])))"
     )
     with ThreadPoolExecutor() as pool:

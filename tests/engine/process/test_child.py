@@ -313,11 +313,23 @@ async def test_a_standby_engine_takes_over_from_killed_ones_with_the_weights_it_
     await until(lambda: not memory_service.status.held[0].leases)
 
 
+def pids() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
+
+
+async def stop_next(known: set[int]) -> int:
+    """Stop the next host before it has prepared."""
+    await until(lambda: pids() - known, 30)
+    (pid,) = pids() - known
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
 async def test_a_standby_that_dies_is_replaced_and_one_that_hangs_does_not_serve(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("engine.process.child.STANDBY_PAUSE", 0.0)
-    process: Any = EngineProcess(CONFIG, standby=True)
+    process = EngineProcess(CONFIG, standby=True)
     await process.start()
     client = EngineClient(process.address, process.wait_failed)
     await client.start()
@@ -327,27 +339,17 @@ async def test_a_standby_that_dies_is_replaced_and_one_that_hangs_does_not_serve
     os.kill(first, signal.SIGKILL)
     await until(lambda: process.standby_pid not in (None, first), 30)
     assert process.pid == serving and client.healthy and process.restarts == 0
-    hanging: list[int] = []
-    spawn = process._spawn
-
-    async def spawn_hanging(*, standby: bool = False) -> Any:
-        host = await spawn(standby=standby)
-        if standby:
-            os.kill(host.process.pid, signal.SIGSTOP)
-            hanging.append(host.process.pid)
-        return host
-
-    monkeypatch.setattr(process, "_spawn", spawn_hanging)
+    hanging = asyncio.create_task(stop_next(pids()))
     for _ in range(2):
+        assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         await healthy(client, False, 15)
         await healthy(client, True, 30)
-        await until(lambda: hanging, 30)
-        assert process.pid not in hanging and process.takeovers == 1
+        assert process.pid != await hanging and process.takeovers == 1
     assert (await collect(client.generate(request_for())))[-1].finish_reason == "length"
-    monkeypatch.setattr("engine.process.child.PREPARE_SECONDS", 0.1)
-    os.kill(hanging[0], signal.SIGKILL)
-    await until(lambda: len(hanging) > 2 and not psutil.pid_exists(hanging[1]), 30)
+    monkeypatch.setattr("engine.process.child.PREPARE_SECONDS", 0.0)
+    os.kill(hanging.result(), signal.SIGKILL)
+    await until(lambda: "not prepared after 0 s: killing it" in caplog.text, 30)
     await client.close()
     await process.close()
 

@@ -112,7 +112,7 @@ def test_a_standby_that_is_ended_by_force_leaves_the_socket_of_the_host_that_ser
     config = msgspec.Raw(msgspec.json.encode(FakeConfig()))
     options = wire.HostOptions(config, f"ipc://{socket}", logs.current(), standby=True)
     standby: Any = _HostProcess(ENGINE, options, SimpleNamespace(), b"")
-    standby._exit_by_force()
+    standby.exit_by_force()
     assert left == [1] and socket.exists()
 
 

@@ -12,6 +12,7 @@ from engine.media import EncodedMedia
 from engine.replicas.encode_answers import EmbeddingStore
 from engine.transfer.arena import Arena, Place
 from engine.transfer.base import TransferError
+from engine.transfer.shared_bytes import readable
 
 PAGE = 4096
 SIZE = 16 * PAGE
@@ -110,3 +111,19 @@ async def test_a_place_that_is_written_to_is_free_only_when_that_is_over() -> No
             await asyncio.sleep(0.005)
     assert not arena.taken
     await store.close()
+
+
+async def test_memory_of_free_places_is_given_back() -> None:
+    arena, peer = Arena(SIZE, "shared_memory"), Arena(SIZE, "shared_memory")
+    kept, left = await arena.take(2 * PAGE, 0), await arena.take(3 * PAGE, 0)
+    assert kept is not None and left is not None
+    for place in (kept, left):
+        arena.write(place, [b"x" * place.size])
+    arena.free(left)
+    arena.trim()
+    held, free = await peer.read(arena.offers, 0, [2 * PAGE, 3 * PAGE], 5.0)
+    assert bytes(readable(held)) == b"x" * 2 * PAGE and not any(bytes(readable(free)))
+    again = await arena.take(3 * PAGE, 0)
+    assert again is not None
+    arena.write(again, [b"y" * again.size])
+    await asyncio.gather(arena.close(), peer.close())

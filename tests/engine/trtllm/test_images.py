@@ -19,7 +19,7 @@ from engine.config import TrtllmConfig, TrtllmEncoderConfig
 from engine.errors import EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.handoff import decode_handoff, encode
 from engine.kv_events import KvEvent, Stored
-from engine.media import Encoding, MediaFiles, MediaInput, MediaSpan, MediaSpans
+from engine.media import Encoding, FrameSampling, MediaFiles, MediaInput, MediaSpan, MediaSpans
 from engine.trtllm import media
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.engine import TrtllmEngine
@@ -27,6 +27,7 @@ from engine.types import Delta, GenerateRequest
 from tests.support import trtllm_gotchas as trtllm_gotchas_support
 from tests.support.trtllm import BOTH_VERSIONS, IMAGE, NEWEST, handed_over, model_folder, picture, travelled
 from tests.support.trtllm_gotchas import request, running
+from tests.support.videos import video_bytes
 from tests.support.waiting import until
 
 trt, folder, calls = trtllm_gotchas_support.trt, trtllm_gotchas_support.folder, trtllm_gotchas_support.calls  # fixtures
@@ -343,3 +344,16 @@ async def test_embeddings_of_the_embedded_engine_are_refused(folder: Path) -> No
     async with running(folder) as engine:
         with pytest.raises(InvalidRequest, match="encodes images itself"):
             await all_of(engine, request(media=MediaSpans((image,))))
+
+
+async def test_frames_of_a_video_go_to_the_engine_as_its_own_loader_gives_them(folder: Path, calls: list[Any]) -> None:
+    video = MediaInput(video_bytes("avi"), kind="video", sampling=FrameSampling(num_frames=3))
+    async with running(folder) as engine:
+        wanted = replace(showing(RED), media=MediaFiles(ONE, (video,)))
+        assert (await all_of(engine, wanted))[-1].finish_reason is not None
+        (data,) = calls[-1][1]["inputs"]["multi_modal_data"]["video"]
+        assert [(frame.mode, frame.size) for frame in data.frames] == [("RGB", (64, 48))] * 3
+        assert data.metadata == {"total_num_frames": 24, "fps": 8.0, "duration": 3.0, "frames_indices": [0, 11, 23]}
+        with pytest.raises(InvalidRequest, match="cannot be read") as caught:
+            await all_of(engine, replace(wanted, media=MediaFiles(ONE, (MediaInput(b"RIFF", kind="video"),))))
+        assert caught.value.param == "video"

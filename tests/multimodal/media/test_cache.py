@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from engine.media import EncodedMedia
 from multimodal.media.cache import EmbeddingCache
 from multimodal.media.prompts import media_key
-from server.metrics.embedding_cache import watch_cache
 from server.metrics.page import ServerMetrics
+from server.metrics.replica import watch_cache
 from tests.support.environment import python_path
 
 HIDDEN = 3

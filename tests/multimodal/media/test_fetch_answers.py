@@ -22,7 +22,7 @@ async def test_other_answers_than_200_name_the_status_alone(code: int) -> None:
         )
         with pytest.raises(MediaError) as caught:
             await w.loader.load("http://images.test/")
-        assert str(caught.value) == f"The server of an image answered with status {code}."
+        assert str(caught.value) == f"The server of a file answered with status {code}."
         assert render(caught.value).status == 400
 
 

@@ -353,8 +353,10 @@ def test_speculation_is_tensorrt_llms_own_or_refused() -> None:
     assert arguments(*flags)["speculative_config"]["max_draft_len"] == 7
     with pytest.raises(EngineArgsError, match="SPECULATIVE_MIN_SPEEDUP: TensorRT-LLM's speculation has no such"):
         arguments("--speculative", "ngram", "--speculative-min-speedup", "1.5")
-    with pytest.raises(ValidationError, match="TensorRT-LLM has no drafts from earlier answers"):
+    with pytest.raises(ValidationError, match="is not for TensorRT-LLM: take ngram or draft"):
         arguments("--speculative", "suffix")
+    with pytest.raises(ValidationError, match="is not for TensorRT-LLM: take ngram or draft"):
+        arguments("--speculative", "eagle3")
 
 
 @pytest.mark.parametrize(
@@ -362,6 +364,7 @@ def test_speculation_is_tensorrt_llms_own_or_refused() -> None:
     [
         (["--engine", "fake", "--speculative", "ngram"], "the fake engine does not speculate"),
         (["--speculative", "draft"], "SPECULATIVE=draft needs a draft model"),
+        (["--speculative", "eagle3", "--model", "x"], "SPECULATIVE=eagle3 needs an EAGLE-3 head for x"),
         (["--speculative", "ngram", "--speculative-model", "x"], "is for SPECULATIVE=draft"),
     ],
 )

@@ -189,8 +189,9 @@ def test_dead_child_is_replaced_while_others_serve(server: ServerProcess) -> Non
     assert server.wait() == 0
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("everyone", [False, True])
+@pytest.mark.parametrize(
+    ("everyone", "signum"), [(False, signal.SIGTERM), (True, signal.SIGTERM), (True, signal.SIGHUP)]
+)
 def test_drain_and_no_child_left(server: ServerProcess, everyone: bool, signum: signal.Signals) -> None:
     children = server.children()
     assert len(children) == 3

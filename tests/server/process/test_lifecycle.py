@@ -53,8 +53,10 @@ class StreamThread(threading.Thread):
         self.last = [event.removeprefix("data: ") for event in answer.text.split("\n\n")][-3:-1]
 
 
-@pytest.mark.parametrize("process", ["true", "false"])
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("process", "signum"),
+    [("true", signal.SIGTERM), ("false", signal.SIGTERM), ("true", signal.SIGINT), ("true", signal.SIGHUP)],
+)
 def test_signal_lets_running_streams_finish(process: str, signum: signal.Signals) -> None:
     with serving(*SLOW, "--engine-process", process) as server:
         children = server.children()

@@ -79,6 +79,9 @@ class LlamaDecoder:
         width = self.heads[0] * dim
         self._fetch = not width & (width - 1)
         self._products: Products = PlainProducts(self._fetch, device)
+        self.taken: tuple[int, ...] = ()
+        """Layers whose inputs are kept in `hidden`."""
+        self.hidden: torch.Tensor | None = None
         self._layers = []
         for index in range(len(inner.layers)):
             self._layers.append(_JoinedLayer(inner.layers[index], self._products))
@@ -114,6 +117,11 @@ class LlamaDecoder:
         """Set the embeddings, [rows, hidden size], that token ids from `vocabulary` on stand for."""
         self._embedding[self.vocabulary : self.vocabulary + len(embeddings)] = embeddings
 
+    @property
+    def output(self) -> torch.Tensor:
+        """The output rows, [vocabulary, hidden size]."""
+        return self._head
+
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings, [tokens, hidden size], of token ids, int [tokens]."""
         return functional.embedding(tokens, self._embedding)
@@ -130,7 +138,12 @@ class LlamaDecoder:
         [tokens, hidden size], which are changed in place; `positions`: int [tokens]."""
         products, norms = self._products, [layer.norm for layer in self._layers]
         normed = products.norm(x, norms[0])
+        entered: dict[int, torch.Tensor] = {}
         for index, (layer, following) in enumerate(zip(self._layers, [*norms[1:], None], strict=True)):
+            if index in self.taken:
+                entered[index] = x.clone()
+                if index == max(self.taken):
+                    self.hidden = torch.cat([entered[taken] for taken in self.taken], -1)
             attended = self._attend(products.product(normed, layer.qkv), index, positions, attention, step)
             if rows is not None and following is None:  # nothing else of the last layer is looked at
                 if not len(rows):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from engine.checkpoints.eagle import EagleHead
 from engine.checkpoints.facts import ModelFacts
 from engine.config import EmbeddedConfig, Tag
 from engine.embedded.kv.layout import Attends
@@ -24,8 +25,9 @@ from engine.embedded.models.cuda.sampler import CudaSampler, RowDraws
 from engine.embedded.models.devices import UnsupportedModelError, device_of, dtype_of, to_device
 from engine.embedded.models.runner import StepInput
 from engine.embedded.models.shared_weights import SharedWeights, TensorLayout
+from engine.embedded.models.torch.head import TorchHead
 from engine.embedded.models.torch.runner import TorchRunner
-from engine.embedded.models.transformers_models import auto_class, load_config
+from engine.embedded.models.transformers_models import auto_class, load_config, read_weights
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class CudaRunner(TorchRunner):
         _check(config)
         super().__init__(config)
         log.info("loaded and tried the weights in %.1f s", time.monotonic() - begun)
+        self._decoder.taken = self._taken
         heads, scale = self._decoder.heads[0], self._decoder.scale
         self._attention = CudaAttention(
             self.cache, heads, scale, self.dtype, config.max_batch_size, self.context_length
@@ -115,10 +118,16 @@ class CudaRunner(TorchRunner):
         tokens = self._filled_in(tokens)
         rows = self._to_device(step.rows)
         logits = self._decoder(self._decoder.embed(tokens), positions, self._attention, attention_step, rows)
+        self.hidden = self._decoder.hidden
         if count := sum(step.sampled):
             drawn = rows[-count:]
             self.sampler.results = self.sampler.run(logits[-count:], targets[drawn], positions[drawn], tokens[drawn])
         return logits
+
+    def load_head(self, head: EagleHead, spare_blocks: int) -> TorchHead:
+        """See `ModelRunner`: torch's operations, outside of the graphs of steps."""
+        blocks = self.groups[0].num_blocks + spare_blocks
+        return TorchHead(head, self._decoder.embed, self._decoder.output, blocks, self.cache.block_size)
 
     def remember(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
         """Keep tokens that the sampler did not draw: it keeps its own."""
@@ -178,7 +187,7 @@ class CudaRunner(TorchRunner):
         stable = _tensors(self._decoder)
         decoder = self._decoder
         try:
-            super()._load(*self._reload.args)
+            self._load_again(*self._reload.args)
             for tensor, read in zip(stable, _tensors(self._decoder), strict=True):
                 tensor.copy_(read)
         finally:
@@ -188,16 +197,32 @@ class CudaRunner(TorchRunner):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
+    def _load_again(self, config: EmbeddedConfig, facts: ModelFacts) -> None:
+        """Read the weights of files that have been read before: they are not tried again, and transformers is asked
+        only for a model whose files it converts, or that takes images."""
+        if config.load_format != "dummy" and not self.takes_images:
+            module = self._shapes()
+            if read_weights(module, config.model, self.device):
+                self._decoder = LlamaDecoder(module, self.context_length)
+                if config.quantization == "fp8":
+                    self._decoder.quantise()
+                return
+        super()._load(config, facts)
+
     def _without_weights(self, config: EmbeddedConfig) -> LlamaDecoder:
         """Return a decoder whose weights have shapes and types alone."""
+        decoder = LlamaDecoder(self._shapes(), self.context_length, device=self.device)
+        if config.quantization == "fp8":
+            decoder.quantise()
+        return decoder
+
+    def _shapes(self) -> Any:
+        """Return transformers' model, of which only what is no weight is on the device."""
         with torch.device("meta"):
             module = auto_class(self.hf_config).from_config(self.hf_config, dtype=self.dtype)
         inner = module.get_decoder()
         inner.rotary_emb = type(inner.rotary_emb)(inner.config).to(self.device)
-        decoder = LlamaDecoder(module, self.context_length, device=self.device)
-        if config.quantization == "fp8":
-            decoder.quantise()
-        return decoder
+        return module
 
     def _adapt(self, config: EmbeddedConfig, attends: Attends) -> None:
         """Join and quantise the weights layer by layer, so that the memory this frees is there for KV blocks."""
@@ -220,6 +245,9 @@ class CudaRunner(TorchRunner):
         self.module = None
         torch.cuda.empty_cache()
 
+    def _watch(self) -> None:
+        """Do nothing: the decoder does that."""
+
     def _set_aside(self, config: EmbeddedConfig) -> int:
         return CudaSampler.count_bytes(self.vocab_size, _largest(config), config.max_batch_size + self.spare_slots)
 
@@ -232,6 +260,7 @@ class CudaRunner(TorchRunner):
         """Return the logits of the rows wanted; the sampler has the tokens of those to sample from."""
         graph.inputs.copy_(inputs)
         graph.graph.replay()
+        self.hidden = graph.hidden
         rows, count = step.rows, sum(step.sampled)
         if rows == list(range(len(rows))):
             first = len(rows) - count
@@ -242,13 +271,13 @@ class CudaRunner(TorchRunner):
         self.sampler.results = RowDraws(graph.tokens[drawn], graph.reports[drawn])
         return graph.logits[wanted]
 
-    def _run_whole(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _run_whole(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """Run a step as a graph does: compute the logits of all rows, and draw a token for each."""
         tokens, positions, slots, targets = inputs
         step = self._attention.decode(slots, positions)
         tokens = self._filled_in(tokens)
         logits = self._decoder(self._decoder.embed(tokens), positions, self._attention, step, None)
-        return logits, *self.sampler.run(logits, targets, positions, tokens)
+        return logits, self._decoder.hidden, *self.sampler.run(logits, targets, positions, tokens)
 
     def _filled_in(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return token ids, int64 [tokens], with those of pending tokens filled in."""
@@ -370,6 +399,7 @@ class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: torch.Tensor
     logits: torch.Tensor
+    hidden: torch.Tensor | None
     tokens: torch.Tensor
     reports: torch.Tensor
 

@@ -89,8 +89,9 @@ def _declared(code: ctypes.CDLL) -> ctypes.CDLL:
     code.report.argtypes = [pointer, integer, integer, pointer, integer, pointer]
     code.decoder_new.argtypes, code.decoder_new.restype = [ctypes.POINTER(NativeModel), ctypes.c_int], pointer
     code.decoder_forward.argtypes = [pointer, ctypes.POINTER(NativeStep)]
+    code.decoder_take.argtypes = [pointer, pointer, integer]
     code.decoder_threads.argtypes, code.decoder_threads.restype = [pointer], ctypes.c_int
     code.decoder_delete.argtypes = [pointer]
-    for name in ("pack", "pack_blocks", "draw", "report", "decoder_forward", "decoder_delete"):
+    for name in ("pack", "pack_blocks", "draw", "report", "decoder_forward", "decoder_take", "decoder_delete"):
         code[name].restype = None
     return code

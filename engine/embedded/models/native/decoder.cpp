@@ -49,6 +49,10 @@ struct Model {
   float* cache;  // [blocks][layers][key as [kv_heads][head_dim][block_size], value as [kv_heads][block_size][head_dim]]
   int64_t num_layers, heads, kv_heads, head_dim, block_size;
   float epsilon, scale;
+  // Of an EAGLE-3 head alone: its layer reads embeddings beside hidden states, which `fc` makes of another model's.
+  const float* hidden_norm;  // or null
+  int64_t norm_before_residual;
+  Matrix fc;
 };
 struct Chunk {
   int32_t row, length, start, table;  // first flat row, tokens, position of the first, where its blocks begin in `tables`
@@ -61,6 +65,8 @@ struct Step {
   const int32_t* tables;
   const int32_t* rows;  // flat rows whose logits are wanted
   float* logits;        // [num_rows][vocabulary]
+  const float* features;  // a head's, in the place of embeddings: [num_tokens][fc.inputs], or null
+  float* hidden;          // null, or what enters the layers of `take`: [num_tokens][layers][hidden]
   int64_t num_tokens, num_chunks, num_rows;
 };
 
@@ -71,12 +77,14 @@ class Decoder {
   Decoder(const Model& model, int threads) : model_(model), team_(threads) {}
 
   int threads() const { return team_.size(); }
+  // Layers whose input is written to `hidden`; their number stands for the last one's output.
+  void take(const int64_t* layers, int64_t count) { taken_.assign(layers, layers + count); }
 
   void forward(const Step& step) {
     step_ = &step;
     const long tokens = step.num_tokens, hidden = model_.embedding.inputs;
     const long most_outputs = (model_.heads + 2 * model_.kv_heads) * model_.head_dim;
-    for (auto [buffer, size] : {std::pair{&x_, tokens * hidden}, {&normed_, tokens * hidden}, {&qkv_, tokens * most_outputs},
+    for (auto [buffer, size] : {std::pair{&x_, tokens * hidden}, {&normed_, tokens * (model_.hidden_norm ? 2 : 1) * hidden}, {&qkv_, tokens * most_outputs},
                                 {&attended_, tokens * model_.heads * model_.head_dim}, {&gated_, tokens * model_.layers[0].gate_up.outputs / 2}})
       if ((long)buffer->size() < size) *buffer = std::vector<float>(size);
     if (tokens > kFewRows) coded_.rows(tokens, widest_, 1);  // before threads share it
@@ -86,7 +94,7 @@ class Decoder {
       for (int i = 0; i < step.chunks[c].length; i += most) queries_.push_back({c, i, std::min(most, step.chunks[c].length - i)});
     prompts_ = std::partition(queries_.begin(), queries_.end(), [&](auto& q) { return step.chunks[q.chunk].length > 1; }) - queries_.begin();
     auto work = [this] { layers(); };
-    team_.run(12 * (int)model_.num_layers + 4, work);
+    team_.run(12 * (int)model_.num_layers + 6 + (int)taken_.size(), work);
   }
 
  private:
@@ -98,13 +106,16 @@ class Decoder {
     int phase = 0;
     const int tokens = step_->num_tokens;
     const long kv_heads = model_.kv_heads, hidden = model_.embedding.inputs;
-    team_.each(phase, tokens, [&](int i) {
+    if (step_->features) project(phase, model_.fc, step_->features, model_.fc.inputs, tokens, x_.data(), false);
+    else team_.each(phase, tokens, [&](int i) {
       if (step_->embeddings && step_->embeddings[i]) std::memcpy(&x_[i * hidden], step_->embeddings[i], hidden * sizeof(float));
       else embed(step_->tokens[i], x_.data() + i * hidden);
     });
     for (int l = 0; l < model_.num_layers; l++) {
       const Layer& layer = model_.layers[l];
-      project(phase, layer.qkv, normalised(phase, layer.attention_norm), hidden, tokens, qkv_.data(), false);
+      keep(phase, l);
+      const float* normed = model_.hidden_norm ? joined(phase, layer) : normalised(phase, layer.attention_norm);
+      project(phase, layer.qkv, normed, layer.qkv.inputs, tokens, qkv_.data(), false);
       if (prompts_)
         team_.each(phase, prompts_ * kv_heads, [&](int i) { rotate_and_write(l, queries_[i / kv_heads], i % kv_heads); });
       team_.each(phase, queries_.size() * kv_heads, [&](int i) {
@@ -115,9 +126,33 @@ class Decoder {
       gate(phase, layer.gate_up, normalised(phase, layer.mlp_norm), tokens);
       project(phase, layer.down, gated_.data(), layer.gate_up.outputs / 2, tokens, x_.data(), true);
     }
+    keep(phase, model_.num_layers);
     const int rows = step_->num_rows;
     team_.each(phase, rows, [&](int i) { normalise(&x_[step_->rows[i] * hidden], model_.norm, &normed_[i * hidden]); });
     project(phase, model_.head, normed_.data(), hidden, rows, step_->logits, false);
+  }
+
+  // Write what enters a layer to `hidden`, if it is one of those taken.
+  void keep(int& phase, int layer) {
+    const long hidden = model_.embedding.inputs, count = taken_.size();
+    for (long place = 0; place < count; place++)
+      if (step_->hidden && taken_[place] == layer)
+        team_.each(phase, step_->num_tokens, [&](int i) {
+          std::memcpy(step_->hidden + (i * count + place) * hidden, &x_[i * hidden], hidden * sizeof(float));
+        });
+  }
+
+  // What the layer of a head reads: embeddings of tokens, then hidden states, each normalised.
+  const float* joined(int& phase, const Layer& layer) {
+    const long hidden = model_.embedding.inputs;
+    team_.each(phase, step_->num_tokens, [&](int i) {
+      float *x = &x_[i * hidden], *to = &normed_[2 * i * hidden];
+      embed(step_->tokens[i], to);
+      normalise(to, layer.attention_norm, to);
+      normalise(x, model_.hidden_norm, to + hidden);
+      if (model_.norm_before_residual) std::memcpy(x, to + hidden, hidden * sizeof(float));
+    });
+    return normed_.data();
   }
 
   // All rows: shared work if they are many; few are sooner done by each thread for itself than waited for.
@@ -315,6 +350,7 @@ class Decoder {
   std::vector<float> x_, normed_, qkv_, attended_, gated_;
   ActivationBuffer coded_;
   std::vector<Queries> queries_;  // of prompts first
+  std::vector<int64_t> taken_;
   long prompts_ = 0;
 };
 
@@ -375,6 +411,7 @@ void report(const float* logits, int64_t rows, int64_t vocab, const int64_t* cho
 
 void* decoder_new(const Model* model, int threads) { return new Decoder(*model, threads); }
 void decoder_forward(void* decoder, const Step* step) { static_cast<Decoder*>(decoder)->forward(*step); }
+void decoder_take(void* decoder, const int64_t* layers, int64_t count) { static_cast<Decoder*>(decoder)->take(layers, count); }
 int decoder_threads(void* decoder) { return static_cast<Decoder*>(decoder)->threads(); }
 void decoder_delete(void* decoder) { delete static_cast<Decoder*>(decoder); }
 }

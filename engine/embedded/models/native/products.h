@@ -6,11 +6,13 @@
 namespace {
 
 constexpr int kTileRows = kLanes == 16 ? 12 : 6;  // AVX-512 has twice the registers
+constexpr int kColumnsAhead = 64;                 // columns of weights to prefetch before they are needed
 
 // Weights [outputs, inputs] as panels of [inputs][kLanes]: output i of a panel in the low half, output kLanes + i in the high half.
 struct WeightPanel {
   const uint32_t* data;
   void columns(long k, Vec& low, Vec& high) const {
+    __builtin_prefetch(data + (k + kColumnsAhead) * kLanes);
     const Bits both = load<Bits>(data + k * kLanes);
     low = (Vec)(both << 16);
     high = (Vec)(both & 0xffff0000u);
@@ -26,7 +28,7 @@ struct FloatPanel {
 };
 
 template <int M, int P, class Panel, class Store>
-inline void tile(const float* a, long stride, const Panel* panels, long depth, int row, int panel, Store& store) {
+__attribute__((noinline)) void tile(const float* a, long stride, const Panel* panels, long depth, int row, int panel, Store& store) {
   Vec sums[M][P][2] = {};
   for (long k = 0; k < depth; k++) {
     for (int p = 0; p < P; p++) {
@@ -45,7 +47,8 @@ inline void tile(const float* a, long stride, const Panel* panels, long depth, i
 
 template <int M, class Panel, class Store>
 inline void tiles(const float* a, long stride, const Panel* panels, int count, long depth, int row, Store& store) {
-  constexpr int P = M <= 2 ? 3 : M == 3 ? 2 : 1;
+  // As many panels as leave all sums in registers: GCC loads the columns of every panel first.
+  constexpr int P = M == 1 ? 3 : M == 2 ? (kLanes == 16 ? 3 : 2) : M == 3 && kLanes == 16 ? 2 : 1;
   int panel = 0;
   for (; panel + P <= count; panel += P) tile<M, P>(a, stride, panels + panel, depth, row, panel, store);
   for (; panel < count; panel++) tile<M, 1>(a, stride, panels + panel, depth, row, panel, store);

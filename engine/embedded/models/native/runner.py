@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from engine.checkpoints.eagle import EagleHead, taken_layers
 from engine.checkpoints.headers import some
 from engine.config import EmbeddedConfig, Tag
 from engine.embedded.kv.layout import Attends, LayerGroup, share
@@ -21,6 +22,7 @@ from engine.embedded.kv.memory import KvMemory, discard, shared_zeros
 from engine.embedded.models.devices import UnsupportedModelError
 from engine.embedded.models.native.build import NoCompilerError, find_compiler, library
 from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig, read_config
+from engine.embedded.models.native.head import NativeHead
 from engine.embedded.models.native.levels import chosen
 from engine.embedded.models.native.sampler import NativeSampler
 from engine.embedded.models.native.structures import NativeStep
@@ -71,10 +73,13 @@ class NativeRunner(PendingTokens):
         )
         cache = whole[:-_TAIL].view(blocks)
         self.memory = KvMemory("blocks of heads", _attends(shape), [cache])
-        self._frequencies = shape.frequencies
-        threads = compute_threads(config.threads)
+        self._frequencies = shape.frequencies.numpy()
+        self._most_threads = threads = compute_threads(config.threads)
         self._decoder = code.decoder_new(self._weights.describe(cache, config.kv_block_size), threads)
         self._forward, self._threads = code.decoder_forward, code.decoder_threads
+        self._code, self._block_size = code, config.kv_block_size
+        self._taken = np.array(taken_layers(config.head_folder, shape.facts), np.int64)
+        code.decoder_take(self._decoder, self._taken.ctypes.data, len(self._taken))
         weakref.finalize(self, code.decoder_delete, self._decoder)
 
     def release_memory(self, tags: Collection[Tag], level: int) -> None:
@@ -95,8 +100,9 @@ class NativeRunner(PendingTokens):
 
     def forward(self, step: StepInput) -> torch.Tensor:
         tokens = np.array(self.token_ids(step), np.int32)
-        angles = torch.tensor(step.positions, dtype=torch.float32).unsqueeze(1) * self._frequencies
-        cos, sin = angles.cos(), angles.sin()
+        # By numpy: torch's own start threads for a few values, which take turns with those of the decoder.
+        angles = np.array(step.positions, np.float32)[:, None] * self._frequencies
+        cos, sin = np.cos(angles), np.sin(angles)
         places: list[tuple[int, int, int, int]] = []
         tables: list[int] = []
         row = 0
@@ -110,13 +116,26 @@ class NativeRunner(PendingTokens):
         inputs = [
             tokens.ctypes.data,
             None if embeddings is None else embeddings.ctypes.data,
-            cos.data_ptr(),
-            sin.data_ptr(),
+            cos.ctypes.data,
+            sin.ctypes.data,
             *(array.ctypes.data for array in arrays),
         ]
         sizes = len(tokens), len(places), len(step.rows)
-        self._forward(self._decoder, NativeStep(*inputs, logits.data_ptr(), *sizes))
+        if len(self._taken):
+            self.hidden = torch.empty(len(tokens), len(self._taken) * self._shape.hidden)
+        hidden = None if self.hidden is None else self.hidden.data_ptr()
+        self._forward(self._decoder, NativeStep(*inputs, logits.data_ptr(), None, hidden, *sizes))
         return logits
+
+    def load_head(self, head: EagleHead, spare_blocks: int) -> NativeHead:
+        """See `ModelRunner`."""
+        with Checkpoint(self._folder, self._shape) as checkpoint:
+            own = "lm_head.weight" in checkpoint
+            output = checkpoint.tensor("lm_head.weight" if own else "model.embed_tokens.weight")
+        blocks = self.groups[0].num_blocks + spare_blocks
+        return NativeHead(
+            head, self._code, self._weights.embedding, output, blocks, self._block_size, self._most_threads
+        )
 
 
 def check(config: EmbeddedConfig) -> bool:

@@ -40,12 +40,17 @@ class NativeModel(Structure):
         *((name, c_int64) for name in ("num_layers", "heads", "kv_heads", "head_dim", "block_size")),
         ("epsilon", c_float),
         ("scale", c_float),
+        ("hidden_norm", c_void_p),
+        ("norm_before_residual", c_int64),
+        ("fc", NativeMatrix),
     ]
 
 
 class NativeStep(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("tokens", "embeddings", "cos", "sin", "chunks", "tables", "rows", "logits")),
+        ("features", c_void_p),
+        ("hidden", c_void_p),
         *((name, c_int64) for name in ("num_tokens", "num_chunks", "num_rows")),
     ]
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
+from engine.checkpoints.eagle import EagleHead, taken_layers
 from engine.checkpoints.facts import ModelFacts
 from engine.config import EmbeddedConfig, Tag
 from engine.embedded.kv.layout import Attends, LayerGroup, ask, share
@@ -19,6 +20,7 @@ from engine.embedded.models.runner import PendingTokens, StepInput
 from engine.embedded.models.shared_weights import bytes_at
 from engine.embedded.models.torch import decoder, linear
 from engine.embedded.models.torch.attention import ATTENTION_NAME, KvCache, StepAttention, sort_decodes, zeros
+from engine.embedded.models.torch.head import TorchHead
 from engine.embedded.models.torch.linear import can_pack
 from engine.embedded.models.torch.norm import replace_norms
 from engine.embedded.models.transformers_models import auto_class, drop_tower, load_config, load_weights
@@ -44,9 +46,13 @@ class TorchRunner(PendingTokens):
         self.instruction_set = instruction_set(self.device)
         self.cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
         self.hf_config, facts = load_config(config.model)
+        self._taken = taken_layers(config.head_folder, facts)
         self.takes_images = facts.image_tokens
         self.context_length = min(config.max_seq_len or facts.context_length, facts.context_length)
         self.module: Any = None
+        self._entered: dict[int, torch.Tensor] = {}
+        self._output: torch.Tensor | None = None
+        """Output rows until a head has taken its own of them; layers of the module may be laid out otherwise."""
         self._reload = partial(self._load, config, facts)
         attends = self._reload()
         self.vocab_size = facts.vocab_size
@@ -106,7 +112,20 @@ class TorchRunner(PendingTokens):
             paged=StepAttention(self.caches, self.groups, step),
         )
         logits: torch.Tensor = output.logits[0]
+        if self._taken:
+            self.hidden = torch.cat([self._entered[index] for index in self._taken], -1)
         return logits
+
+    def load_head(self, head: EagleHead, spare_blocks: int) -> TorchHead:
+        """See `ModelRunner`."""
+        blocks, size = self.groups[0].num_blocks + spare_blocks, self.cache.block_size
+        assert self._output is not None, "loaded once, for a configuration with a head"
+        output, self._output = self._output, None
+        return TorchHead(head, self._embeddings_of, output, blocks, size)
+
+    def _embeddings_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        embeddings: torch.Tensor = self.module.get_input_embeddings()(tokens)
+        return embeddings
 
     def release_memory(self, tags: Collection[Tag], level: int) -> None:
         if "kv_cache" in tags:
@@ -177,10 +196,21 @@ class TorchRunner(PendingTokens):
         self.module = _load_module(config, self.hf_config, facts, self.dtype, self.device)
         attends = ask(self.module, self.hf_config, self.context_length)
         self._adapt(config, attends)
+        self._watch()
         return attends
+
+    def _watch(self) -> None:
+        """Have the layers that a head reads note what enters them."""
+        for index in self._taken:
+            self.module.get_decoder().layers[index].register_forward_pre_hook(partial(self._note, index))
+
+    def _note(self, index: int, _: Any, arguments: tuple[torch.Tensor, ...]) -> None:
+        self._entered[index] = arguments[0][0]
 
     def _adapt(self, config: EmbeddedConfig, attends: Attends) -> None:
         """Adapt the loaded module to the device, before memory for KV blocks is taken."""
+        if self._taken:
+            self._output = self.module.get_output_embeddings().weight.detach()
         if self.device.type == "cpu":
             _replace_for_cpu(self.module)
             _give_back_memory()

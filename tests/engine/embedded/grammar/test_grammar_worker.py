@@ -116,7 +116,7 @@ async def test_all_libraries_are_warm_before_a_request_needs_them(
 ) -> None:
     monkeypatch.setattr("engine.embedded.grammar.compiler._LATER_SECONDS", 0.0)
     async with Own(tokenizer_folder) as own:
-        await own.compiler.warm_up()
+        await own.compiler.warm_up(xgrammar=True)
         warm = {process.pid for process in own.processes()}
         assert len(warm) == 3
         assert accepts(await own.compiler.compile(Guide("grammar", 'root ::= "a" "b"')), tokenizer, "ab")
@@ -127,7 +127,7 @@ async def test_no_worker_is_left_if_the_warm_up_is_cancelled(tokenizer_folder: P
     before = {process.pid for process in workers()}
     for delay in (0.0, 0.01, 0.02, 0.05, 0.1, 0.2):
         compiler = GrammarCompiler(tokenizer_folder, VOCAB, (EOS,), timeout=60.0)
-        task = asyncio.create_task(compiler.warm_up())
+        task = asyncio.create_task(compiler.warm_up(xgrammar=False))
         await asyncio.sleep(delay)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -36,6 +36,7 @@ class Turns:
 
     num_bytes = 0
     error = ""
+    together = None
 
     def __init__(self) -> None:
         self._count = 0

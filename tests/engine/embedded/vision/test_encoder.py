@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import os
 import signal
 import sys
@@ -245,3 +246,25 @@ async def test_small_images_pass_large_ones_and_requests_take_turns(encoder: Emb
     passed = done[before:]
     await flooding
     assert passed.count("large") <= 6 and passed.count("small") <= 10, passed
+
+
+async def test_weights_are_released_with_the_process_and_loaded_again(encoder: EmbeddedEncoder, folder: Path) -> None:
+    await until_healthy(encoder)
+    before, pid = await encoder.encode([GOOD]), encoder.pid
+    assert pid is not None
+    await encoder.release_weights()
+    assert not encoder.healthy and not psutil.pid_exists(pid)
+    await encoder.resume_weights()
+    assert await encoder.encode([GOOD]) == before and encoder.pid not in (None, pid)
+    settings = folder / "preprocessor_config.json"
+    text = settings.read_text()
+    await encoder.release_weights()
+    try:
+        settings.write_text(json.dumps(json.loads(text) | {"image_mean": [0.1, 0.1, 0.1]}))
+        with pytest.raises(EngineFailure, match="others than"):
+            await encoder.resume_weights()
+        assert not encoder.healthy
+    finally:
+        settings.write_text(text)
+    await encoder.resume_weights()
+    assert await encoder.encode([GOOD]) == before

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("triton")  # tests.support.cuda needs it
 
@@ -15,6 +16,7 @@ if torch.cuda.is_available():
 from engine.config import EmbeddedConfig, SleepConfig
 from engine.embedded.models.cuda import releasable
 from engine.embedded.models.cuda.releasable import ReleasableWeights
+from engine.embedded.models.torch import runner as torch_runner
 from engine.errors import EngineFailure
 from engine.memory.device import ReservedDeviceMemory
 from engine.sleep import TAGS
@@ -84,13 +86,29 @@ def test_memory_that_is_reserved_can_be_released_and_taken(driver: FakeDriver) -
     assert not memory.released and used(driver)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("renamed", [False, True])
 def test_the_runner_computes_the_same_after_both_levels(
     cuda_runner: ModuleType,  # noqa: F811
     driver: FakeDriver,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tied: bool,
+    renamed: bool,
 ) -> None:
-    """Weights are kept, then read again; the KV cache comes back empty at its address."""
-    folder = save(tmp_path / "model", 0.06)
+    """Weights are kept, then read again, by transformers only if the files name them otherwise; the KV cache comes back
+    empty at its address."""
+    folder = save(tmp_path / "model", 0.06, tied=tied)
+    if renamed:  # transformers knows models without their head, whose names have no prefix
+        weights = load_file(folder / "model.safetensors")
+        save_file(
+            {name.removeprefix("model."): value for name, value in weights.items()},
+            folder / "model.safetensors",
+            {"format": "pt"},
+        )
+    loads: list[object] = []
+    load = torch_runner.load_weights
+    monkeypatch.setattr(torch_runner, "load_weights", lambda *a, **k: loads.append(a) or load(*a, **k))
     config = EmbeddedConfig(model=str(folder), sleep=SleepConfig(), kv_memory_later=True, **OPTIONS)
     runner: Any = cuda_runner.CudaRunner(config)
     runner.take_memory()
@@ -103,3 +121,4 @@ def test_the_runner_computes_the_same_after_both_levels(
         runner.resume_memory(TAGS)
         assert used(driver) == size and runner.cache.data.data_ptr() == address and not runner.cache.data.any()
         assert torch.equal(runner.forward(step), expected), level
+    assert len(loads) == (2 if renamed else 1)

@@ -1,0 +1,72 @@
+"""EAGLE-3 heads as computed beside the model that they draft for."""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from safetensors import safe_open
+
+from engine.checkpoints.eagle import EagleHead
+from engine.checkpoints.headers import read_headers
+from engine.errors import EngineFailure
+
+
+class HeadStep(NamedTuple):
+    """Consecutive positions of some sequences. Flat lists have an entry for each position."""
+
+    tokens: list[int]
+    """Flat: the token that follows each position."""
+    positions: list[int]
+    starts: list[int]
+    """Where in its table the first position of each sequence lies."""
+    lengths: list[int]
+    tables: list[list[int]]
+    """Blocks of the head's own KV cache, which are numbered as the target's; further ones are for drafts."""
+    inputs: torch.Tensor
+    """Flat: the target's hidden states [positions, layers * hidden], or the head's own outputs [positions, hidden]."""
+    own: bool
+    """Whether they are the head's own."""
+
+
+class HeadOutput(NamedTuple):
+    """What the head says of the last position of each sequence."""
+
+    tokens: list[int]
+    """The likeliest token, as the target counts them."""
+    probabilities: list[float]
+    hidden: torch.Tensor
+    """[sequences, hidden]: the input of the next position."""
+
+
+class HeadRunner(Protocol):
+    """A loaded head with a KV cache of its own: a layer for every block of the target's, and some spare ones."""
+
+    def forward(self, step: HeadStep) -> HeadOutput: ...
+
+
+def load_tensors(head: EagleHead) -> dict[str, torch.Tensor]:
+    """Read a head's tensors by their plain names. Raises EngineFailure for values that are not finite, and for tokens
+    that the target does not have."""
+    stored, found = read_headers(head.folder), {}
+    for plain, name in head.names.items():
+        with safe_open(stored[name].path, framework="pt") as file:
+            found[plain] = file.get_tensor(name)
+        if not found[plain].isfinite().all():
+            raise EngineFailure(f"the tensor {name} in {stored[name].path} has values that are not finite")
+    places = torch.arange(head.draft_vocab_size)
+    found["d2t"] = drafted = places + found["d2t"].long() if "d2t" in found else places
+    if not 0 <= int(drafted.min()) <= int(drafted.max()) < head.facts.vocab_size:
+        raise EngineFailure(f"d2t in {stored[head.names['d2t']].path} names tokens that the model does not have")
+    return found
+
+
+def likeliest(logits: torch.Tensor) -> tuple[list[int], list[float]]:
+    """Return the likeliest of each row, and its probability."""
+    best = logits.float().log_softmax(-1).max(-1)
+    return best.indices.tolist(), best.values.exp().tolist()
+
+
+def places_of(step: HeadStep) -> list[int]:
+    """Return for each flat position its place in the sequence's table."""
+    return [
+        place for start, length in zip(step.starts, step.lengths, strict=True) for place in range(start, start + length)
+    ]

@@ -1,0 +1,174 @@
+"""Decode frames of a video file in memory. A video that cannot be decoded raises InvalidRequest.
+
+Frames are read one after another: many files seek wrongly, and no seek is needed for frames that are spread evenly.
+FFmpeg skips what is corrupt. What a header claims is checked first, and time bounds what decoding costs.
+"""
+
+import io
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from engine.config import VideoOptions
+from engine.errors import InvalidRequest
+from engine.media import ANY_FRAMES, FrameSampling, MediaInput
+
+_PARAM = "video"
+_DEFAULT_FPS = 24.0
+"""Frames a second of a file that does not say them, or says nonsense; transformers takes the same."""
+_MOST_FPS = 1000.0
+_SAMPLED_FPS = 2.0
+"""Frames a second that are taken where nobody says: as Qwen's own tools do."""
+_MOST_FAILURES = 64
+"""Frames one after another that cannot be decoded, after which the file counts as at its end."""
+_UNREADABLE = "the video cannot be read: it must be a whole MP4, WebM, Matroska or AVI file"
+
+os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # about oddities in users' files
+os.environ.setdefault("OPENCV_LOG_LEVEL", "OFF")
+
+
+class VideoFile:
+    """An opened file, whose header keeps within the limits. Raises InvalidRequest."""
+
+    def __init__(self, video: MediaInput, options: VideoOptions) -> None:
+        import cv2  # noqa: PLC0415 - slow to import, and only videos need it
+
+        self._cv2 = cv2
+        self._data = video.data
+        self._options = options
+        self._until = time.monotonic() + options.decode_seconds
+        self._capture = self._open()
+        width, height, count, fps = (
+            float(self._capture.get(name))
+            for name in (
+                cv2.CAP_PROP_FRAME_WIDTH,
+                cv2.CAP_PROP_FRAME_HEIGHT,
+                cv2.CAP_PROP_FRAME_COUNT,
+                cv2.CAP_PROP_FPS,
+            )
+        )
+        self._check_size(width, height)
+        self.pixels = int(width * height)
+        """Of a frame."""
+        self.fps = fps if 0 < fps <= _MOST_FPS else _DEFAULT_FPS
+        self.total = int(count) if 0 < count < 1 << 40 else self._counted()
+        """Number of frames, as the header has it or, if it has none, counted."""
+        if self.seconds > options.max_seconds:
+            raise InvalidRequest(
+                f"the video has {self.seconds:.0f} seconds, {self.total} frames; the most is {options.max_seconds:g} "
+                "seconds",
+                _PARAM,
+            )
+
+    @property
+    def seconds(self) -> float:
+        return self.total / self.fps
+
+    def frames(self, wanted: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield frames by rising indices, uint8 RGB [height, width, 3], upright; for one that cannot be decoded, the
+        next that can. They end where the file does. Raises InvalidRequest if there is none."""
+        rising = iter(wanted)
+        index = next(rising, None)
+        failures = 0
+        found = False
+        for place in range(self.total):
+            if index is None or failures > _MOST_FAILURES:
+                break
+            if not self._grab():
+                failures += 1
+                continue
+            failures = 0
+            if place >= index and (frame := self._frame()) is not None:
+                yield place, frame
+                found = True
+                index = next(rising, None)
+        if not found:
+            raise InvalidRequest("no frame of the video can be decoded", _PARAM)
+
+    def _open(self) -> Any:
+        file: Any = io.BytesIO(self._data)
+        capture = self._cv2.VideoCapture(file, self._cv2.CAP_FFMPEG, [])
+        if not capture.isOpened():
+            raise InvalidRequest(_UNREADABLE, _PARAM)
+        return capture
+
+    def _check_size(self, width: float, height: float) -> None:
+        most = self._options.max_pixels
+        if not min(width, height) >= 1:
+            raise InvalidRequest(_UNREADABLE, _PARAM)
+        if not width * height <= most:
+            raise InvalidRequest(
+                f"the video's frames, {width:.0f} x {height:.0f}, have more than {most} pixels", _PARAM
+            )
+
+    def _counted(self) -> int:
+        count = 0
+        while count <= self._options.max_seconds * self.fps and self._grab():
+            count += 1
+        self._capture = self._open()
+        return count
+
+    def _grab(self) -> bool:
+        if time.monotonic() > self._until:
+            raise InvalidRequest(
+                f"the video takes longer than {self._options.decode_seconds:g} seconds to decode", _PARAM
+            )
+        return bool(self._capture.grab())
+
+    def _frame(self) -> np.ndarray | None:
+        done, frame = self._capture.retrieve()
+        if not done or frame is None or frame.ndim != 3:
+            return None
+        self._check_size(frame.shape[1], frame.shape[0])
+        return np.ascontiguousarray(frame[:, :, ::-1])
+
+
+def sampling_of(asked: FrameSampling, options: VideoOptions, own: FrameSampling = ANY_FRAMES) -> FrameSampling:
+    """Return which frames are taken: what is asked for, else what the server or the model (`own`) says, within the
+    server's limit."""
+    found = next((one for one in (asked, options.sampling, own) if one != ANY_FRAMES), FrameSampling(_SAMPLED_FPS))
+    return replace(found, num_frames=min(found.num_frames or options.max_frames, options.max_frames))
+
+
+# Which frames are taken of a video with `total` frames, `fps` of them a second: their indices.
+
+
+def evenly(total: int, fps: float, sampling: FrameSampling) -> list[int]:
+    """As vLLM chooses them: from the first frame to the last."""
+    count = min(sampling.num_frames, total)
+    if sampling.fps:
+        count = max(1, min(count, math.floor(total / fps * sampling.fps)))
+    return _unique(np.linspace(0, total - 1, count))
+
+
+def as_smolvlm(total: int, fps: float, sampling: FrameSampling) -> list[int]:
+    """As SmolVLM's processor chooses them: from the first frame to the last, without the first and last second of a
+    long video."""
+    count = sampling.num_frames
+    if sampling.fps:
+        count = max(1, min(round(sampling.fps * (total / fps)), count))
+    first, last = 0, total - 1
+    if total / fps - 2 > sampling.num_frames * sampling.fps > 0:
+        first, last = int(fps), min(int(total - fps), total - 1)
+    return _unique(np.linspace(first, last, count))
+
+
+def as_qwen(total: int, fps: float, sampling: FrameSampling, patch: int = 2, least: int = 4) -> list[int]:
+    """As Qwen2-VL's processor chooses them: an even number (`patch` is the patches' length in time), so many a second,
+    but `least`; each stands at the beginning of its share of the video."""
+    if sampling.fps:
+        most = min(sampling.num_frames, total) // patch * patch
+        count = int(min(max(total / fps * sampling.fps, least), most, total)) // patch * patch
+    else:
+        count = min(round(sampling.num_frames / patch) * patch, total)
+    count = max(count, 1)
+    return _unique(np.arange(count, dtype=np.float32) * np.float32(total / count))
+
+
+def _unique(places: np.ndarray) -> list[int]:
+    return sorted({int(place) for place in places})

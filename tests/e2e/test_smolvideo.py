@@ -1,0 +1,37 @@
+"""smolvideo as it is served: files of clips go in, right answers come out."""
+
+import base64
+import itertools
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+from smolvideo.chats import held_out_chats
+from smolvideo.evaluate import normal, video_file
+from smolvideo.questions import KINDS
+from tests.support.disaggregated import servers
+from tests.support.pictures import ask, said
+from tests.support.servers import ServerProcess
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def smolvideo(smollm2: object) -> Iterator[ServerProcess]:
+    with servers(("--engine", "embedded", "--model", "smolvideo", "--max-seq-len", "1024")) as (running,):
+        yield running
+
+
+@pytest.mark.parametrize("extension", ["mp4", "webm"])
+def test_held_out_questions_about_files(smolvideo: ServerProcess, extension: str) -> None:
+    right = 0
+    for kind in KINDS:
+        ((chat, expected),) = itertools.islice(held_out_chats(kind), 1)
+        url = f"data:video/{extension};base64,{base64.b64encode(video_file(chat, Random(1), extension)).decode()}"
+        question = chat.messages[-1]["content"][-1]
+        content = [{"type": "video_url", "video_url": {"url": url}}, question]
+        answer = ask(smolvideo, {"role": "user", "content": content}, max_tokens=48, temperature=0)
+        right += normal(said(answer)) == normal(expected)
+        assert answer["usage"]["prompt_tokens_details"]["image_tokens"] == 8 * 16
+    assert right >= len(KINDS) - 3

@@ -1,0 +1,230 @@
+"""An EAGLE-3 head drafts for the model whose hidden states it reads."""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.checkpoints.eagle import read_eagle_head
+from engine.checkpoints.facts import read_model_facts
+from engine.config import EmbeddedConfig
+from engine.embedded.core import EngineCore
+from engine.embedded.models.heads import HeadStep
+from engine.embedded.models.load import load_runner
+from engine.embedded.sampling.state import SamplerState
+from engine.embedded.sequence import Sequence
+from engine.embedded.speculation.eagle import Reading
+from engine.errors import EngineFailure
+from engine.types import Delta, GenerateRequest, SamplingParams
+from smoleagle.model import Head
+from tests.support.steps import Part, step_of
+
+HIDDEN, VOCAB, LAYERS, BLOCK, DEPTH = 64, 256, 6, 8, 4
+CONFIG: dict[str, Any] = {
+    "hidden_size": HIDDEN, "intermediate_size": 80, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "max_position_embeddings": 256, "vocab_size": VOCAB, "draft_vocab_size": 200,
+}  # fmt: skip
+PROMPTS = [[random.Random(seed).randrange(3, VOCAB) for _ in range(length)] for seed, length in enumerate((9, 70, 20))]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, eos_token_id=2, initializer_range=0.15,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).bfloat16().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[list[int]]:
+    return answers(EngineCore(config_of(folder), lambda _: None))
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor], **changed: Any) -> Path:
+    path.mkdir(exist_ok=True)
+    save_file({name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()},
+              path / "model.safetensors")  # fmt: skip
+    (path / "config.json").write_text(json.dumps(CONFIG | changed))
+    return path
+
+
+@pytest.fixture(scope="module")
+def head() -> Head:
+    """A head of random weights, which bfloat16 holds."""
+    torch.manual_seed(0)
+    head = Head(CONFIG).requires_grad_(False)
+    for parameter in head.parameters():
+        parameter.copy_(torch.randn(parameter.shape).mul(0.15).add(float(parameter.dim() == 1)).bfloat16())
+    return head
+
+
+@pytest.fixture(scope="module")
+def drafted() -> torch.Tensor:
+    return torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[: CONFIG["draft_vocab_size"]].sort().values
+
+
+@pytest.fixture(scope="module")
+def head_folder(tmp_path_factory: pytest.TempPathFactory, head: Head, drafted: torch.Tensor) -> Path:
+    """`head` without output rows of its own."""
+    tensors = dict(head.state_dict()) | {"d2t": drafted - torch.arange(len(drafted))}
+    return write(tmp_path_factory.mktemp("head"), tensors)
+
+
+@pytest.fixture(scope="module")
+def repeater(tmp_path_factory: pytest.TempPathFactory, head: Head, model: LlamaForCausalLM) -> Path:
+    """A head that says the token before the last one again, as `model` often does: what enters layer 0 is all that
+    it looks at. Its names are those of speculators."""
+    tensors = {name.replace("midlayer", "layers.0"): tensor for name, tensor in head.state_dict().items()}
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        tensors[f"layers.0.{name}.weight"] = torch.zeros_like(tensors[f"layers.0.{name}.weight"])
+    tensors["fc.weight"] = torch.eye(HIDDEN, 3 * HIDDEN)
+    tensors["norm.weight"] = torch.ones(HIDDEN)
+    tensors["lm_head.weight"] = torch.nn.functional.normalize(model.model.embed_tokens.weight, dim=1)
+    changed = {"draft_vocab_size": VOCAB, "eagle_aux_hidden_state_layer_ids": [0, 3, 5]}
+    return write(tmp_path_factory.mktemp("repeater"), tensors, **changed)
+
+
+def config_of(folder: Path, **options: Any) -> EmbeddedConfig:
+    fixed = {"dtype": "float32", "threads": 1, "num_blocks": 100, "kv_block_size": BLOCK, "max_batch_size": 4}
+    return EmbeddedConfig(model=str(folder), **{**fixed, **options})
+
+
+def answers(core: EngineCore, **sampling: Any) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in PROMPTS]
+    for index, prompt in enumerate(PROMPTS):
+        params = SamplingParams(**{"max_tokens": 40, "temperature": 0.0, "ignore_eos": True, **sampling})
+        request = GenerateRequest(request_id=str(index), prompt_token_ids=tuple(prompt), sampling=params)
+        state = SamplerState(params, prompt, (2,), params.seed or 0, None, VOCAB, torch.device("cpu"))
+        core.add(Sequence(request=request, sampler=state, rank=0.0, arrival=0.0, tokens=list(prompt)))
+    with torch.inference_mode():
+        while core.busy:
+            for name, delta in core.step():
+                assert isinstance(delta, Delta), delta
+                found[int(name)] += delta.token_ids
+    return found
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+def test_a_head_computes_what_it_was_trained_to(
+    folder: Path, head_folder: Path, head: Head, drafted: torch.Tensor, model: LlamaForCausalLM, attention: str
+) -> None:
+    """Positions in chunks beside another sequence, then a draft that leaves the sequence's blocks."""
+    asked = {"speculative": "eagle3", "speculative_model": str(head_folder)}
+    runner = load_runner(config_of(folder, attention=attention, **asked))
+    read = read_eagle_head(head_folder, read_model_facts(folder))
+    loaded = runner.load_head(read, spare_blocks=4)
+    tokens, table, start = PROMPTS[1][:30], [3, 1, 2, 5], 22
+    runner.forward(step_of([Part(tokens, table, 0, len(tokens))]))
+    assert runner.hidden is not None
+    entered = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    features = torch.cat([entered[layer][0] for layer in (2, 3, 3)], -1)
+    torch.testing.assert_close(runner.hidden, features, rtol=1e-3, atol=1e-3)
+
+    expected = head(features[None], torch.tensor([tokens]), model.model.embed_tokens.weight, DEPTH)
+    for first, last in ((0, 13), (13, start + 1)):
+        found = loaded.forward(
+            HeadStep(
+                [7, *tokens[first + 1 : last + 1]], [0, *range(first, last)], [0, first], [1, last - first],
+                [[6], table], torch.cat((features[:1], features[first:last])), own=False,
+            )
+        )  # fmt: skip
+    for depth in range(DEPTH):
+        final = head.norm(found.hidden[-1])
+        torch.testing.assert_close(final, expected[depth][0, start], rtol=1e-3, atol=1e-3)
+        logits = (final @ model.get_output_embeddings().weight[drafted].T).softmax(0)
+        assert found.tokens[-1] == int(drafted[logits.argmax()])
+        assert found.probabilities[-1] == pytest.approx(float(logits.max()), abs=1e-3)
+        place, blocks = start + 1 + depth, [*table[:3], 100]
+        step = HeadStep([tokens[place + 1]], [place], [place], [1], [blocks], found.hidden[-1:], own=True)
+        found = loaded.forward(step)
+
+
+@pytest.mark.parametrize("options", [{}, {"attention": "sdpa"}, {"overlap_scheduler": "on"}, {"num_blocks": 22}])
+def test_a_head_changes_nothing(
+    folder: Path, head_folder: Path, repeater: Path, plain: list[list[int]], options: dict[str, Any]
+) -> None:
+    sampled = answers(EngineCore(config_of(folder), lambda _: None), temperature=1.0, seed=7)
+    for path in (head_folder, repeater):
+        asked = {"speculative": "eagle3", "speculative_model": str(path), "speculative_min_speedup": 0.0}
+        core = EngineCore(config_of(folder, speculative_tokens=DEPTH, **asked, **options), lambda _: None)
+        assert answers(core) == plain
+        assert answers(core, temperature=1.0, seed=7) == sampled
+        stats = core.stats().spec_decoding_stats
+        assert stats is not None and stats.num_drafts > 100
+        assert (stats.num_accepted_tokens > 50) == (path is repeater)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "message"),
+    [
+        ({}, {"hidden_size": 32}, r"hidden_size in .*config\.json is 32, and that of the model in .* is 64"),
+        ({}, {"vocab_size": 300}, r"vocab_size in .*config\.json is 300, and that of the model in .* is 256"),
+        ({}, {"draft_vocab_size": 150}, r"the tensor d2t in .*model\.safetensors has the shape \[200\]"),
+        ({}, {"num_hidden_layers": 2}, r"num_hidden_layers in .*config\.json is 2"),
+        ({}, {"eagle_aux_hidden_state_layer_ids": [1, 6]}, r"eagle_aux_hidden_state_layer_ids in .*: \[1, 6\]"),
+        ({"fc.weight": None}, {}, r"the files in .* lack the tensor fc of an EAGLE-3 head"),
+        ({"d2t": None}, {}, r"the files in .* lack the tensor d2t, which draft_vocab_size needs"),
+        ({"fc.bias": torch.zeros(HIDDEN)}, {}, r"the tensor fc\.bias in .*model\.safetensors is unknown"),
+        ({"norm.weight": torch.full((HIDDEN,), float("nan"))}, {}, r"the tensor norm\.weight in .* not finite"),
+        ({"d2t": torch.full((200,), 100)}, {}, r"d2t in .*model\.safetensors names tokens that the model does not"),
+    ],
+)
+def test_a_head_that_does_not_fit_stops_the_start(
+    tmp_path: Path, folder: Path, head_folder: Path, tensors: dict[str, Any], config: dict[str, Any], message: str
+) -> None:
+    stored = load_file(head_folder / "model.safetensors") | tensors
+    path = write(tmp_path / "head", {name: tensor for name, tensor in stored.items() if tensor is not None}, **config)
+    with pytest.raises(EngineFailure, match=message):
+        EngineCore(config_of(folder, speculative="eagle3", speculative_model=str(path)), lambda _: None)
+
+
+def test_layers_are_counted_as_each_project_does(folder: Path, head_folder: Path, tmp_path: Path) -> None:
+    """vLLM and speculators name layers by their input, SGLang by their output."""
+    tensors, facts = load_file(head_folder / "model.safetensors"), read_model_facts(folder)
+    for index, (changed, taken) in enumerate(
+        [
+            ({}, (2, 3, 3)),
+            ({"eagle_aux_hidden_state_layer_ids": [0, 1, 5]}, (0, 1, 5)),
+            ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}}, (1, 2, 5)),
+            ({"transformer_layer_config": CONFIG, "hidden_size": 1, "norm_before_residual": True}, (2, 3, 3)),
+        ]
+    ):
+        read = read_eagle_head(write(tmp_path / str(index), tensors, **changed), facts)
+        assert (read.taken, read.norm_before_residual) == (taken, "norm_before_residual" in changed)
+
+
+def test_what_waits_to_be_read_is_bounded() -> None:
+    reader = Reading(1, 0, BLOCK)
+    for start in range(0, 2000, 100):
+        reader.keep(start, torch.arange(start, start + 100)[:, None])
+    assert reader.end % BLOCK == 0 and reader.end > 1400 and reader.first == reader.end
+    assert reader.take(3).flatten().tolist() == [reader.end - 3, reader.end - 2, reader.end - 1]
+    end = reader.end
+    reader.keep(1990, torch.tensor([[-1]]))  # what came after the right tokens of a draft
+    assert reader.take(1990 - end + 1).flatten().tolist() == [*range(end, 1990), -1]
+    reader.keep(3000, torch.tensor([[3000]]))
+    assert (reader.first, reader.end, reader.count) == (3000, 3000, 1)
