@@ -24,7 +24,7 @@ from transformers import T5Config, T5EncoderModel, T5Tokenizer
 from smoldraw.prompts import vocabulary
 from smoldraw.render import FRAMES, PIXELS
 
-LATENT = PIXELS // 8
+LATENT = PIXELS // 4
 """Height and width of latents."""
 CHANNELS = 4
 TEXT = 128
@@ -38,9 +38,9 @@ _HEADS, _HEAD = 4, 32
 
 def make_vae() -> AutoencoderKL:
     return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(16, 32, 32, 48),
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        block_out_channels=(24, 40, 48),
         layers_per_block=1,
         latent_channels=CHANNELS,
         norm_num_groups=4,

@@ -44,7 +44,7 @@ class Judge(nn.Module):
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.stem = nn.Sequential(_convolution(3, 32, 2), _convolution(32, 48, 2), _convolution(48, width, 2))
+        self.stem = nn.Sequential(_convolution(3, 32, 1), _convolution(32, 48, 2), _convolution(48, width, 2))
         self.blocks = nn.ModuleList(
             nn.Sequential(_convolution(width, width, 1, dilation), _convolution(width, width, 1))
             for dilation in (1, 2, 3, 1)
@@ -85,7 +85,7 @@ class Judge(nn.Module):
 
     @torch.inference_mode()
     def see(self, images: torch.Tensor) -> list[Seen]:
-        """Return what is in pictures: float [pictures, 3, 128, 128] between -1 and 1."""
+        """Return what is in pictures: float [pictures, 3, 64, 64] between -1 and 1."""
         said = {name: values.cpu() for name, values in self(images).items()}
         near = said["near"][:, 0].sigmoid()
         peaks = (near > 0.4) & (near == functional.max_pool2d(near[:, None], 3, 1, 1)[:, 0])

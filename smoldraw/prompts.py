@@ -7,10 +7,11 @@ are, of which colour, and may say their number, size, place or relation. In a cl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from zlib import crc32
 
 import numpy as np
 
-from smolvision.images import CELL, COLOURS, HELD_OUT, PLACES, SHAPES, SIZE, Item, Scene
+from smolvision.images import CELL, COLOURS, PLACES, SHAPES, SIZE, Item, Scene
 from smolvision.questions import COUNTS, article, plural
 
 FIRST_TRAINING_SEED = 1_000_000
@@ -31,7 +32,7 @@ MOTIONS = {
     "grow": ("grows", "growing", "gets bigger"),
     "shrink": ("shrinks", "shrinking", "gets smaller"),
 }
-BIG, SMALL = 130.0, 66.0
+BIG, SMALL = 138.0, 78.0
 """A big shape's diameter is larger than the one, a small shape's is smaller than the other."""
 
 _OPENINGS = ("a picture of ", "an image of ", "a drawing of ", "draw ", "show ")
@@ -58,23 +59,33 @@ class Drawing:
 
     @property
     def held_out(self) -> bool:
-        """Whether the picture has a pair of colour and shape that training never shows or names."""
-        return any((item.colour, item.shape) in HELD_OUT for item in self.scene.items)
+        """Whether training never shows or names these shapes, in their colours and any number, on this background."""
+        shapes = sorted({f"{item.colour} {item.shape}" for item in self.scene.items})
+        return crc32(f"{', '.join(shapes)} on {self.scene.background}".encode()) % 8 == 0
 
 
 def make_drawing(rng: Random, *, held_out: bool = False) -> Drawing:
-    """Return a random picture's prompt; only `held_out` ones may have held-out pairs of colour and shape."""
-    kind = rng.choices(list(_PICTURES), [weight for weight, _ in _PICTURES.values()])[0]
-    background = _background(rng)
-    drawing = _PICTURES[kind][1](rng, background, held_out)
-    return replace(drawing, kind=kind, prompt=_dressed(rng, drawing.prompt, background))
+    """Return a random picture's prompt, of those that are held out or of those for training."""
+    while True:
+        kind = rng.choices(list(_PICTURES), [weight for weight, _ in _PICTURES.values()])[0]
+        background = _background(rng)
+        drawing = _PICTURES[kind][1](rng, background)
+        if drawing.held_out == held_out:
+            return replace(drawing, kind=kind, prompt=_dressed(rng, drawing.prompt, background))
 
 
 def make_clip(rng: Random, *, held_out: bool = False) -> Drawing:
-    """Return a random clip's prompt; only `held_out` ones may have held-out pairs of colour and shape."""
+    """Return a random clip's prompt, of those that are held out or of those for training."""
+    while True:
+        clip = _clip(rng)
+        if clip.held_out == held_out:
+            return clip
+
+
+def _clip(rng: Random) -> Drawing:
     background = _background(rng)
     number = rng.choices((1, 2), (65, 35))[0]
-    pairs = _pairs(rng, background, held_out, number)
+    pairs = _pairs(rng, background, number)
     motions = [rng.choice(list(MOTIONS) if number == 1 else list(MOTIONS)[:4]) for _ in pairs]
     spans = [_span(rng, motion, lane, number) for lane, motion in enumerate(motions)]
     first, last = (
@@ -92,30 +103,30 @@ def make_clip(rng: Random, *, held_out: bool = False) -> Drawing:
     )
 
 
-def _one(rng: Random, background: str, held_out: bool) -> Drawing:
-    (pair,) = _pairs(rng, background, held_out, 1)
+def _one(rng: Random, background: str) -> Drawing:
+    (pair,) = _pairs(rng, background, 1)
     size = rng.choice(("", "", "big", "small"))
-    diameter = rng.uniform(*{"": (70, 140), "big": (150, 195), "small": (38, 58)}[size])
+    diameter = rng.uniform(*{"": (88, 128), "big": (150, 200), "small": (52, 68)}[size])
     x, y = (rng.uniform(diameter / 2 + 4, SIZE - diameter / 2 - 4) for _ in range(2))
     scene = Scene(background, (Item(*pair, x, y, diameter, _angle(rng), -1),))
     return Drawing("", _thing(rng, *pair, rng.choice(_SIZES[size]) if size else ""), scene, size=size)
 
 
-def _place(rng: Random, background: str, held_out: bool) -> Drawing:
+def _place(rng: Random, background: str) -> Drawing:
     cells = rng.sample(range(9), rng.choice((1, 1, 2)))
-    pairs = _pairs(rng, background, held_out, len(cells))
+    pairs = _pairs(rng, background, len(cells))
     said = [f"{_thing(rng, *pair)} {PLACES[cell]}" for pair, cell in zip(pairs, cells, strict=True)]
     return Drawing("", " and ".join(said), _in_cells(rng, background, pairs, cells), places=True)
 
 
-def _several(rng: Random, background: str, held_out: bool) -> Drawing:
-    pairs = _pairs(rng, background, held_out, rng.choice((2, 2, 3)))
+def _several(rng: Random, background: str) -> Drawing:
+    pairs = _pairs(rng, background, rng.choice((2, 2, 3)))
     *first, last = (_thing(rng, *pair) for pair in pairs)
     return Drawing("", f"{', '.join(first)} and {last}", _in_cells(rng, background, pairs))
 
 
-def _relation(rng: Random, background: str, held_out: bool) -> Drawing:
-    pairs = _pairs(rng, background, held_out, 2)
+def _relation(rng: Random, background: str) -> Drawing:
+    pairs = _pairs(rng, background, 2)
     axis, sign = relation = rng.choice(list(RELATIONS))
     near, far = rng.uniform(0.24, 0.31) * SIZE, rng.uniform(0.69, 0.76) * SIZE
     middle = rng.uniform(0.3, 0.7)
@@ -123,20 +134,20 @@ def _relation(rng: Random, background: str, held_out: bool) -> Drawing:
     for pair, along in zip(pairs, (near, far) if sign < 0 else (far, near), strict=True):
         across = (middle + rng.uniform(-0.06, 0.06)) * SIZE
         x, y = (along, across) if axis == 0 else (across, along)
-        items.append(Item(*pair, x, y, rng.uniform(66, 100), _angle(rng), -1))
+        items.append(Item(*pair, x, y, rng.uniform(72, 100), _angle(rng), -1))
     first, second = (_thing(rng, *pair) for pair in pairs)
     words = rng.choice(RELATIONS[relation])
     return Drawing("", f"{first} {words} {second}", Scene(background, tuple(items)), relation=relation)
 
 
-def _count(rng: Random, background: str, held_out: bool) -> Drawing:
-    (pair,) = _pairs(rng, background, held_out, 1)
+def _count(rng: Random, background: str) -> Drawing:
+    (pair,) = _pairs(rng, background, 1)
     number = rng.randint(2, MOST_ITEMS)
     said = f"{rng.choice((COUNTS[number], COUNTS[number], str(number)))} {_grey(rng, pair[0])} {plural(pair[1])}"
     return Drawing("", said, _in_cells(rng, background, [pair] * number))
 
 
-_PICTURES: dict[str, tuple[int, Callable[[Random, str, bool], Drawing]]] = {
+_PICTURES: dict[str, tuple[int, Callable[[Random, str], Drawing]]] = {
     "one": (16, _one),
     "place": (18, _place),
     "several": (22, _several),
@@ -147,19 +158,17 @@ _PICTURES: dict[str, tuple[int, Callable[[Random, str, bool], Drawing]]] = {
 KINDS = tuple(_PICTURES)
 
 
-def _pairs(rng: Random, background: str, held_out: bool, number: int) -> list[tuple[str, str]]:
-    """Return different pairs of colour and shape; held-out ones, where allowed, are more frequent than others."""
+def _pairs(rng: Random, background: str, number: int) -> list[tuple[str, str]]:
+    """Return different pairs of colour and shape."""
     found: list[tuple[str, str]] = []
     while len(found) < number:
-        rare = held_out and rng.random() < 0.35
-        pair = rng.choice(_RARE) if rare else (rng.choice(_COLOURS), rng.choice(SHAPES))
-        if pair[0] != background and pair not in found and (held_out or pair not in HELD_OUT):
+        pair = (rng.choice(_COLOURS), rng.choice(SHAPES))
+        if pair[0] != background and pair not in found:
             found.append(pair)
     return found
 
 
 _COLOURS = tuple(COLOURS)
-_RARE = tuple(sorted(HELD_OUT))
 
 
 def _background(rng: Random) -> str:
@@ -169,7 +178,7 @@ def _background(rng: Random) -> str:
 def _in_cells(rng: Random, background: str, pairs: list[tuple[str, str]], cells: list[int] | None = None) -> Scene:
     items = []
     for pair, cell in zip(pairs, cells or rng.sample(range(9), len(pairs)), strict=True):
-        size = rng.uniform(54, 78)
+        size = rng.uniform(60, 80)
         room = (CELL - size) / 2 - 2
         x, y = (CELL * (at + 0.5) + rng.uniform(-room, room) for at in (cell % 3, cell // 3))
         items.append(Item(*pair, x, y, size, _angle(rng), cell))
@@ -183,9 +192,9 @@ def _span(rng: Random, motion: str, lane: int, lanes: int) -> list[tuple[float, 
     """
     if motion in ("grow", "shrink"):
         x, y = (rng.uniform(104, SIZE - 104) for _ in range(2))
-        ends = [(x, y, rng.uniform(42, 60)), (x, y, rng.uniform(130, 180))]
+        ends = [(x, y, rng.uniform(54, 68)), (x, y, rng.uniform(140, 190))]
         return ends if motion == "grow" else ends[::-1]
-    size = rng.uniform(60, 100) if lanes == 1 else rng.uniform(48, 62)
+    size = rng.uniform(66, 100) if lanes == 1 else rng.uniform(58, 70)
     margin = size / 2 + 6
     top, bottom = lane * SIZE / lanes + margin, (lane + 1) * SIZE / lanes - margin
     if motion in ("left", "right"):
@@ -223,7 +232,7 @@ def _dressed(rng: Random, said: str, background: str) -> str:
 def vocabulary() -> list[str]:
     """Return all words of prompts."""
     rng = Random(0)
-    made = [make(rng, held_out=True).prompt for _ in range(4000) for make in (make_drawing, make_clip)]
+    made = [make(rng).prompt for _ in range(4000) for make in (make_drawing, make_clip)]
     return sorted({word for prompt in made for word in prompt.replace(",", "").rstrip(".").split()})
 
 

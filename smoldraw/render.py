@@ -5,7 +5,7 @@ from torch.nn.functional import grid_sample
 
 from smolvision.images import COLOURS, OUTLINES, SHAPES, SIZE
 
-PIXELS = 128
+PIXELS = 64
 """Height and width of pictures."""
 FRAMES = 16
 """Pictures of a clip."""
@@ -14,7 +14,7 @@ RING = 0.56
 
 _EXTENT = 1.3
 """Half the width of a shape's map of distances, in units of its radius."""
-_FINE = 256
+_FINE = 128
 """Width of a map of distances."""
 
 
@@ -35,7 +35,7 @@ class Renderer:
 
     @torch.no_grad()
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return pictures of [pictures, rows, 6] as float32 [pictures, 3, 128, 128] between -1 and 1."""
+        """Return pictures of [pictures, rows, 6] as float32 [pictures, 3, 64, 64] between -1 and 1."""
         image = self._colours[rows[:, 0, 1].long()][:, :, None, None].expand(-1, -1, PIXELS, PIXELS)
         for row in rows[:, 1:].unbind(1):
             shape, colour, x, y, size, angle = row.unbind(1)
@@ -53,7 +53,7 @@ class Renderer:
 
 
 def _distances(shape: str) -> torch.Tensor:
-    """Return signed distances to a shape's edge in units of its radius, [256, 256], negative inside."""
+    """Return signed distances to a shape's edge in units of its radius, [128, 128], negative inside."""
     axis = ((torch.arange(_FINE) + 0.5) / _FINE * 2 - 1) * _EXTENT
     v, u = torch.meshgrid(axis, axis, indexing="ij")
     if shape in ("circle", "ring"):

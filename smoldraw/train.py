@@ -1,14 +1,13 @@
-"""Train smoldraw in minutes on one GPU: `python -m smoldraw --out FOLDER`.
+"""Train smoldraw in minutes on one GPU: `python -m smoldraw --out FOLDER`, then the same with `--part clips`.
 
 1. The autoencoder learns to rebuild pictures.
 2. The judge learns to find shapes in pictures, half of them rebuilt by the autoencoder.
 3. Text encoder and transformer learn the flow from noise to latents of pictures, with their prompts.
-4. For clips, both are trained further, with temporal layers between every second layer of the transformer.
+4. For clips, `--part clips` trains both further, with temporal layers after every second layer of the transformer.
 5. Held-out prompts are drawn by diffusers with the models as they ship: rounded to bfloat16, packed and unpacked.
 """
 
 import argparse
-import copy
 import json
 import math
 import tempfile
@@ -23,7 +22,6 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
-from engine.checkpoints.merge import unpack
 from smoldraw.architecture import (
     CHANNELS,
     LATENT,
@@ -35,7 +33,7 @@ from smoldraw.architecture import (
     pack,
     parameters,
 )
-from smoldraw.evaluate import JUDGE, WEIGHTS, evaluate, held_out, load_judge, load_pipeline
+from smoldraw.evaluate import JUDGE, WEIGHTS, evaluate, held_out, load_judge, load_shipped
 from smoldraw.judge import Judge, is_right
 from smoldraw.pool import Pool, make_pool
 from smoldraw.prompts import table
@@ -43,8 +41,11 @@ from smoldraw.render import FRAMES, Renderer, frames
 from smolvision.images import COLOURS, SHAPES
 
 RESULTS = "results.json"
-SHARES = {"autoencoder": 0.15, "judge": 0.08, "image": 0.43, "clip": 0.34}
-"""Shares of the time for training."""
+PARTS = {
+    "pictures": {"autoencoder": 0.17, "judge": 0.1, "image": 0.73},
+    "clips": {"clip": 1.0},
+}
+"""Phases of both parts of training, and their shares of the time."""
 NO_SIZES = {"resolution": None, "aspect_ratio": None}
 """What PixArtAlphaPipeline says of the size of pictures if they are small."""
 NOISE = 0.1
@@ -56,13 +57,15 @@ def parse(flags: Sequence[str] | None) -> argparse.Namespace:
         "python -m smoldraw", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help=f"folder for weights and {RESULTS}")
+    parser.add_argument("--part", choices=PARTS, default="pictures", help="clips continue from the pictures in --out")
     parser.add_argument("--minutes", type=float, default=7.4, help="total duration, evaluation included")
-    parser.add_argument("--evaluation-seconds", type=float, default=35.0, help="seconds of --minutes for evaluation")
+    parser.add_argument("--evaluation-seconds", type=float, default=25.0, help="seconds of --minutes for evaluation")
     parser.add_argument("--pictures", type=int, default=600_000, help="pictures to train on")
     parser.add_argument("--clips", type=int, default=40_000, help="clips to train on")
-    parser.add_argument("--batch", type=int, default=1024, help="pictures per step; clips have a sixteenth of that")
+    parser.add_argument("--batch", type=int, default=512, help="pictures per step; of clips, an eighth")
     parser.add_argument("--rate", type=float, default=1.5e-3, help="highest learning rate")
     parser.add_argument("--held-out", type=int, default=1000, help="held-out prompts of pictures; a fifth for clips")
+    parser.add_argument("--scales", type=float, nargs="*", default=(1.5, 2.0, 4.5, 7.5), help="of guidance, to compare")
     parser.add_argument("--workers", type=int, default=8, help="processes that generate prompts")
     parser.add_argument("--compile", action="store_true", help="compile the transformers' layers")
     parser.add_argument("--seed", type=int, default=0)
@@ -76,7 +79,7 @@ class Clock:
     def __init__(self, args: argparse.Namespace) -> None:
         self.started = time.monotonic()
         self._ends = self.started + args.minutes * 60 - args.evaluation_seconds
-        self._left = dict(SHARES)
+        self._left = dict(PARTS[args.part])
 
     def steps(self, phase: str) -> Iterator[float]:
         """Yield the share of a phase that is done, until its time is over; at least once."""
@@ -143,40 +146,49 @@ class Training:
         self.clock = Clock(args)
         self.renderer = Renderer(self.device)
         self.tokenizer = make_tokenizer()
+        if args.part == "clips":
+            self.found: dict[str, Any] = json.loads((args.out / RESULTS).read_text())
+            trained = load_shipped("image", args.out, args.device, torch.float32)
+            self.vae, self.text = trained.vae.requires_grad_(False), trained.text_encoder
+            self.transformers = {"image": trained.transformer}
+            self.pool = self._pool("clip", args.clips)
+            return
+        self.found = {"device": torch.cuda.get_device_name() if self.device.type == "cuda" else args.device}
         self.vae = make_vae().to(self.device, memory_format=torch.channels_last)
         self.judge = Judge().to(self.device, memory_format=torch.channels_last)
         self.text = make_text_encoder(len(self.tokenizer)).to(self.device)
-        self.transformers = {kind: make_transformer(kind).to(self.device) for kind in ("image", "clip")}
+        self.transformers = {"image": make_transformer("image").to(self.device)}
         self.pool = self._pool("image", args.pictures)
-        device = torch.cuda.get_device_name() if self.device.type == "cuda" else args.device
-        self.found: dict[str, Any] = {"device": device}
 
     def run(self) -> None:
-        self._train_autoencoder()
-        self._train_judge()
-        self._finish("image", self._train_pictures())
-        self._finish("clip", self._train_clips())
+        if self.args.part == "pictures":
+            self._train_autoencoder()
+            self._train_judge()
+            self._train_pictures()
+            self._finish("image")
+        else:
+            self._train_clips()
+            self._finish("clip")
 
-    def _finish(self, kind: str, text: nn.Module) -> None:
+    def _finish(self, kind: str) -> None:
         """Write the file of a trained model, evaluate what it holds, and write the results."""
         found = self.found[kind]
-        with tempfile.TemporaryDirectory() as trained, tempfile.TemporaryDirectory() as shipped:
-            pipeline = make_pipeline(kind, vae=self.vae, text_encoder=text, transformer=self.transformers[kind])
+        with tempfile.TemporaryDirectory() as trained:
+            pipeline = make_pipeline(kind, vae=self.vae, text_encoder=self.text, transformer=self.transformers[kind])
             parts = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
             found["parameters"] = {name: parameters(part) for name, part in parts.items()}
             pipeline.save_pretrained(trained)
             pack(Path(trained), self.args.out / WEIGHTS[kind])
-            unpack(self.args.out / WEIGHTS[kind], Path(shipped), lambda *_: None)
-            pipeline = load_pipeline(Path(shipped), self.args.device)
+        pipeline = load_shipped(kind, self.args.out, self.args.device)
         judge = load_judge(self.args.out / JUDGE, self.args.device)
-        drawings = held_out(kind, self.args.held_out // (1 if kind == "image" else 5))
+        drawings = held_out(kind, max(1, self.args.held_out // (1 if kind == "image" else 5)))
         batch = 256 if kind == "image" else 32
         found |= evaluate(pipeline, judge, drawings, batch)
-        some = drawings[: len(drawings) // 4]
+        some = drawings[: len(drawings) // 4 + 1]
         found["accuracy_by_guidance"] = {
-            scale: evaluate(pipeline, judge, some, batch, scale)["accuracy"] for scale in (1.5, 2.0, 4.5, 7.5)
+            scale: evaluate(pipeline, judge, some, batch, scale)["accuracy"] for scale in self.args.scales
         }
-        self.found["minutes"] = round(self.clock.seconds / 60, 2)
+        found["minutes"] = round(self.clock.seconds / 60, 2)
         (self.args.out / RESULTS).write_text(json.dumps(self.found, indent=1) + "\n")
         print(
             f"{self.clock.seconds:4.0f} s {kind}: {found['accuracy']:.1%} of {found['drawn']} held-out prompts are "
@@ -202,7 +214,7 @@ class Training:
         trainer = Trainer([self.vae], 1.5e-3, self.half)
 
         def loss() -> torch.Tensor:
-            images, _ = self._pictures(self.args.batch // 8)
+            images, _ = self._pictures(self.args.batch // 4)
             latents = self.vae.encode(images).latent_dist.mean.float()
             variance, mean = torch.var_mean(latents, (0, 2, 3), keepdim=True)
             latents = (latents - mean) * torch.rsqrt(variance + 1e-6)
@@ -227,7 +239,7 @@ class Training:
 
     def _train_judge(self) -> None:
         trainer = Trainer([self.judge], 2e-3, self.half)
-        size = self.args.batch // 4
+        size = self.args.batch // 2
 
         @torch.no_grad()
         def pictures() -> tuple[torch.Tensor, torch.Tensor]:
@@ -240,9 +252,9 @@ class Training:
                 shapes[:, :, column] = torch.where(again, values, shapes[:, :, column])
             shapes[:, :, 4].masked_fill_(shapes[:, :, 1] == rows[:, :1, 1], 0)  # what cannot be seen is not there
             images = self.renderer(rows).contiguous(memory_format=torch.channels_last)
-            latents = self.vae.encode(images[: size // 2]).latent_dist.mean
+            latents = self.vae.encode(images[: size // 4]).latent_dist.mean
             rebuilt = self.vae.decode(latents + 2 * NOISE * torch.randn_like(latents)).sample
-            images[: size // 2] = rebuilt
+            images[: size // 4] = rebuilt
             return images + 0.1 * torch.randn_like(images[:, :, :1, :1]) + 0.05 * torch.randn_like(images), rows
 
         facts = trainer.run("judge", self.clock, lambda: self.judge.loss(*pictures()))
@@ -285,7 +297,7 @@ class Training:
         ids = torch.where(torch.rand(len(ids), 1, device=self.device) < 0.1, empty, ids)
         return ids, (ids > 0).float()
 
-    def _train_pictures(self) -> nn.Module:
+    def _train_pictures(self) -> None:
         latents = self._latents(2048, lambda rows: rows)
         transformer = self.transformers["image"]
         self._compile(transformer)
@@ -300,28 +312,24 @@ class Training:
             return functional.mse_loss(made.float(), flow)
 
         self.found["image"] = trainer.run("image", self.clock, loss)
-        return self.text
 
-    def _train_clips(self) -> nn.Module:
-        self.pool = self._pool("clip", self.args.clips)
+    def _train_clips(self) -> None:
         latents = self._latents(128, frames).view(-1, FRAMES, CHANNELS, LATENT, LATENT)
-        text = copy.deepcopy(self.text)
-        transformer = self.transformers["clip"]
+        transformer = self.transformers["clip"] = make_transformer("clip").to(self.device)
         self._inflate(transformer)
         self._compile(transformer)
-        trainer = Trainer([text, transformer], self.args.rate / 2, self.half)
+        trainer = Trainer([self.text, transformer], self.args.rate, self.half)
 
         def loss() -> torch.Tensor:
-            some = self._some(max(1, self.args.batch // FRAMES))
+            some = self._some(max(1, self.args.batch // 8))
             noised, times, flow = self._noised(latents[some].float().transpose(1, 2))
             ids, mask = self._prompts(some)
-            said = text(ids, attention_mask=mask).last_hidden_state
+            said = self.text(ids, attention_mask=mask).last_hidden_state
             said, bias = self._as_latte(said, mask)
             made = transformer(noised, times, said, bias, return_dict=False)[0]
             return functional.mse_loss(made[:, :CHANNELS].float(), flow)
 
         self.found["clip"] = trainer.run("clip", self.clock, loss)
-        return text
 
     def _as_latte(self, said: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return text states as LattePipeline has them, and a bias that hides those which it cuts off.

@@ -103,6 +103,7 @@ SLOW = (
     "server/process/",
     "server/test_tracing_export.py",
     "smolaudio/",
+    "smoldraw/test_model.py",
     "smolvideo/",
     "smolvision/",
 )
@@ -114,6 +115,7 @@ LONGEST = (
     "engine/checkpoints/test_fuzz.py",
     "engine/embedded/test_smollm2_tokens.py",
     "smolaudio/",
+    "smoldraw/test_model.py",
     "smolvideo/",
     "smolvision/",
     "benchmarks/",

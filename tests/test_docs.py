@@ -26,7 +26,7 @@ LINKED = [
     ROOT / "CHANGELOG.md",
     *(
         path
-        for folder in ("benchmarks", "deploy", "smolaudio", "smolvideo", "smolvision")
+        for folder in ("benchmarks", "deploy", "smolaudio", "smoldraw", "smolvideo", "smolvision")
         for path in sorted(ROOT.glob(f"{folder}/**/*.md"))
     ),
 ]

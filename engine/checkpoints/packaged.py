@@ -114,20 +114,6 @@ PACKAGED = {
             ("tokenizer.json", "929c5252409436dce1b38a75d1abbcb5e132d170d8e324e4e04ed915fa2d22df"),
         ),
     ),
-    "smoldraw": Packaged(
-        ("smoldraw",),
-        "smoldraw.safetensors",
-        (),
-        about="a diffusion transformer trained here, Apache-2.0; draws coloured shapes",
-        pipeline=True,
-    ),
-    "smoldraw-clips": Packaged(
-        ("smoldraw",),
-        "smoldraw-clips.safetensors",
-        (),
-        about="smoldraw trained further, Apache-2.0; makes clips of moving shapes",
-        pipeline=True,
-    ),
 }
 
 
