@@ -153,7 +153,7 @@ class AudioEncoder:
         """Encode windows, of which the first `positions` are speech and the others silence, which nothing attends to:
         averages of two neighbours, [n, positions // 2, width]."""
         x = self._hidden(features, positions)
-        return self._norm(x[:, : positions // 2 * 2].unflatten(1, (-1, 2)).mean(2))
+        return self._norm(x[:, : positions // 2 * 2].reshape(len(x), -1, 2, self.width).mean(2))
 
     def _hidden(self, features: torch.Tensor, positions: int) -> torch.Tensor:
         (first, bias1), (second, bias2) = self._convolutions
