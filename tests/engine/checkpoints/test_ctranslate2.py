@@ -3,6 +3,7 @@
 import hashlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def test_weights_and_tokens_are_those_of_the_folder_it_was_made_of(package: Path
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name].half()) for name in wanted)
     assert read_sizes(folder) == read_sizes(source)
-    assert read_tokens(folder) == read_tokens(source)
+    assert read_tokens(folder) == replace(read_tokens(source), median_width=7), "Whisper's own, which no file names"
     heads = [json.loads((path / "generation_config.json").read_text())["alignment_heads"] for path in (folder, source)]
     assert heads[0] == heads[1]
 
