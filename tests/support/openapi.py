@@ -190,7 +190,18 @@ def contradicts(body: dict[str, Any]) -> bool:
         or not all(map(_fits_role, body.get("messages") or ()))
         or ("input" in body and body["input"] is None)
         or body.get("previous_response_id") is not None
+        or _answers_no_call(body.get("input"))
     )
+
+
+def _answers_no_call(items: Any) -> bool:
+    """Whether an output among a response's items is of a call that is not before it."""
+    calls: set[Any] = set()
+    for item in items if isinstance(items, list) else ():
+        if str(item.get("type")).endswith("_call_output") and item.get("call_id") not in calls:
+            return True
+        calls.add(item.get("call_id"))
+    return False
 
 
 def _fits_role(message: dict[str, Any]) -> bool:
