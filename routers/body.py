@@ -77,6 +77,11 @@ def _check_headers(request: Request) -> None:
     ):
         message = "The body must be JSON: add the header 'Content-Type: application/json' (curl: -H)."
         raise HTTPException(415, message, {"accept": "application/json"})
+    refuse_compressed(request)
+
+
+def refuse_compressed(request: Request) -> None:
+    """Raise HTTPException 415 for a body that is compressed."""
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise HTTPException(415, "Compressed bodies are not accepted.", {"accept-encoding": "identity"})
 

@@ -138,27 +138,24 @@ def _content(message: ChatMessage, param: str) -> str | list[dict[str, Any]]:
         if message.role != "assistant":
             raise RequestError(f"The content of a {message.role} message must not be null.", "messages")
         return message.refusal or ""
-    for index, part in enumerate(message.content):
-        if part.type not in (*_TEXT_PARTS, *MEDIA_PARTS):
-            raise _wrong_type(part.type, f"{param}.{index}.type")
+    parts = [_part(part, f"{param}.{index}") for index, part in enumerate(message.content)]
     if not any(part.type in MEDIA_PARTS for part in message.content):
-        return "\n".join(map(_text, message.content))
-    return [
-        _file(part) if part.type in MEDIA_PARTS else {"type": "text", "text": _text(part)} for part in message.content
-    ]
+        return "\n".join(part["text"] for part in parts)
+    return parts
 
 
-def _text(part: ContentPart) -> str:
-    text = part.refusal if part.type == "refusal" else part.text
-    if text is None:
-        raise RequestError("A text part of a message has no text.", "messages")
-    return text
-
-
-def _file(part: ContentPart) -> dict[str, Any]:
+def _part(part: ContentPart, param: str) -> dict[str, Any]:
+    """Return a part as templates expect it. Raises RequestError."""
+    if part.type in _TEXT_PARTS:
+        name = "refusal" if part.type == "refusal" else "text"
+        if (text := getattr(part, name)) is None:
+            raise RequestError(f"'{param}' has no text.", f"{param}.{name}")
+        return {"type": "text", "text": text}
+    if part.type not in MEDIA_PARTS:
+        raise _wrong_type(part.type, f"{param}.type")
     given = getattr(part, part.type)
     if not (given if isinstance(given, str | None) else given.url):
-        raise RequestError(f"The part {part.type} of a message has no URL.", "messages")
+        raise RequestError(f"'{param}.{part.type}' is missing, or has no URL.", f"{param}.{part.type}")
     return {"type": MEDIA_PARTS[part.type]}
 
 

@@ -1,8 +1,8 @@
 """Bodies of multipart/form-data: fields and files, read within the limits of every body, and parsed as a wire type."""
 
+import re
 from collections.abc import Mapping
-from email.message import Message
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from engine.kit.work import NATIVE
 from multimodal.errors import RequestError
-from routers.body import INLINE_BYTES, read_body
+from routers.body import INLINE_BYTES, read_body, refuse_compressed
 from routers.state import state_of
 
 M = TypeVar("M", bound=BaseModel)
@@ -19,20 +19,19 @@ _MAX_PARTS = 128
 _MAX_HEAD = 8 << 10
 _MAX_FIELD = 1 << 20
 """Bytes of a field that is no file."""
-
-
-class FormFile(NamedTuple):
-    """A file of a form. What it says of itself is not to be trusted."""
-
-    name: str
-    data: memoryview
+_PARAMETER = re.compile(r';\s*+([^\s=;"]++)\s*+=\s*+(?:"((?:[^"\\]|\\.)*+)"|([^";]*+))', re.DOTALL)
+"""A parameter of a header. The time to find all of them is linear in the header's length: strangers write it."""
+_ESCAPED = re.compile(r'\\(["\\])')
 
 
 class Form(NamedTuple):
-    """What a form has, by name and in order. A name may end with [] where there may be several."""
+    """What a form has, by name and in order. A name may end with [] where there may be several.
+
+    What files say of themselves, names and types, is left out.
+    """
 
     fields: dict[str, list[str]]
-    files: dict[str, list[FormFile]]
+    files: dict[str, list[memoryview]]
 
     def parsed(self, model: type[M]) -> M:
         """Return the fields as a `model`, whose types are made of texts. Raises RequestError for a field that comes
@@ -54,7 +53,7 @@ class Form(NamedTuple):
             raise RequestError(f"'{name}' may be one file; there are {len(found)}.", name)
         if name in self.fields:
             raise RequestError(f"'{name}' must be a file.", name)
-        return found[0].data if found else None
+        return found[0] if found else None
 
 
 def is_form(request: Request) -> bool:
@@ -65,6 +64,7 @@ async def read_form(request: Request) -> Form:
     """Read a form. Raises RequestError if it is malformed, and HTTPException 408, 413 or 415."""
     if not is_form(request):
         raise HTTPException(415, "The body must be multipart/form-data.", {"accept": "multipart/form-data"})
+    refuse_compressed(request)
     boundary = _parameters(request.headers["content-type"]).get("boundary", "")
     raw = await read_body(request, state_of(request)["http"])
     if not 0 < len(boundary) <= 256:
@@ -82,7 +82,7 @@ def _split(raw: bytes, delimiter: bytes) -> Form:
         at = found + len(delimiter)
     else:
         raise _malformed("it has no part")
-    for _ in range(_MAX_PARTS):
+    for _ in range(_MAX_PARTS + 1):  # the last turn is for the end
         if raw.startswith(b"--", at):
             return form
         head_end = raw.find(b"\r\n\r\n", at, at + _MAX_HEAD)
@@ -100,7 +100,7 @@ def _add(form: Form, head: Mapping[str, str], data: memoryview) -> None:
     if not name:
         raise _malformed("a part has no name")
     if "filename" in head:
-        form.files.setdefault(name, []).append(FormFile(head["filename"], data))
+        form.files.setdefault(name, []).append(data)
         return
     if len(data) > _MAX_FIELD:
         raise HTTPException(413, f"The field '{name[:64]}' has more than {_MAX_FIELD} bytes.")
@@ -120,10 +120,11 @@ def _head(raw: bytes) -> Mapping[str, str]:
 
 
 def _parameters(header: str) -> dict[str, str]:
-    message = Message()
-    message["content-type"] = header.replace("\r", " ").replace("\n", " ").strip()
-    found: list[Any] = message.get_params(failobj=[], unquote=True)
-    return {str(name).lower(): value if isinstance(value, str) else str(value[2]) for name, value in found[1:]}
+    """Return a header's parameters by name, in lower case and without the * of those in another encoding."""
+    return {
+        name.lower().rstrip("*"): plain.strip() if quoted is None else _ESCAPED.sub(r"\1", quoted)
+        for name, quoted, plain in (found.groups() for found in _PARAMETER.finditer(header))
+    }
 
 
 def _malformed(why: str) -> RequestError:

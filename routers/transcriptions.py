@@ -80,8 +80,9 @@ async def transcribe(request: Request, state: StateDep, service: ChatServiceDep)
     if body.stream and form_of not in ("json", "text"):
         raise RequestError("'stream' needs 'response_format': json or text.", "stream", "unsupported_parameter")
     words = "word" in granularities
-    ask = _ask(form, body, form_of in _TIMED, language=body.language, words=words)
-    transcript = await while_connected(request, by.prepare(ask))
+    ask = _ask(body, form_of in _TIMED, language=body.language, words=words)
+    transcript = await while_connected(request, by.prepare(ask, _file(form)))
+    del form  # the transcript may take minutes, and does without the file
     if body.stream:
         return EventStream(_events(transcript), OPENAI, state["http"].ping_interval, state["render_error"])
     return await while_connected(request, _whole(transcript, form_of, granularities or frozenset({"segment"})))
@@ -94,7 +95,9 @@ async def translate(request: Request, service: ChatServiceDep) -> Response:
     by = _transcriber(service)
     body = _parsed(form, TranslationRequest, service)
     form_of = body.response_format or "json"
-    transcript = await while_connected(request, by.prepare(_ask(form, body, form_of in _TIMED, translate=True)))
+    ask = _ask(body, form_of in _TIMED, translate=True)
+    transcript = await while_connected(request, by.prepare(ask, _file(form)))
+    del form
     return await while_connected(request, _whole(transcript, form_of, frozenset({"segment"})))
 
 
@@ -110,17 +113,15 @@ def _parsed(form: Form, model: type[B], service: ChatService) -> B:
     return body
 
 
-def _ask(form: Form, body: SpeechFields, timestamps: bool, **more: Any) -> SpeechAsk:
+def _file(form: Form) -> bytes:
     file = form.file("file")
     if not file:
         raise RequestError("'file' must be an audio file of the form.", "file")
-    return SpeechAsk(
-        file=bytes(file),
-        prompt=body.prompt or "",
-        temperature=body.temperature or 0.0,
-        timestamps=timestamps,
-        **more,
-    )
+    return bytes(file)
+
+
+def _ask(body: SpeechFields, timestamps: bool, **more: Any) -> SpeechAsk:
+    return SpeechAsk(prompt=body.prompt or "", temperature=body.temperature or 0.0, timestamps=timestamps, **more)
 
 
 def _unsupported(name: str) -> RequestError:

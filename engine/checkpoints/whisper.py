@@ -108,8 +108,9 @@ def read_sizes(folder: Path) -> WhisperSizes:
 def read_tokens(folder: Path) -> WhisperTokens:
     """Raises EngineFailure for files that are missing or lack a token."""
     generation = _json(folder / "generation_config.json")
-    added = {str(token["content"]): int(token["id"]) for token in _json(folder / "tokenizer.json")["added_tokens"]}
+    tokenizer = _json(folder / "tokenizer.json")
     try:
+        added = {str(token["content"]): int(token["id"]) for token in tokenizer["added_tokens"]}
         end = generation["eos_token_id"]
         no_timestamps = int(generation.get("no_timestamps_token_id") or added["<|notimestamps|>"])
         languages = generation.get("lang_to_id") if generation.get("is_multilingual") else {}
@@ -130,7 +131,9 @@ def read_tokens(folder: Path) -> WhisperTokens:
             median_width=int(_json(folder / "config.json").get("median_filter_width", 7)),
         )
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise EngineFailure(f"the generation_config.json of {folder} names no tokens of Whisper: {error!r}") from error
+        raise EngineFailure(
+            f"the generation_config.json and tokenizer.json of {folder} lack a token of Whisper: {error!r}"
+        ) from error
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -61,14 +61,15 @@ def _samples(file: soundfile.SoundFile, max_seconds: float) -> np.ndarray:
         if count > most:  # the header lied, or did not say
             raise _too_long(max_seconds)
         mono = piece.mean(axis=1)
-        if not np.isfinite(mono).all():
-            raise InvalidRequest("the audio has samples that are not finite", "audio")
         pieces.append(resampler.resample_chunk(mono) if resampler else mono)
     if resampler:
         pieces.append(resampler.resample_chunk(np.zeros(0, np.float32), last=True))
     if not count:
         raise InvalidRequest("the audio has no samples", "audio")
-    return np.concatenate(pieces).clip(-1, 1)
+    samples = np.concatenate(pieces)
+    if not np.isfinite(samples).all():  # as they are in the file, or because they are too large to be resampled
+        raise InvalidRequest("the audio has samples that are not finite", "audio")
+    return samples.clip(-1, 1, out=samples)
 
 
 def _unreadable() -> InvalidRequest:

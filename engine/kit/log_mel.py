@@ -46,9 +46,11 @@ def log_mel(samples: np.ndarray, bins: int) -> np.ndarray:
     seconds, to which silence fills shorter speech.
     """
     count = len(samples) // HOP
-    starts = range(0, count, _AT_ONCE)
-    parts = [log_mel_part(samples, bins, start, min(start + _AT_ONCE, count)) for start in starts]
-    return normalized(np.concatenate(parts, axis=1))
+    logs = np.empty((bins, count), np.float32)
+    for start in range(0, count, _AT_ONCE):
+        end = min(start + _AT_ONCE, count)
+        logs[:, start:end] = log_mel_part(samples, bins, start, end)
+    return normalized(logs)
 
 
 def log_mel_part(samples: np.ndarray, bins: int, start: int, end: int) -> np.ndarray:
@@ -71,7 +73,9 @@ def log_mel_part(samples: np.ndarray, bins: int, start: int, end: int) -> np.nda
 def normalized(logs: np.ndarray, loudest: float | None = None) -> np.ndarray:
     """Return features of logarithms, relative to the `loudest` of the whole recording, else of these."""
     top = logs.max() if loudest is None else np.float32(loudest)
-    features: np.ndarray = (np.maximum(logs, top - np.float32(_RANGE)) + np.float32(4)) / np.float32(4)
+    features: np.ndarray = np.maximum(logs, top - np.float32(_RANGE))
+    features += np.float32(4)  # in place: a recording of hours takes hundreds of megabytes
+    features /= np.float32(4)
     return features
 
 

@@ -53,8 +53,8 @@ class VideoFile:
             )
         )
         self._check_size(width, height)
-        self.pixels = int(width * height)
-        """Of a frame."""
+        self.size = int(height), int(width)
+        """Of a frame: height and width, as the header has them."""
         self.fps = fps if 0 < fps <= _MOST_FPS else _DEFAULT_FPS
         self.total = int(count) if 0 < count < 1 << 40 else self._counted()
         """Number of frames, as the header has it or, if it has none, counted."""
@@ -64,6 +64,8 @@ class VideoFile:
                 "seconds",
                 _PARAM,
             )
+        self._left = self._until - time.monotonic()
+        """Seconds that decoding may still take."""
 
     @property
     def seconds(self) -> float:
@@ -72,10 +74,11 @@ class VideoFile:
     def frames(self, wanted: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
         """Yield frames by rising indices, uint8 RGB [height, width, 3], upright; for one that cannot be decoded, the
         next that can. They end where the file does. Raises InvalidRequest if there is none."""
+        self._until = time.monotonic() + self._left  # what passes between opening a file and reading it is no decoding
         rising = iter(wanted)
         index = next(rising, None)
         failures = 0
-        found = False
+        shape: tuple[int, ...] = ()
         for place in range(self.total):
             if index is None or failures > _MOST_FAILURES:
                 break
@@ -84,10 +87,12 @@ class VideoFile:
                 continue
             failures = 0
             if place >= index and (frame := self._frame()) is not None:
+                if frame.shape != (shape or frame.shape):
+                    raise InvalidRequest("the frames of the video differ in size", _PARAM)
+                shape = frame.shape
                 yield place, frame
-                found = True
                 index = next(rising, None)
-        if not found:
+        if not shape:
             raise InvalidRequest("no frame of the video can be decoded", _PARAM)
 
     def _open(self) -> Any:

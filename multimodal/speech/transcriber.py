@@ -12,6 +12,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 from uuid import uuid4
+from weakref import finalize
 
 from engine import trace
 from engine.base import Engine
@@ -25,6 +26,7 @@ from multimodal.metrics import ChoiceTimer, GenerationMetrics
 from multimodal.request import Limits
 from multimodal.speech.languages import code_of
 from multimodal.speech.words import Word, words_of
+from multimodal.text.slices import encoded
 from multimodal.text.tokenizer import Tokenizer
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -34,6 +36,9 @@ LEAST_LOGPROB = -1.0
 """A text that repeats itself more, or is less likely, is decoded again."""
 SILENCE = 0.6
 """Probability of no speech from which an unlikely text is taken for silence."""
+MAX_HELD = 2 << 30
+"""Bytes of features that the recordings of an API process may have together. One more is refused, as a request is when
+too many wait for the engine: files of a few kilobytes may be hours of silence."""
 _QUEUE_PAUSE = 1.0
 """Seconds after which a window, other than the first, asks for its turn again."""
 
@@ -50,7 +55,6 @@ class AudioReader(Protocol):
 class SpeechAsk:
     """What a client asks for."""
 
-    file: bytes
     translate: bool = False
     """To English."""
     language: str | None = None
@@ -113,9 +117,10 @@ class Transcriber:
     metrics: GenerationMetrics
     model_name: str
     temperatures: Sequence[float] = TEMPERATURES
+    _held: int = field(default=0, init=False)
 
-    async def prepare(self, ask: SpeechAsk) -> "Transcript":
-        """Read the file; nothing has been started in the engine. Raises RequestError, InvalidRequest and
+    async def prepare(self, ask: SpeechAsk, file: bytes) -> "Transcript":
+        """Read the file; nothing has been started in the engine. Raises RequestError, QueueFull and
         DeadlineExceeded."""
         language = self._language(ask)
         if ask.words and not self.tokens.alignment_heads:
@@ -126,11 +131,18 @@ class Transcriber:
             )
         transcript = Transcript(self, ask, language)
         async with transcript.in_time():
+            transcript.before = await self._before(ask.prompt.strip())
             with trace.span("read audio"):
                 try:
-                    transcript.recording = await self.reader.read(ask.file)
+                    recording = await self.reader.read(file)
                 except InvalidRequest as error:
                     raise RequestError(_sentence(str(error)), "file", "invalid_audio") from error
+        size = len(recording.data)
+        if self._held and self._held + size > MAX_HELD:
+            raise QueueFull("too many recordings are being transcribed already")
+        self._held += size
+        transcript.recording = recording
+        transcript.let_go = finalize(transcript, self._let_go, size)
         if (span := trace.current.get()) is not None:
             span.set(
                 {
@@ -142,6 +154,18 @@ class Transcriber:
                 }
             )
         return transcript
+
+    async def _before(self, text: str) -> list[int]:
+        """Return the tokens for a text that comes before each window, or for its end."""
+        if not text:
+            return []
+        most = self.sizes.context // 2 - 1
+        ids = await encoded(self.tokenizer, f" {text[-most * self.tokenizer.longest_token :]}")
+        # What the text spells in the way of control tokens does not steer the model.
+        return [self.tokens.previous, *[token for token in ids if token < self.tokens.end][-most:]]
+
+    def _let_go(self, size: int) -> None:
+        self._held -= size
 
     def _language(self, ask: SpeechAsk) -> str | None:
         """Return the code of the language that the file is in, if it is known."""
@@ -168,6 +192,10 @@ class Transcript:
     language: str | None
     """Code of the language that is spoken; None as long as it is not known."""
     recording: Recording = field(init=False)
+    let_go: Callable[[], object] = field(init=False)
+    """Says that the recording is no longer needed, at the latest when nothing refers to this."""
+    before: Sequence[int] = ()
+    """Tokens of the text that is taken to come before each window."""
     input_tokens: int = 0
     """Tokens of prompts, of the attempts that were taken."""
     output_tokens: int = 0
@@ -192,13 +220,15 @@ class Transcript:
     async def segments(self) -> AsyncGenerator[list[Segment]]:
         """Yield the segments of each window, the first not before its text is complete. Raises DeadlineExceeded and
         what the engine raises."""
-        by, recording = self.by, self.recording
         seek = 0
-        while seek < recording.frames:
-            async with self.in_time():
-                found, seek = await self._window(seek)
-            yield found
-        by.metrics.speech_seconds.inc(recording.seconds)
+        try:
+            while seek < self.recording.frames:
+                async with self.in_time():
+                    found, seek = await self._window(seek)
+                yield found
+        finally:
+            self.let_go()
+        self.by.metrics.speech_seconds.inc(self.recording.seconds)
 
     async def _window(self, seek: int) -> tuple[list[Segment], int]:
         """Return the segments of the window from frame `seek` on, and where the next one begins."""
@@ -310,14 +340,9 @@ class Transcript:
         return [tokens.start, tokens.languages[self.language], task]
 
     def _prompt(self) -> list[int]:
-        by, tokens = self.by, self.by.tokens
-        prompt = self._steer()
-        if not self.ask.timestamps and self.recording.frames <= by.sizes.frames:
-            prompt.append(tokens.no_timestamps)
-        if text := self.ask.prompt.strip():
-            # What the prompt spells in the way of control tokens does not steer the model.
-            before = [token for token in by.tokenizer.encode(f" {text}") if token < tokens.end]
-            prompt = [tokens.previous, *before[-(by.sizes.context // 2 - 1) :], *prompt]
+        prompt = [*self.before, *self._steer()]
+        if not self.ask.timestamps and self.recording.frames <= self.by.sizes.frames:
+            prompt.append(self.by.tokens.no_timestamps)
         return prompt
 
     async def _generate(

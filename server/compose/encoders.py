@@ -244,9 +244,8 @@ async def _add_canary(to: Composition, service: EncodeService, encoder: Encoder,
         return
     # That an idle replica checks itself must not keep it awake.
     encode = partial(encoder.encode, counts=False) if isinstance(encoder, SleepingEncoder) else encoder.encode
-    await to.health.add_canary(
-        encoder_probe(encode, prompt), lambda: service.served, lambda: _is_awake(to, service), to.stack
-    )
+    probe = encoder_probe(encode, prompt, audio=encoder.info.audio)
+    await to.health.add_canary(probe, lambda: service.served, lambda: _is_awake(to, service), to.stack)
 
 
 def _is_awake(to: Composition, service: EncodeService) -> bool:

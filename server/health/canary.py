@@ -1,9 +1,11 @@
-"""The canary: an idle replica sends itself a real request, for one token or with a tiny image to encode."""
+"""The canary: an idle replica sends itself a real request, for one token or with a tiny file to encode."""
 
 import asyncio
+import io
 import logging
 import struct
 import uuid
+import wave
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -99,13 +101,26 @@ def engine_probe(engine: Engine, *, prefill_only: bool, token: int = 1, speech: 
     return probe
 
 
-def encoder_probe(encode: Callable[[Sequence[MediaInput], str], Awaitable[object]], prompt: str = "") -> Probe:
-    """Return a probe that encodes one tiny image. `prompt`, if the encoder needs one, has a placeholder for it."""
+def encoder_probe(
+    encode: Callable[[Sequence[MediaInput], str], Awaitable[object]], prompt: str = "", *, audio: bool = False
+) -> Probe:
+    """Return a probe that encodes one tiny image, or recording. `prompt`, if the encoder needs one, has a placeholder
+    for it."""
 
     async def probe() -> None:
-        await encode([MediaInput(tiny_image())], prompt)
+        media = MediaInput(tiny_recording(), kind="audio") if audio else MediaInput(tiny_image())
+        await encode([media], prompt)
 
     return probe
+
+
+def tiny_recording() -> bytes:
+    """Return a WAV of a tenth of a second of silence."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as silence:
+        silence.setparams((1, 2, 16_000, 0, "NONE", ""))
+        silence.writeframes(bytes(3_200))
+    return file.getvalue()
 
 
 def tiny_image() -> bytes:

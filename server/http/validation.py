@@ -14,6 +14,7 @@ _TYPES = {
     "int_parsing": "an integer",
     "bool_parsing": "true or false",
     "float_type": "a number",
+    "float_parsing": "a number",
     "bool_type": "true or false",
     "list_type": "an array",
     "dict_type": "an object",

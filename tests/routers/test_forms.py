@@ -1,5 +1,6 @@
 """Forms, as clients of HTTP send them."""
 
+import time
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from multimodal.errors import RequestError
 from protocol.common import Wire
 from routers.forms import Form, read_form
 from routers.state import HttpOptions
+from tests.support.waiting import slowness
 
 OPTIONS = HttpOptions(
     max_body_bytes=1 << 20,
@@ -89,6 +91,35 @@ async def test_a_field_that_comes_twice_is_refused() -> None:
         found.parsed(Asked)
 
 
+async def test_parameters_are_read_as_clients_write_them() -> None:
+    heads = (
+        b'form-data; name="a"; x*' + b"1" * 5000 + b"=2",  # a number that int() refuses
+        b"form-data; NAME=b ; x",
+        b'form-data; name="c \\" ; d"; y="',
+    )
+    body = b"".join(b"--x\r\nContent-Disposition: " + head + b"\r\n\r\n1\r\n" for head in heads) + b"--x--"
+    found = await sent(form(content=body, headers={"content-type": 'multipart/form-data; charset=utf-8; boundary="x"'}))
+    assert found.fields == {"a": ["1"], "b": ["1"], 'c " ; d': ["1"]}
+    named = b"--x\r\nContent-Disposition: form-data; name=f; filename*=UTF-8''%e2%82%ac.wav\r\n\r\n1\r\n--x--"
+    found = await sent(form(content=named, headers={"content-type": "multipart/form-data; boundary=x"}))
+    assert found.file("f") == b"1"
+
+
+async def test_a_long_header_takes_no_time() -> None:
+    """Of what may be a head: email's parser takes seconds."""
+    header = 'multipart/form-data; boundary="' + ";" * 60_000
+    began = time.perf_counter()
+    with pytest.raises(RequestError):
+        await sent(form(content=b"", headers={"content-type": header}))
+    assert time.perf_counter() - began < 0.3 * slowness()
+
+
+async def test_as_many_parts_as_are_allowed() -> None:
+    body = b"".join(b"--x\r\n" + HEAD + b"1\r\n" for _ in range(128)) + b"--x--"
+    found = await sent(form(content=body, headers={"content-type": "multipart/form-data; boundary=x"}))
+    assert len(found.fields["a"]) == 128
+
+
 HEAD = b'Content-Disposition: form-data; name="a"\r\n\r\n'
 
 
@@ -113,6 +144,9 @@ async def test_malformed_forms_are_refused(body: bytes) -> None:
 async def test_other_bodies_are_refused() -> None:
     with pytest.raises(HTTPException) as error:
         await sent(form(json={}))
+    assert error.value.status_code == 415
+    with pytest.raises(HTTPException, match="Compressed") as error:
+        await sent(form(files={"a": b"1"}, headers={"content-encoding": "gzip"}))
     assert error.value.status_code == 415
     with pytest.raises(RequestError, match="boundary"):
         await sent(form(content=b"", headers={"content-type": "multipart/form-data"}))

@@ -135,6 +135,7 @@ async def test_requests_take_turns(client: httpx.AsyncClient) -> None:
     [
         ({"language": "tlh"}, "language", None),
         ({"temperature": "1.5"}, "temperature", None),
+        ({"temperature": "warm"}, "temperature", None),
         ({"response_format": "diarized_json"}, "response_format", None),
         ({"timestamp_granularities[]": "word"}, "timestamp_granularities", None),
         ({"timestamp_granularities[]": "day", "response_format": "verbose_json"}, "timestamp_granularities", None),
@@ -152,6 +153,7 @@ async def test_what_is_wrong_is_named(
     assert found.status_code == 400, found.text
     error = found.json()["error"]
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
+    assert f"'{param}" in error["message"]
 
 
 async def test_files_that_cannot_be_transcribed_are_refused(client: httpx.AsyncClient) -> None:

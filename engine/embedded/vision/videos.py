@@ -6,9 +6,10 @@ decoded, so that only one is in memory at its full size.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from engine.media import FrameSampling, MediaInput
 
 _CHOOSE = {None: evenly, "frames": as_smolvlm, "patches": as_qwen}
 _MOST_PROCESSED = 1 << 20
-"""Pixels that a frame has once it is scaled, in models of today; those of all frames are in memory together."""
+"""Pixels that a frame has once it is processed as an image, in models of today."""
+MOST_PIXELS = 1 << 28
+"""Pixels that all frames of a video may have once they are scaled. They are in memory together, at 12 bytes each."""
 _RESAMPLING = {2: "bilinear", 3: "bicubic"}
 
 
@@ -70,14 +73,16 @@ class VideoProcessing:
         file = VideoFile(video, self._options)
         sampling = sampling_of(video.sampling, self._options, self._own)
         wanted = _CHOOSE[self._kind](file.total, file.fps, sampling)
-        with room(file.pixels + len(wanted) * min(file.pixels, _MOST_PROCESSED)):
-            frames = file.frames(wanted)
-            try:
+        pixels = math.prod(file.size)
+        try:
+            scaled = math.prod(self._scaled(*file.size)) if self._kind == "patches" else min(pixels, _MOST_PROCESSED)
+            with room(pixels + len(wanted) * scaled):
+                frames = file.frames(wanted)
                 if self._kind == "patches":
-                    return self._patches(file, [(index, self._resized(frame)) for index, frame in frames])
+                    return self._patches(file, (self._resized(frame) for _, frame in frames), len(wanted))
                 return self._images(file, [(index, self._image(frame)) for index, frame in frames])
-            except ValueError as error:
-                raise InvalidRequest("the model takes no video of this shape", "video") from error
+        except ValueError as error:
+            raise InvalidRequest("the model takes no video of this shape", "video") from error
 
     def _image(self, frame: np.ndarray) -> dict[str, Any]:
         """Process a frame as an image, which is not split."""
@@ -106,40 +111,53 @@ class VideoProcessing:
     def _resized(self, frame: np.ndarray) -> torch.Tensor:
         """Return a frame as Qwen2-VL's processor resizes it, uint8 [channels, height, width]."""
         pixels = torch.from_numpy(frame).permute(2, 0, 1)
-        size = self._settings.get("size", {})
-        height, width = resized(
-            frame.shape[0],
-            frame.shape[1],
-            self._number("patch_size", 14) * self._number("merge_size", 2),
-            self._settings.get("min_pixels") or size.get("shortest_edge", 128 * 28 * 28),
-            self._settings.get("max_pixels") or size.get("longest_edge", 768 * 28 * 28),
-        )
+        height, width = self._scaled(*frame.shape[:2])
         mode = _RESAMPLING.get(self._number("resample", 3), "bicubic")
         if (height, width) == pixels.shape[1:]:
             return pixels
         return functional.interpolate(pixels[None], (height, width), mode=mode, align_corners=False, antialias=True)[0]
 
-    def _patches(self, file: VideoFile, frames: list[tuple[int, torch.Tensor]]) -> Prepared:
-        """Cut frames into patches of space and time."""
+    def _scaled(self, height: int, width: int) -> tuple[int, int]:
+        """Return the height and width that a frame has for the model. Raises ValueError."""
+        size = self._settings.get("size", {})
+        return resized(
+            height,
+            width,
+            self._number("patch_size", 14) * self._number("merge_size", 2),
+            self._settings.get("min_pixels") or size.get("shortest_edge", 128 * 28 * 28),
+            self._settings.get("max_pixels") or size.get("longest_edge", 768 * 28 * 28),
+        )
+
+    def _patches(self, file: VideoFile, frames: Iterator[torch.Tensor], most: int) -> Prepared:
+        """Cut frames, `most` of them at most, into patches of space and time."""
         patch, merge, depth = (
             self._number(name, default)
             for name, default in (("patch_size", 14), ("merge_size", 2), ("temporal_patch_size", 2))
         )
-        pixels = torch.stack([frame for _, frame in frames]).float()
         mean, deviation = (
             torch.tensor(getattr(self._image_processor, name)).view(1, -1, 1, 1) * 255
             for name in ("image_mean", "image_std")
         )
-        pixels = (pixels - mean) / deviation
-        if short := -len(pixels) % depth:
-            pixels = torch.cat((pixels, pixels[-1:].expand(short, -1, -1, -1)))
-        time, height, width = len(pixels) // depth, pixels.shape[2] // patch, pixels.shape[3] // patch
-        cut = pixels.view(time, depth, 3, height // merge, merge, patch, width // merge, merge, patch)
-        values = cut.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(time * height * width, 3 * depth * patch**2)
+        count = height = width = 0
+        cuts: list[torch.Tensor] = []
+        while group := [*islice(frames, depth)]:
+            count += len(group)
+            if (all_pixels := most * group[0][0].numel()) > MOST_PIXELS:
+                raise InvalidRequest(
+                    f"{most} frames of the video have {all_pixels} pixels once they are scaled; a video may have "
+                    f"{MOST_PIXELS}: ask for a lower 'num_frames'",
+                    "video",
+                )
+            pixels = torch.stack([*group, *group[-1:] * (depth - len(group))]).float()
+            pixels = (pixels - mean) / deviation
+            height, width = pixels.shape[2] // patch, pixels.shape[3] // patch
+            cut = pixels.view(depth, 3, height // merge, merge, patch, width // merge, merge, patch)
+            cuts.append(cut.permute(2, 5, 3, 6, 1, 0, 4, 7).reshape(height * width, 3 * depth * patch**2))
+        time, values = len(cuts), torch.cat(cuts)
         rows = time * height * width // merge**2
         interval = 1.0
         if self._tokens_per_second:
-            taken = len(frames) / file.total * file.fps  # frames a second
+            taken = count / file.total * file.fps  # frames a second
             interval = float(np.float32(self._tokens_per_second) * np.float32(depth / taken))
         tensors = {"pixel_values": values, "image_grid_thw": torch.tensor([[time, height, width]])}
         return Prepared(tensors, self._token * rows, rows, (time, height, width), interval)

@@ -1,12 +1,15 @@
 """Audio files to features, in a process of its own: decoders of files from strangers may hang or crash.
 
 It imports neither torch nor transformers. A file whose decoding takes too long ends the process, and so may a damaged
-one; the process is restarted. The files that were read at the same time are read again, each of them once more.
+one; the process is restarted. The files that were read at the same time are read again, one by one, each of them once
+more: only the file at fault is refused.
 """
 
 import asyncio
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import count
 
 import msgspec
@@ -14,11 +17,12 @@ import numpy as np
 
 from engine.errors import EngineDied, EngineNotReady, InvalidRequest
 from engine.kit.audio_file import decode_audio
-from engine.kit.log_mel import HOP, SAMPLE_RATE, Recording, log_mel
+from engine.kit.log_mel import FRAMES_PER_SECOND, HOP, SAMPLE_RATE, Recording, log_mel
 from engine.kit.work import Turns
 from engine.process.child import ServiceProcess
 from engine.process.client import ServiceClient
 from engine.process.service import Interface, Method
+from engine.process.wire import MAX_MESSAGE_BYTES
 from engine.transfer.shared_bytes import Data, readable
 
 _AT_ONCE = 4
@@ -26,6 +30,8 @@ _AT_ONCE = 4
 _MAX_BYTES = 1 << 30
 """Memory of the files and features of an API process that are being read."""
 _PAUSE = 0.1
+_OVERHEAD = 1 << 10
+"""Bytes of a message with features, besides these."""
 _MIN_SECONDS = 0.1
 
 
@@ -38,6 +44,11 @@ class ReaderConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Longest recording."""
     timeout_seconds: float
     """Seconds that decoding a file may take before the process is replaced."""
+
+    @property
+    def longest(self) -> float:
+        """Seconds of the longest recording: its features travel in one message."""
+        return min(self.max_seconds, (MAX_MESSAGE_BYTES - _OVERHEAD) // (4 * self.bins * FRAMES_PER_SECOND))
 
 
 class ReaderInfo(msgspec.Struct, frozen=True):
@@ -81,7 +92,7 @@ class SpeechReader:
         config, number = self._config, next(self._numbers)
         self._begun[number] = time.monotonic()
         try:
-            samples = decode_audio(bytes(readable(file.data)), config.max_seconds)
+            samples = decode_audio(bytes(readable(file.data)), config.longest)
             seconds = len(samples) / SAMPLE_RATE
             if seconds < _MIN_SECONDS:
                 raise InvalidRequest(f"the audio is shorter than {_MIN_SECONDS:g} seconds", "audio")
@@ -120,6 +131,12 @@ class HostedReader(ServiceClient[ReaderInfo]):
     def __init__(self, config: ReaderConfig) -> None:
         self.process = ServiceProcess(READER, config)
         self._turns = Turns(_AT_ONCE, 1, _MAX_BYTES)
+        self._suspects = 0
+        """Files that were being read when the process ended."""
+        self._cleared = asyncio.Event()
+        """Set while there are none of these."""
+        self._cleared.set()
+        self._alone = asyncio.Lock()
         super().__init__(READER, self.process.address, self.process.wait_failed)
 
     async def start(self) -> None:
@@ -132,18 +149,36 @@ class HostedReader(ServiceClient[ReaderInfo]):
 
     async def read(self, data: bytes) -> Recording:
         """Raises InvalidRequest for a file that cannot be read, or is too long."""
+        file = AudioFile(data)
         async with self._turns.place(len(data)):
-            for attempt in (1, 2):
-                try:
-                    recording: Recording = await self._read(AudioFile(data))
-                    return recording
-                except EngineDied as error:
-                    if attempt == 2:
-                        raise InvalidRequest("the audio cannot be decoded", "audio") from error
-        raise AssertionError("a second failure raises")
+            try:
+                return await self._read(file)
+            except EngineDied:
+                with self._suspected():
+                    return await self._read_alone(file)
 
-    async def _read(self, file: AudioFile) -> Recording:
+    @contextmanager
+    def _suspected(self) -> Iterator[None]:
+        self._suspects += 1
+        self._cleared.clear()
+        try:
+            yield
+        finally:
+            self._suspects -= 1
+            if not self._suspects:
+                self._cleared.set()
+
+    async def _read_alone(self, file: AudioFile) -> Recording:
+        async with self._alone:
+            try:
+                return await self._read(file, suspected=True)
+            except EngineDied as error:
+                raise InvalidRequest("the audio cannot be decoded", "audio") from error
+
+    async def _read(self, file: AudioFile, *, suspected: bool = False) -> Recording:
         while True:
+            if not suspected:
+                await self._cleared.wait()
             try:
                 recording: Recording = await self.call("read", file)
                 return recording

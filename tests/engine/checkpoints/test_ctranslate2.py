@@ -14,6 +14,7 @@ from engine.checkpoints.conversions import ModelError
 from engine.checkpoints.packaged import PACKAGED, WHISPER, Packaged, installed_files
 from engine.checkpoints.store import resolve_model
 from engine.checkpoints.whisper import read_sizes, read_tokens
+from engine.errors import EngineFailure
 from tests.support.whisper_models import build_whisper, write_ctranslate2
 
 
@@ -63,6 +64,13 @@ def test_a_damaged_file_is_refused(package: Path, tmp_path: Path, damage: str, m
     monkeypatch.setitem(PACKAGED, WHISPER, known)
     with pytest.raises(ModelError, match=r"cannot convert whisper-tiny.en: .* (is cut off|is no Whisper model)"):
         resolve_model(WHISPER, tmp_path / "cache")
+
+
+def test_a_tokenizer_without_the_tokens_is_refused(tmp_path: Path) -> None:
+    for name in ("generation_config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(EngineFailure, match="lack a token of Whisper"):
+        read_tokens(tmp_path)
 
 
 def test_the_real_package(tmp_path: Path) -> None:

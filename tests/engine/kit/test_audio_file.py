@@ -68,6 +68,7 @@ def test_a_flac_that_hides_its_length_is_refused_while_it_is_decoded() -> None:
         (file(tone(0.1, 1_000), 1_000), "1000 samples a second"),
         (file(tone(0.1, 8_000, channels=9), 8_000), "9 channels"),
         (file(np.full(100, np.nan), 8_000, subtype="FLOAT"), "not finite"),
+        (file(np.resize([3e38, -3e38], 44_100), 44_100, subtype="FLOAT"), "not finite"),
         (file(np.zeros(0), 8_000), "no samples"),
         (file(tone(1, 8_000), 8_000, "FLAC")[:3000], "damaged or incomplete"),
     ],

@@ -1,6 +1,7 @@
 """Frames of video files, chosen as transformers and vLLM choose them; files that lie, or are broken, stay bounded."""
 
 import struct
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from engine.config import VideoOptions
 from engine.errors import InvalidRequest
+from engine.kit import video_file
 from engine.kit.video_file import VideoFile, as_qwen, as_smolvlm, evenly
 from engine.kit.video_text import spelled, video_text
 from engine.media import FrameSampling, MediaInput
@@ -61,6 +63,25 @@ def test_a_video_that_claims_a_million_frames() -> None:
 def test_refusals(data: bytes, options: dict[str, float], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         list(opened(data, **options).frames([20]))
+
+
+def test_frames_of_several_sizes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = iter([48, 50])
+    monkeypatch.setattr(VideoFile, "_frame", lambda self: np.zeros((next(sizes), 64, 3), np.uint8))
+    with pytest.raises(InvalidRequest, match="differ in size"):
+        list(opened(AVI).frames([0, 1]))
+
+
+def test_waiting_for_its_turn_is_not_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(video_file, "time", SimpleNamespace(monotonic=lambda: now))
+    file = opened(AVI)
+    now = 100.0
+    frames = file.frames([0, 20])
+    assert next(frames)[0] == 0
+    now = 200.0
+    with pytest.raises(InvalidRequest, match="longer than 30 seconds to decode"):
+        next(frames)
 
 
 def test_what_is_corrupt_is_skipped() -> None:

@@ -1,6 +1,8 @@
 """Transcripts: cut as transformers cuts long recordings, tried again where they are bad, and their words."""
 
+import threading
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,9 +36,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Recording:
-    """A recording of so many windows of 2 seconds."""
+    """A recording of so many seconds, in windows of 2."""
 
     seconds: float
+    data: bytes = bytes(100)
 
     @property
     def frames(self) -> int:
@@ -99,7 +102,7 @@ def transcriber_of(folder: Path) -> Callable[..., Transcriber]:
 
 
 async def segments_of(transcriber: Transcriber, **ask: Any) -> list[Segment]:
-    transcript = await transcriber.prepare(SpeechAsk(file=b"audio", **({"language": "en"} | ask)))
+    transcript = await transcriber.prepare(SpeechAsk(**({"language": "en"} | ask)), b"audio")
     return [segment async for found in transcript.segments() for segment in found]
 
 
@@ -167,6 +170,46 @@ async def test_only_the_first_request_gives_up_at_a_busy_engine(
     assert [one.text for one in await segments_of(transcriber_of(engine))] == [" a", " b"]
     with pytest.raises(QueueFull):
         await segments_of(transcriber_of(Scripted([busy])))
+
+
+async def test_a_long_prompt_is_tokenised_once_and_off_the_event_loop(
+    transcriber_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+
+    def encode(text: str, add_special_tokens: bool = False) -> list[int]:
+        if len(text) > 1:  # not a sample, by which it is known where a text may be cut
+            assert threading.current_thread() is not threading.main_thread()
+            lengths.append(len(text))
+        return _ids("word ") * 100
+
+    tokenizer = copy(TOKENIZER)
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    monkeypatch.setattr(tokenizer, "longest_token", 200)
+    engine = Scripted([said(" unsure", logprob=-2.0), said(" a", between=(0, 100)), said(" b")], seconds=3.0)
+    transcriber = transcriber_of(engine)
+    transcriber.tokenizer = tokenizer
+    await segments_of(transcriber, prompt="word " * 200_000)
+    assert len(engine.requests) == 3
+    assert sum(lengths) == 1 + 31 * 200, "no more than the tokens that count may have"
+
+
+async def test_recordings_have_a_limited_amount_of_memory_together(
+    transcriber_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of a few kilobytes may be hours of silence."""
+    monkeypatch.setattr(speech_module, "MAX_HELD", 250)
+    engine = Scripted([said(" a")])
+    transcriber = transcriber_of(engine)
+    ask = SpeechAsk(language="en")
+    first, second = [await transcriber.prepare(ask, b"audio") for _ in range(2)]
+    with pytest.raises(QueueFull, match="too many recordings"):
+        await transcriber.prepare(ask, b"audio")
+    assert [len(found) async for found in first.segments()] == [1]
+    third = await transcriber.prepare(ask, b"audio")
+    del second  # its client left before its first window
+    await transcriber.prepare(ask, b"audio")
+    assert third.recording.seconds == 2.0
 
 
 async def test_the_whole_request_has_a_deadline(transcriber_of: Any) -> None:

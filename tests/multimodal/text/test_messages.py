@@ -144,8 +144,16 @@ def test_audio_comes_by_url_or_as_it_is(part: dict[str, Any], url: str) -> None:
 
 @pytest.mark.parametrize("image", [None, "", {"url": ""}])
 def test_an_image_needs_a_url(image: Any) -> None:
-    with pytest.raises(RequestError, match="no URL"):
-        to_template(message({"type": "image_url", "image_url": image}))
+    with pytest.raises(RequestError, match="no URL") as caught:
+        to_template(message(text("a"), {"type": "image_url", "image_url": image}), 3)
+    assert caught.value.param == "messages.3.content.1.image_url"
+
+
+@pytest.mark.parametrize("kind", ["text", "input_text", "refusal"])
+def test_a_text_part_needs_a_text(kind: str) -> None:
+    with pytest.raises(RequestError, match=r"'messages\.3\.content\.1' has no text") as caught:
+        to_template(message(text("a"), {"type": kind}), 3)
+    assert caught.value.param == f"messages.3.content.1.{'refusal' if kind == 'refusal' else 'text'}"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -15,8 +16,10 @@ import psutil
 import pytest
 
 from engine.errors import EngineFailure
+from engine.kit.audio_file import decode_audio
+from engine.media import MediaInput
 from engine.types import CANARY_SALT
-from server.health.canary import Canary, tiny_image
+from server.health.canary import Canary, encoder_probe, tiny_image
 from server.health.watchdog import Watchdog
 from tests.support.servers import CHAT, ROOT, application, serving
 from tests.support.waiting import slowness
@@ -185,6 +188,19 @@ def test_the_canarys_image_is_one() -> None:
     with image.open(io.BytesIO(tiny_image())) as picture:
         picture.load()
         assert (picture.size, picture.mode) == ((32, 32), "RGB")
+
+
+@pytest.mark.parametrize("audio", [False, True])
+async def test_the_canary_of_an_encoder_is_a_file_that_it_takes(audio: bool) -> None:
+    sent: list[MediaInput] = []
+
+    async def encode(media: Sequence[MediaInput], prompt: str) -> None:
+        sent.extend(media)
+
+    await encoder_probe(encode, audio=audio)()
+    assert [file.kind for file in sent] == ["audio" if audio else "image"]
+    if audio:
+        assert decode_audio(sent[0].data, 1).shape == (1600,)
 
 
 async def test_the_canarys_salt_is_its_own() -> None:

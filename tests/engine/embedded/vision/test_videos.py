@@ -15,6 +15,7 @@ from transformers.video_utils import VideoMetadata
 from engine.checkpoints.facts import read_model_facts
 from engine.config import EncoderConfig
 from engine.embedded.models.embeddings import PromptImages
+from engine.embedded.vision import videos
 from engine.embedded.vision.batches import BatchEncoder
 from engine.kit.video_text import spelled
 from engine.media import EncodedMedia, FrameSampling, MediaInput, MediaSpan, MediaSpans
@@ -81,8 +82,8 @@ def test_pixels_text_and_embeddings(folder: Path, encoder: BatchEncoder, monkeyp
         pytest.importorskip("torchvision", reason="transformers' processors of videos need it")
         from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor  # noqa: PLC0415
 
-        videos = Qwen2VLVideoProcessor.from_pretrained(folder)
-        inputs = videos([np.stack(pictures)], return_tensors="pt", do_sample_frames=False)
+        theirs = Qwen2VLVideoProcessor.from_pretrained(folder)
+        inputs = theirs([np.stack(pictures)], return_tensors="pt", do_sample_frames=False)
         expected = model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"])
         assert list(encoded.grid) == inputs["video_grid_thw"][0].tolist() == [2, 12, 16]
         assert encoded.text == "<|video_pad|>" * 96
@@ -122,6 +123,17 @@ def test_rates_counts_and_refusals(folder: Path, encoder: BatchEncoder) -> None:
     assert mixed[0] == mixed[2] and count(mixed[1]) == (3 if encoder.info.video_token_id >= 0 else 6)  # two a second
     (refused,) = dict(*encoder.encode([MediaInput(b"RIFF", kind="video")])).values()
     assert "cannot be read" in str(refused)
+
+
+def test_frames_that_take_too_much_memory_are_refused(encoder: BatchEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of families that scale frames to millions of pixels, if the file has as many."""
+    at_once, more = (MediaInput(VIDEO, kind="video", sampling=FrameSampling(num_frames=count)) for count in (4, 6))
+    monkeypatch.setattr(videos, "MOST_PIXELS", encoder.processing.prepare(at_once).tensors["pixel_values"].numel() // 3)
+    assert isinstance(dict(*encoder.encode([at_once]))[0], EncodedMedia)
+    outcome = dict(*encoder.encode([more]))[0]
+    assert isinstance(outcome, EncodedMedia) == (encoder.info.video_token_id < 0)
+    if not isinstance(outcome, EncodedMedia):
+        assert "ask for a lower 'num_frames'" in str(outcome)
 
 
 def test_positions_are_those_of_transformers(folder: Path, encoder: BatchEncoder) -> None:

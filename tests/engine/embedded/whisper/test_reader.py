@@ -62,6 +62,42 @@ async def test_a_file_that_ends_the_process_twice_is_refused(monkeypatch: pytest
     assert asked == 2
 
 
+async def test_files_that_were_read_beside_it_are_read_again_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    running: list[asyncio.Future[None]] = []
+
+    async def call(self: HostedReader, method: str, file: AudioFile) -> Recording:
+        """Read what is not bad, which ends the process with all that it reads."""
+        died = asyncio.get_running_loop().create_future()
+        running.append(died)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        if file.data == b"bad":
+            for each in running:
+                each.set_exception(EngineDied("the audio reader process was lost while the request ran"))
+            running.clear()
+        if died in running:
+            running.remove(died)
+            return Recording(1.0, 100, 80, bytes(file.data))
+        await died
+        raise AssertionError("it has died")
+
+    monkeypatch.setattr(HostedReader, "call", call)
+    hosted = HostedReader(CONFIG)
+    found = await asyncio.gather(*map(hosted.read, (b"bad", b"good", b"fine")), return_exceptions=True)
+    assert isinstance(found[0], InvalidRequest)
+    assert [each.data for each in found[1:] if isinstance(each, Recording)] == [b"good", b"fine"]
+    assert (await hosted.read(b"next")).data == b"next"
+
+
+async def test_a_recording_may_be_as_long_as_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "MAX_MESSAGE_BYTES", 4 * 80 * 300 + 2000)
+    here = SpeechReader(CONFIG)
+    assert (await here.read(AudioFile(wav(2.5)))).frames == 250
+    with pytest.raises(InvalidRequest, match="longer than 3 seconds"):
+        await here.read(AudioFile(wav(3.5)))
+    await here.close()
+
+
 async def test_a_file_that_takes_too_long_makes_the_process_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host ends a service that is not."""
     release = threading.Event()
