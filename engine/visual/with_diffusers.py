@@ -19,7 +19,6 @@ from engine.errors import EngineFailure, InvalidRequest
 from engine.kit.image_file import decode, limit_pixels
 from engine.media import MediaInput
 from engine.visual.base import Picture, Tick
-from engine.visual.graphs import GraphedForward
 from engine.visual.types import VisualConfig, VisualInfo, VisualRequest
 
 _FRAMES = ("num_frames", "video_length")
@@ -145,8 +144,6 @@ class DiffusersPipeline:
         if not self._config.cfg_batching:
             denoiser.forward = _in_halves(denoiser.forward)
         if not self._config.step_cache:
-            if self._config.cuda_graphs and self._pipe.device.type == "cuda":
-                denoiser.forward = GraphedForward(denoiser.forward)
             return
         try:
             apply_first_block_cache(denoiser, FirstBlockCacheConfig(threshold=self._config.step_cache))
