@@ -38,7 +38,7 @@ class VisualSettings(Section):
     visual_max_pixels: int = Field(1 << 22, ge=64)
     """Maximum size of a picture, or a frame, in pixels: width times height."""
     visual_max_steps: int = Field(200, ge=1)
-    """Maximum number of denoising steps of a request."""
+    """Maximum number of denoising steps of a request; defaults are cut to it."""
     visual_max_frames: int = Field(256, ge=1)
     """Maximum number of frames of a video."""
     visual_max_video_pixels: int = Field(1 << 28, ge=64)
