@@ -490,7 +490,8 @@ class SleepingEncoder(_SleepControl):
         await self.inner.start()
         await self._begin_idling()
 
-    async def encode(self, media: Sequence[MediaInput], prompt: str = "") -> Encoded:
+    async def encode(self, media: Sequence[MediaInput], prompt: str = "", *, counts: bool = True) -> Encoded:
+        """See `Encoder`. `counts`: whether the replica is not idle because of this."""
         while not self._accepts:
             if not self.state.on_demand:
                 raise EngineAsleep(self.state.obstacle or "The replica is asleep.")
@@ -507,7 +508,7 @@ class SleepingEncoder(_SleepControl):
             return work.result()
         finally:
             work.cancel()
-            self._ended(turn)
+            self._ended(turn, counts=counts)
 
     async def close(self) -> None:
         await self._end()

@@ -242,8 +242,10 @@ async def _add_canary(to: Composition, service: EncodeService, encoder: Encoder,
     if prompt is None:
         log.warning("no canary: the model's chat template shows no image")
         return
+    # That an idle replica checks itself must not keep it awake.
+    encode = partial(encoder.encode, counts=False) if isinstance(encoder, SleepingEncoder) else encoder.encode
     await to.health.add_canary(
-        encoder_probe(encoder, prompt), lambda: service.served, lambda: _is_awake(to, service), to.stack
+        encoder_probe(encode, prompt), lambda: service.served, lambda: _is_awake(to, service), to.stack
     )
 
 

@@ -5,11 +5,10 @@ import logging
 import struct
 import uuid
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 
 from engine.base import Engine
-from engine.encoder import Encoder
 from engine.errors import EngineError
 from engine.media import MediaInput, Speech
 from engine.types import CANARY_SALT, GenerateRequest, SamplingParams
@@ -100,11 +99,11 @@ def engine_probe(engine: Engine, *, prefill_only: bool, token: int = 1, speech: 
     return probe
 
 
-def encoder_probe(encoder: Encoder, prompt: str = "") -> Probe:
+def encoder_probe(encode: Callable[[Sequence[MediaInput], str], Awaitable[object]], prompt: str = "") -> Probe:
     """Return a probe that encodes one tiny image. `prompt`, if the encoder needs one, has a placeholder for it."""
 
     async def probe() -> None:
-        await encoder.encode([MediaInput(tiny_image())], prompt)
+        await encode([MediaInput(tiny_image())], prompt)
 
     return probe
 

@@ -68,7 +68,7 @@ def _unknown(path: str, request: Request) -> str:
         return f"The model of this server makes text: there is no /v1/{shown(core)}."
     if first in _OF_TEXT and "images/generations" in known:
         return f"The model of this server makes pictures or videos: there is no /v1/{shown(core)}."
-    if first in _LACKING:
+    if first in _LACKING or core == "audio/speech":
         return f"This server does not support OpenAI's /v1/{shown(core)}."
     if core.startswith("chat/completions/"):
         return "This server does not support OpenAI's stored chat completions."

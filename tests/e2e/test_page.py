@@ -72,8 +72,10 @@ class Tab:
             self.elsewhere.append(request.url)
 
     def _listen(self, message: Any) -> None:
-        # Chromium reports answers that are no success, of which the page tells by itself.
-        if message.type in ("error", "warning") and "the server responded with a status" not in message.text:
+        # Chromium reports answers that are no success, of which the page tells by itself, and servers that have
+        # ended, as these do before their tabs close.
+        expected = ("the server responded with a status", "ERR_CONNECTION_REFUSED")
+        if message.type in ("error", "warning") and not any(text in message.text for text in expected):
             self.faults.append(message.text)
 
     async def refuse(self, dialog: Any) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from smolvideo.chats import held_out_chats
 from smolvideo.evaluate import normal, video_file
-from smolvideo.questions import KINDS
 from tests.support.disaggregated import servers
 from tests.support.pictures import ask, said
 from tests.support.servers import ServerProcess
@@ -23,10 +22,13 @@ def smolvideo(smollm2: object) -> Iterator[ServerProcess]:
         yield running
 
 
-@pytest.mark.parametrize("extension", ["mp4", "webm"])
-def test_held_out_questions_about_files(smolvideo: ServerProcess, extension: str) -> None:
+ASKED = {"mover": "mp4", "direction": "webm", "appears": "mp4", "colour": "webm", "count": "mp4"}
+"""Kinds of questions, each about a clip in a file of this kind."""
+
+
+def test_held_out_questions_about_files(smolvideo: ServerProcess) -> None:
     right = 0
-    for kind in KINDS:
+    for kind, extension in ASKED.items():
         ((chat, expected),) = itertools.islice(held_out_chats(kind), 1)
         url = f"data:video/{extension};base64,{base64.b64encode(video_file(chat, Random(1), extension)).decode()}"
         question = chat.messages[-1]["content"][-1]
@@ -34,4 +36,4 @@ def test_held_out_questions_about_files(smolvideo: ServerProcess, extension: str
         answer = ask(smolvideo, {"role": "user", "content": content}, max_tokens=48, temperature=0)
         right += normal(said(answer)) == normal(expected)
         assert answer["usage"]["prompt_tokens_details"]["image_tokens"] == 8 * 16
-    assert right >= len(KINDS) - 3
+    assert right >= len(ASKED) - 1

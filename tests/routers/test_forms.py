@@ -21,6 +21,8 @@ OPTIONS = HttpOptions(
     lease_seconds=1,
     max_images=1,
     max_image_bytes=1 << 20,
+    max_video_bytes=1 << 20,
+    max_audio_bytes=1 << 20,
     max_text_bytes=1 << 20,
     max_values=100,
 )

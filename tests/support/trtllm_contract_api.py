@@ -109,7 +109,7 @@ def imported(module: str, name: str) -> Kind | None:
         return Kind("LLM", "class")
     if (module, name) == ("tensorrt_llm.scheduling_params", "SchedulingParams"):
         return Kind("SchedulingParams", "class")
-    if f"{module}.{name}" == "tensorrt_llm.executor.result.Logprob":
+    if f"{module}.{name}" in ("tensorrt_llm.executor.result.Logprob", "tensorrt_llm.inputs.utils.VideoData"):
         return Kind(name, "class")
     return Kind(f"{module}.{name}", "function") if f"{module}.{name}" in API["callables"] else None
 

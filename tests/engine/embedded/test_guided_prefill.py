@@ -28,6 +28,7 @@ class Digits:
 
     num_bytes = 0
     error = ""
+    together = None
 
     def start(self) -> "Digits":
         return self

@@ -14,7 +14,7 @@ from engine.process.child import _Host
 from engine.process.host import _Channel, _report
 
 
-async def read(parent: _Host) -> None:
+async def read_all(parent: _Host) -> None:
     await parent._read_to_end()
 
 
@@ -37,7 +37,7 @@ async def test_in_json_logs_every_line_is_an_object(
     monkeypatch.setattr(logs, "_options", logs.LogOptions(form="json"))
     lines = ['{"level": "info"}', "{not JSON}", "{", "[1]", "", "plain", '{"a": 1} {"b": 2}', '{"last": []}']
     with caplog.at_level(logging.WARNING, "engine.process.output"):
-        await read(parent_of(b"", "\n".join(lines).encode()))
+        await read_all(parent_of(b"", "\n".join(lines).encode()))
     assert capsys.readouterr().err == '{"level": "info"}\n{"last": []}\n'
     assert [record.getMessage() for record in caplog.records] == [
         "{not JSON}", "{", "[1]", "plain", '{"a": 1} {"b": 2}',
@@ -51,7 +51,7 @@ async def test_a_long_reason_reaches_the_parent_cut() -> None:
     line = os.read(read, 1 << 20)
     os.close(read)
     host = parent_of(line, b"")
-    await read(host)
+    await read_all(host)
     assert host._failure.startswith("no such thing éé") and len(line) <= 4096
 
 

@@ -170,7 +170,7 @@ async def test_a_canary_that_a_sleep_ends_counts_for_nothing() -> None:
         raise EngineFailure("aborted")
 
     canary = Canary(probe, lambda: 0, lambda: up, outcomes.append)
-    running = asyncio.create_task(canary.run(0.0, 1))
+    running = asyncio.create_task(canary.run(0.001, 1))
     await asyncio.wait_for(probed.wait(), 20)
     await asyncio.sleep(0)
     running.cancel()
