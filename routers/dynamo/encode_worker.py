@@ -62,9 +62,11 @@ class EncodeWorker(GraphWorker):
                 raise EngineShutdown("the encoder is restarting, or closing")
             result: dict[str, str] = {}
             if not probe:
-                work, stopped = asyncio.ensure_future(self._encoded(asked)), context.async_killed_or_stopped()
+                work = asyncio.create_task(self._encoded(asked))
+                stopped: asyncio.Future[Any] = context.async_killed_or_stopped()
+                either: set[asyncio.Future[Any]] = {work, stopped}
                 try:
-                    await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     stopped.cancel()
                     await cancel([work])
