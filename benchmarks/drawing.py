@@ -104,13 +104,12 @@ class Ours:
 
 async def measure(options: argparse.Namespace, folder: str, device: str) -> None:
     """Print a table of all ways."""
-    many, graphs = options.batch, {"cuda_graphs": device != "cpu"}
+    many = options.batch
     ways = [
         Way("plain diffusers, one by one", 1),
         Way(f"plain diffusers, batches of {many}", many),
-        Way("engine, one by one", 1, graphs),
-        Way(f"engine, batches of {many}", many, {"cuda_graphs": False}),
-        *([Way(f"engine, batches of {many}, CUDA graphs", many, graphs)] if device != "cpu" else []),
+        Way("engine, one by one", 1, {}),
+        Way(f"engine, batches of {many}", many, {}),
         Way(f"engine, batches of {many}, step cache 0.1", many, {"step_cache": 0.1}),
     ]
     running = [
@@ -120,7 +119,7 @@ async def measure(options: argparse.Namespace, folder: str, device: str) -> None
     pictures: list[list[np.ndarray]] = []
     for one in running:
         await one.start()
-        await one.draw(many)  # what is compiled or captured at first use
+        await one.draw(many)  # what is compiled at first use
         pictures.append(await one.draw(many))
     rates: list[list[float]] = [[] for _ in ways]
     for _ in range(options.rounds):

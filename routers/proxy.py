@@ -60,7 +60,7 @@ _STORED = re.compile(rf"(?:{responses.PATH}/(?=resp_)|{videos.PATH}/(?=video_)|{
 _ID = re.compile(rb'"id":"((?:resp|video)_[0-9a-f]+)"')
 _ID_WITHIN = 1 << 10
 """Bytes of an answer, or of the first event, in which the id of the response or video is."""
-_FILE = re.compile(rf'{images.FILES_PATH}/([^"/]+)"'.encode())
+_FILE = re.compile(rf'"url":"[^"]*{images.FILES_PATH}/([^"/]+)"'.encode())
 _FILES_WITHIN = 1 << 16
 """Bytes of an answer with the URLs of pictures; one with the pictures themselves is larger."""
 _BODIES: dict[str, tuple[type[BaseModel], Callable[[Any], Ask] | None]] = {
@@ -181,6 +181,9 @@ class _Exchange:
             else:
                 replica.breaker.succeed()
             self._note(replica, connection.status, content)
+            if self._path in images.PATHS and len(content) < _FILES_WITHIN:
+                url = f'"url":"{self._request.base_url}{images.FILES_PATH[1:]}/'.encode()
+                content = _FILE.sub(lambda found: b'%b%b"' % (url, found[1]), content)
             return _WholeAnswer(connection.status, headers, content)
         except ConnectionFailed as error:
             outcome = "unreachable"

@@ -78,9 +78,9 @@ def read_eagle_head(folder: Path, target: ModelFacts) -> EagleHead:
     for key, (found, wanted) in refused.items():
         if found != wanted:
             raise EngineFailure(f"{key} in {path} is {found}, and that of the model in {target.folder} is {wanted}")
-    for key, known in (("num_hidden_layers", (1, None)), ("hidden_act", ("silu", None)), ("draft_vocab_size", None)):
+    for key, known in (("num_hidden_layers", (1, None)), ("hidden_act", ("silu", None))):
         value = whole.get(key)
-        if known is not None and value not in known:
+        if value not in known:
             raise EngineFailure(f"{key} in {path} is {value!r}: heads are computed that have {known[0]!r}")
     size = whole.get("draft_vocab_size") or facts.vocab_size
     if type(size) is not int or not 0 < size <= facts.vocab_size:
@@ -121,8 +121,7 @@ def _plain(name: str) -> str:
 def _check_tensors(head: EagleHead, stored: Headers) -> None:
     shapes, optional = head.shapes, {"lm_head", "d2t"}
     if missing := sorted(shapes.keys() - head.names.keys() - optional):
-        name = next((f"{end}" for end in missing), "")
-        raise EngineFailure(f"the files in {head.folder} lack the tensor {name} of an EAGLE-3 head")
+        raise EngineFailure(f"the files in {head.folder} lack the tensor {missing[0]} of an EAGLE-3 head")
     if unknown := sorted(head.names.keys() - shapes.keys()):
         name = head.names[unknown[0]]
         raise EngineFailure(f"the tensor {name} in {stored[name].path} is unknown: this head is not computed")

@@ -114,7 +114,9 @@ class TrtllmVisualPipeline:
                 raise InvalidRequest(f"TensorRT-LLM refuses this: {error}") from error
             except MemoryError as error:
                 raise EngineFailure("the GPU has too little memory for this: ask for a smaller size") from error
-            except TimeoutError:
+            except TimeoutError as error:
+                if found.done():
+                    raise EngineFailure("TensorRT-LLM failed: it gave up waiting") from error
                 tick(0, steps)
             except RuntimeError as error:
                 raise EngineFailure(f"TensorRT-LLM failed: {error}") from error

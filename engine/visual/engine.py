@@ -187,6 +187,8 @@ class QueuedVisualEngine:
 
         def work() -> tuple[list[Any], list[int]]:
             found = self._pipeline.generate(pictures, tick)
+            if len(found) != len(pictures):
+                raise EngineFailure(f"the pipeline made {len(found)} pictures instead of {len(pictures)}")
             return found, [self._pipeline.prompt_tokens(picture.request.prompt) for picture in pictures]
 
         try:
@@ -264,6 +266,9 @@ class QueuedVisualEngine:
         finally:
             self._unwritten.release()
             self._note(encoding=-1)
+        if job.stream.ended:
+            self._note(aborted=1)
+            return
         job.delivered += 1
         video = bool(job.request.frames)
         self._note(images=not video, videos=video, frames=len(frames))

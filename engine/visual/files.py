@@ -44,8 +44,8 @@ def encode_video(frames: Any, fps: float, quality: int, going_on: Callable[[], b
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         crf = round(_WORST_CRF - (_WORST_CRF - _BEST_CRF) * quality / 100)
         stream.options = {"crf": str(crf), "b": "0", "deadline": "good", "cpu-used": "4", "row-mt": "1"}
-        for frame in frames:
-            if not going_on():
+        for number, frame in enumerate(frames):
+            if number and not going_on():
                 break
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())

@@ -35,7 +35,6 @@ class VisualConfig(msgspec.Struct, frozen=True, kw_only=True):
     guidance: float = -1.0
     step_cache: float = 0.0
     cfg_batching: bool = True
-    cuda_graphs: bool = False
     max_image_pixels: int = MAX_IMAGE_PIXELS
     arguments: dict[str, Any] = {}
     """Of TensorRT-LLM's `VisualGenArgs`."""

@@ -19,7 +19,6 @@ from engine.errors import EngineFailure, InvalidRequest
 from engine.kit.image_file import decode, limit_pixels
 from engine.media import MediaInput
 from engine.visual.base import Picture, Tick
-from engine.visual.graphs import GraphedForward
 from engine.visual.types import VisualConfig, VisualInfo, VisualRequest
 
 _FRAMES = ("num_frames", "video_length")
@@ -88,6 +87,11 @@ class DiffusersPipeline:
                 found = pipe(**arguments)
         except ValueError as error:
             raise InvalidRequest(f"the pipeline refuses this: {error}") from error
+        except IndexError as error:
+            if asked.steps > 1:
+                raise
+            # PixArt's pipelines take one step for one of a distilled model, and read a second result of its scheduler.
+            raise InvalidRequest("this model needs more than one step", "num_inference_steps") from error
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             raise EngineFailure("the GPU has too little memory for this: ask for a smaller size") from error
@@ -135,8 +139,12 @@ class DiffusersPipeline:
         changed: dict[str, Any] = {**arguments, "image": image, "width": asked.width, "height": asked.height}
         if asked.mask:
             changed["mask_image"] = _mask(asked.mask, self._config.max_image_pixels).resize(size)
-        if asked.strength is not None:
-            changed["strength"] = asked.strength
+        if "strength" in parameters:
+            changed["strength"] = strength = parameters["strength"] if asked.strength is None else asked.strength
+            if int(asked.steps * strength) < 1:
+                raise InvalidRequest(
+                    f"'strength' {strength:g} leaves none of {asked.steps} steps: ask for more of either", "strength"
+                )
         return {name: value for name, value in changed.items() if name in parameters}
 
     def _prepare_steps(self) -> None:
@@ -145,8 +153,6 @@ class DiffusersPipeline:
         if not self._config.cfg_batching:
             denoiser.forward = _in_halves(denoiser.forward)
         if not self._config.step_cache:
-            if self._config.cuda_graphs and self._pipe.device.type == "cuda":
-                denoiser.forward = GraphedForward(denoiser.forward)
             return
         try:
             apply_first_block_cache(denoiser, FirstBlockCacheConfig(threshold=self._config.step_cache))
@@ -274,7 +280,10 @@ def _in_halves(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _mask(data: bytes, max_pixels: int) -> Image.Image:
     """Return a mask in diffusers' form, whose white part is changed, of OpenAI's, whose transparent part is."""
-    decode(MediaInput(data), max_pixels)  # refuses what is no picture, or too large a one
+    try:
+        decode(MediaInput(data), max_pixels)
+    except InvalidRequest as error:
+        raise error.at("mask") from error
     with Image.open(io.BytesIO(data)) as opened:
         if not opened.has_transparency_data:
             return opened.convert("L")

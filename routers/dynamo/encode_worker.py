@@ -9,8 +9,10 @@ from dynamo.llm.exceptions import EngineShutdown, HttpError
 from dynamo.runtime import Context
 
 from engine.errors import EngineError
+from engine.kit.tasks import cancel
 from engine.replicas.encode_answers import EncodeService
-from routers.dynamo.convert import image_refs
+from protocol.dynamo import DynamoRequest
+from routers.dynamo.convert import CANCELLED, image_refs
 from routers.dynamo.images import GraphImages, OfferedEmbeddings
 from routers.dynamo.worker import LEASE, PROBE, Card, DynamoGraph, GraphWorker, Served, translated
 from routers.state import ReplicaState
@@ -60,17 +62,31 @@ class EncodeWorker(GraphWorker):
                 raise EngineShutdown("the encoder is restarting, or closing")
             result: dict[str, str] = {}
             if not probe:
+                work = asyncio.create_task(self._encoded(asked))
+                stopped: asyncio.Future[Any] = context.async_killed_or_stopped()
+                either: set[asyncio.Future[Any]] = {work, stopped}
                 try:
-                    async with asyncio.timeout(self._seconds):
-                        refs = image_refs(asked)
-                        with self._service.counting(len(refs)):
-                            media = await self._images.load(refs)
-                        result = await self._offered.offer(media)
-                except EngineError as error:
-                    raise translated(error) from None  # Dynamo logs the whole chain
-                except TimeoutError:
-                    raise HttpError(504, "the images were not ready in time") from None
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    stopped.cancel()
+                    await cancel([work])
+                if work.cancelled():
+                    yield CANCELLED
+                    return
+                result = work.result()
             yield {"token_ids": [], "index": 0, "finish_reason": "stop", "encoder_result": result}
+
+    async def _encoded(self, asked: DynamoRequest) -> dict[str, str]:
+        try:
+            async with asyncio.timeout(self._seconds):
+                refs = image_refs(asked)
+                with self._service.counting(len(refs)):
+                    media = await self._images.load(refs)
+                return await self._offered.offer(media)
+        except EngineError as error:
+            raise translated(error) from None  # Dynamo logs the whole chain
+        except TimeoutError:
+            raise HttpError(504, "the images were not ready in time") from None
 
     async def _lease(self, body: Any, context: Context) -> AsyncGenerator[Mapping[str, Any], None]:
         """Serve `lease`: another worker has read embeddings."""

@@ -14,6 +14,8 @@ T = TypeVar("T")
 _SIZE = re.compile(r"([1-9]\d{0,5})\s*x\s*([1-9]\d{0,5})", re.ASCII | re.IGNORECASE)
 _QUALITIES = {"low": 0.5, "high": 1.5, "hd": 1.5}
 """Factors of the model's own number of steps."""
+_MAX_SIDE = 16_383
+"""Pixels per side: the limit of WebP."""
 _SEED_BITS = 32
 """Of seeds that are drawn here: any client can read the number."""
 _DEFAULT_QUALITY = 90
@@ -43,7 +45,6 @@ def image_request(
     count = body.n or 1
     if count > limits.visual_max_images:
         raise RequestError(f"'n' may be {limits.visual_max_images} at most (VISUAL_MAX_IMAGES).", "n")
-    steps = body.num_inference_steps or max(1, round(info.steps * _QUALITIES.get(body.quality or "", 1)))
     width, height = _size(body, info, limits, edited)
     compression = body.output_compression
     return VisualRequest(
@@ -52,7 +53,7 @@ def image_request(
         seeds=_seeds(body, count),
         width=width,
         height=height,
-        steps=_steps(steps, limits),
+        steps=_steps(body, info.steps * _QUALITIES.get(body.quality or "", 1), limits),
         negative_prompt=_accepted(body.negative_prompt, "negative_prompt", "negative_prompt", info),
         guidance=_accepted(body.guidance_scale, "guidance", "guidance_scale", info, info.guidance),
         format=body.output_format or "png",
@@ -80,7 +81,7 @@ def video_request(body: VideoRequest, info: VisualInfo, limits: VisualLimits, re
         seeds=_seeds(body, 1),
         width=width,
         height=height,
-        steps=_steps(body.num_inference_steps or info.steps, limits),
+        steps=_steps(body, info.steps, limits),
         negative_prompt=_accepted(body.negative_prompt, "negative_prompt", "negative_prompt", info),
         guidance=_accepted(body.guidance_scale, "guidance", "guidance_scale", info, info.guidance),
         frames=frames,
@@ -109,6 +110,8 @@ def _size(
         if found is None:
             raise RequestError("'size' must be WIDTHxHEIGHT, such as 512x512, or auto.", "size")
         width, height = int(found[1]), int(found[2])
+    if max(width, height) > _MAX_SIDE:
+        raise RequestError(f"'size' must have sides of at most {_MAX_SIDE} pixels.", "size")
     if width % step or height % step:
         near = "x".join(str(max(step, round(side / step) * step)) for side in (width, height))
         raise RequestError(f"'size' must have sides that are multiples of {step}, such as {near}.", "size")
@@ -120,9 +123,12 @@ def _size(
     return width, height
 
 
-def _steps(steps: int, limits: VisualLimits) -> int:
-    if steps > limits.visual_max_steps:
-        most = limits.visual_max_steps
+def _steps(body: DrawingFields, default: float, limits: VisualLimits) -> int:
+    """Return the number of steps: the default as far as the limit allows it."""
+    most = limits.visual_max_steps
+    if (steps := body.num_inference_steps) is None:
+        return min(max(1, round(default)), most)
+    if steps > most:
         raise RequestError(f"'num_inference_steps' may be {most} at most (VISUAL_MAX_STEPS).", "num_inference_steps")
     return steps
 
@@ -154,6 +160,9 @@ def _frames(body: VideoRequest, info: VisualInfo, limits: VisualLimits) -> tuple
     else:
         fps = body.fps or info.fps
         frames = body.num_frames or (info.frames if seconds is None else max(1, round(seconds * fps)))
+        if body.num_frames is not None and (frames - 1) % info.frames_step:
+            step = info.frames_step
+            raise RequestError(f"'num_frames' must be one more than a multiple of {step}.", "num_frames")
         if body.num_frames is None and seconds is not None:
             frames = max(0, round((frames - 1) / info.frames_step)) * info.frames_step + 1
     if frames > limits.visual_max_frames:

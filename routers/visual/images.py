@@ -21,7 +21,7 @@ from multimodal.media.sniff import check_image
 from protocol.visual import ImageEditRequest, ImageFields, ImageRequest, ImagesAnswer
 from routers.body import json_body, request_body, while_connected
 from routers.forms import read_form
-from routers.state import Owner, RequestId, StateDep, VisualService, VisualServiceDep
+from routers.state import Owner, RequestId, VisualService, VisualServiceDep
 from routers.visual.drawing import image_request
 
 PATHS = ("/v1/images/generations", "/v1/images/edits")
@@ -41,7 +41,6 @@ router = APIRouter(tags=["pictures and videos"])
 )
 async def generate(
     request: Request,
-    state: StateDep,
     service: VisualServiceDep,
     owner: Owner,
     request_id: RequestId,
@@ -64,9 +63,7 @@ async def generate(
         }
     },
 )
-async def edit(
-    request: Request, state: StateDep, service: VisualServiceDep, owner: Owner, request_id: RequestId
-) -> Response:
+async def edit(request: Request, service: VisualServiceDep, owner: Owner, request_id: RequestId) -> Response:
     """Change a picture, or the part of it that is transparent in a mask, as a prompt says."""
     form = await read_form(request)
     body = form.parsed(ImageEditRequest)

@@ -5,13 +5,14 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
 
-from engine.errors import EngineUnavailable
+from engine.errors import EngineFailure
 from engine.kit.work import FILES
-from routers.database import Database
+from routers.database import Database, StoreUnavailable
 from routers.errors import MediaNotFound
 
 SCHEMA = """
@@ -37,7 +38,6 @@ class StoredFile(NamedTuple):
 
     name: str
     path: Path
-    created: float
 
 
 class MediaStore:
@@ -52,39 +52,42 @@ class MediaStore:
         self._max_bytes = max_bytes
 
     async def put(self, owner: str, data: bytes, format_: str) -> StoredFile:
-        """Keep a file. It is whole or not there at all, whenever the process ends. Raises EngineUnavailable."""
+        """Keep a file. It is whole or not there at all, whenever the process ends.
+
+        Raises EngineFailure if it is too large, and StoreUnavailable.
+        """
         if len(data) > self._max_bytes:
-            raise EngineUnavailable("The file is larger than all that is kept (MEDIA_STORE_MB).")
+            raise EngineFailure("The file is larger than all that is kept (MEDIA_STORE_MB).")
         name = f"{uuid4().hex}.{format_}"
         path = self._folder / name
 
-        def work(db: sqlite3.Connection) -> float:
-            created = time.time()
-            self._make_room(db, len(data), created)
-            db.execute("INSERT INTO files VALUES (?, ?, ?, ?)", (name, owner, created, len(data)))
+        def work(db: sqlite3.Connection) -> None:
+            now = time.time()
+            self._make_room(db, len(data), now)
+            db.execute("INSERT INTO files VALUES (?, ?, ?, ?)", (name, owner, now, len(data)))
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")
-            with partial.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-            return created
+            try:
+                with partial.open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
 
-        return StoredFile(name, path, await self.database.run(work))
+        await self.database.run(work)
+        return StoredFile(name, path)
 
     async def get(self, owner: str, name: str) -> StoredFile:
         """Raises MediaNotFound."""
-
-        def work(db: sqlite3.Connection) -> StoredFile | None:
-            query = "SELECT created FROM files WHERE name=? AND owner=? AND created>?"
-            row = db.execute(query, (name, owner, time.time() - self.max_seconds)).fetchone()
-            return None if row is None else StoredFile(name, self._folder / name, row[0])
-
-        found = await self.database.run(work)
-        if found is None or not await FILES.run(found.path.is_file):
+        query = "SELECT 1 FROM files WHERE name=? AND owner=? AND created>?"
+        key = (name, owner, time.time() - self.max_seconds)
+        path = self._folder / name
+        known = await self.database.run(lambda db: db.execute(query, key).fetchone() is not None)
+        if not known or not await FILES.run(path.is_file):
             raise MediaNotFound(name)
-        return found
+        return StoredFile(name, path)
 
     def remove(self, db: sqlite3.Connection, name: str) -> None:
         """Remove a file, within a transaction."""
@@ -124,5 +127,6 @@ class MediaStore:
 async def clean_for_ever(store: MediaStore, pause: float = 600.0) -> None:
     """Remove from time to time what is too old."""
     while True:
-        await store.clean()
+        with suppress(StoreUnavailable):  # it is logged
+            await store.clean()
         await asyncio.sleep(pause)

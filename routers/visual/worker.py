@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import Scope
 
-from engine.errors import EngineDied, EngineUnavailable
+from engine.errors import EngineDied, EngineFailure, EngineUnavailable
 from engine.kit.tasks import cancel
 from engine.visual.base import VisualEngine
 from multimodal.errors import DeadlineExceeded
@@ -41,6 +41,8 @@ class VideoWorker:
     ended: dict[str, int] = field(default_factory=lambda: {"completed": 0, "failed": 0, "cancelled": 0})
     """Jobs by how they ended."""
     _deaths: dict[int, int] = field(default_factory=dict, init=False)
+    _careful: bool = field(default=False, init=False)
+    """Whether jobs are done one at a time, since the engine died of one of several."""
 
     async def run(self) -> None:
         """Work for ever. Raises nothing but CancelledError."""
@@ -63,7 +65,8 @@ class VideoWorker:
         running: set[asyncio.Task[None]] = set()
         try:
             while True:
-                job = await self.jobs.take() if len(running) < _TOGETHER and self.ready() else None
+                most = 1 if self._careful else _TOGETHER
+                job = await self.jobs.take() if len(running) < most and self.ready() else None
                 if job is not None:
                     running.add(asyncio.create_task(self._do(job), name=job.id))
                     continue
@@ -83,6 +86,7 @@ class VideoWorker:
             try:
                 async with asyncio.timeout(self.timeout_seconds):
                     await self._generate(job)
+                    self._careful = False
                     return
             except TimeoutError:
                 raise DeadlineExceeded(self.timeout_seconds) from None
@@ -109,16 +113,24 @@ class VideoWorker:
                 wanted.add_done_callback(lambda _: news.close())
                 async for delta in news:
                     if delta.stage == "file":
-                        file = await self.jobs.media.put(job.owner, delta.data, job.request.format)
-                        await self.jobs.end(job.number, "completed", file.name, progress=100)
+                        file = await self._stored(job, delta.data)
+                        await self.jobs.end(job.number, "completed", file, progress=100)
                         self.ended["completed"] += 1
                         return
                     if told != (now := (delta.stage, delta.progress)):
                         told = now
                         await self.jobs.note(job.number, *now)
+            await wanted
             self.ended["cancelled"] += 1
         finally:
             await cancel([wanted])
+
+    async def _stored(self, job: VideoRecord, data: bytes) -> str:
+        """Keep the file of a job, and return its name. Raises EngineFailure: made again, it would not be kept."""
+        try:
+            return (await self.jobs.media.put(job.owner, data, job.request.format)).name
+        except StoreUnavailable as error:
+            raise EngineFailure("The video was made, but cannot be stored.") from error
 
     async def _until_unwanted(self, job: VideoRecord) -> None:
         """Return once a client has cancelled or deleted the job."""
@@ -127,7 +139,8 @@ class VideoWorker:
 
     def _hopeless(self, job: VideoRecord, error: Exception) -> bool:
         """Count how often the engine died of a job, and tell whether that is enough."""
-        if isinstance(error, EngineDied):
-            self._deaths[job.number] = self._deaths.get(job.number, 0) + 1
-            return self._deaths[job.number] >= _MOST_DEATHS
-        return False
+        if not isinstance(error, EngineDied):
+            return False
+        self._deaths[job.number] = self._deaths.get(job.number, 0) + 1
+        self._careful = self._deaths[job.number] < _MOST_DEATHS
+        return not self._careful

@@ -74,7 +74,6 @@ def visual_config(settings: Settings, folder: Path | None) -> VisualConfig:
         guidance=settings.visual_guidance,
         step_cache=settings.visual_step_cache,
         cfg_batching=settings.visual_cfg_batching,
-        cuda_graphs=settings.visual_cuda_graphs,
         max_image_pixels=settings.max_image_pixels,
         arguments=json.loads(settings.visual_engine_args or "{}"),
         hang_seconds=settings.engine_hang_seconds,

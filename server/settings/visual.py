@@ -33,16 +33,12 @@ class VisualSettings(Section):
     """Compute the pictures with and without the prompt, which guidance needs, in one batch; false computes them one
     after the other, in half the memory.
     """
-    visual_cuda_graphs: bool = False
-    """Launch a denoising step on a GPU as one CUDA graph, once pictures of the same size and number have been computed;
-    small models gain most. It has no effect with VISUAL_STEP_CACHE, which decides in each step.
-    """
     visual_max_images: int = Field(10, ge=1, le=1000)
     """Maximum number of pictures of a request."""
     visual_max_pixels: int = Field(1 << 22, ge=64)
     """Maximum size of a picture, or a frame, in pixels: width times height."""
     visual_max_steps: int = Field(200, ge=1)
-    """Maximum number of denoising steps of a request."""
+    """Maximum number of denoising steps of a request; defaults are cut to it."""
     visual_max_frames: int = Field(256, ge=1)
     """Maximum number of frames of a video."""
     visual_max_video_pixels: int = Field(1 << 28, ge=64)

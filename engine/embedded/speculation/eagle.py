@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 _KEPT = 512
 """Most hidden states of a sequence that wait to be read."""
+_PIECES = 8
+"""Most tensors that hold them. Each is a view that keeps the hidden states of a whole step in memory."""
 _CATCH_UP = 64
 """Most positions of a sequence that are read before it is drafted for."""
-
-
 _LEAST = 0.2
 """A draft ends where it is less likely right than this."""
 
@@ -60,7 +60,10 @@ class HeadReading:
         if self.count > _KEPT:
             end = self.end + self.count
             self.first = self.end = (end - _KEPT // 2) // self._size * self._size
-            self.waiting, self.count, self.last = [torch.cat(self.waiting)[self.end - end :]], end - self.end, None
+            kept = torch.cat(self.waiting)[self.end - end :].clone()
+            self.waiting, self.count, self.last = [kept], end - self.end, None
+        elif len(self.waiting) > _PIECES:
+            self.waiting = [torch.cat(self.waiting)]
 
     def take(self, count: int) -> torch.Tensor:
         """Return the first hidden states that wait; they are read."""

@@ -107,6 +107,20 @@ def test_failures_have_their_kinds(library: Any, prompt: str, error: type[Except
     assert made.generate([picture()], no_tick)
 
 
+def test_a_computation_that_gives_up_waiting_has_failed(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def give_up(*_: Any, **__: Any) -> None:
+        raise TimeoutError
+
+    def stop(step: int, steps: int) -> None:
+        raise Stopped
+
+    made = pipeline()
+    made.load()
+    monkeypatch.setattr(library.VisualGenResult, "result", give_up)
+    with pytest.raises(EngineFailure, match="gave up"):
+        made.generate([picture()], stop)
+
+
 def test_a_picture_that_nobody_wants_is_left_alone(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(visual, "_POLL_SECONDS", 0.01)
     made = pipeline()

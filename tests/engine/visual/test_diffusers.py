@@ -140,16 +140,28 @@ def test_pictures_are_changed(unet: Path, pixart: Path) -> None:
     assert abs(changed - other).max() > 0
     (masked,) = drawn(pipeline, picture(image=file(), mask=file(mode="RGBA", colour=(0, 0, 0, 0)), **asked))
     assert masked.shape == (1, 16, 32, 3)
-    for broken in ({"image": file()[:60]}, {"image": file(), "mask": b"none"}):
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("image", {"image": file()[:60]}),
+        ("mask", {"image": file(), "mask": b"none"}),
+        ("strength", {"image": file(), "strength": 0.4}),
+        ("strength", {"image": file(), "steps": 1}),
+    ]
+    for param, fields in wrong:
         with pytest.raises(InvalidRequest) as refused:
-            drawn(pipeline, picture(**asked, **broken))
-        assert refused.value.param == "image"
+            drawn(pipeline, picture(**{**asked, **fields}))
+        assert refused.value.param == param, fields
     assert not loaded(pixart).load().edits
 
 
 def test_what_the_pipeline_refuses_is_said(unet: Path) -> None:
     with pytest.raises(InvalidRequest, match="divisible by 8"):
         drawn(loaded(unet), picture(width=20))
+
+
+def test_one_step_is_refused_where_the_pipeline_needs_more(pixart: Path) -> None:
+    with pytest.raises(InvalidRequest, match="more than one step") as refused:
+        drawn(loaded(pixart), picture(steps=1))
+    assert refused.value.param == "num_inference_steps"
 
 
 def test_clips(tmp_path: Path) -> None:

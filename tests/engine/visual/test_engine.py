@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 from PIL import Image
@@ -15,6 +16,7 @@ from engine.errors import EngineFailure, EngineNotReady, InvalidRequest, QueueFu
 from engine.fake.visual import FakePipeline
 from engine.visual.base import Picture, Tick
 from engine.visual.engine import QueuedVisualEngine
+from engine.visual.files import encode
 from engine.visual.types import VisualConfig, VisualRequest, VisualStats
 from tests.support.waiting import slowness, until
 
@@ -211,6 +213,46 @@ async def test_a_bug_of_the_pipeline_fails_one_request(pipeline: Recording, capl
             await files(engine, asked())
         assert engine.healthy
     assert "failed" in caplog.text
+
+
+async def test_pictures_that_do_not_come_fail() -> None:
+    class Short(Recording):
+        def generate(self, batch: Sequence[Picture], tick: Tick) -> list[Any]:
+            return super().generate(batch, tick)[1:]
+
+    async with running(Short()) as engine, asyncio.timeout(20 * slowness()):
+        with pytest.raises(EngineFailure, match="1 pictures instead of 2"):
+            await files(engine, asked("a", 1, 2))
+
+
+async def test_a_file_that_nobody_wants_any_more_is_no_picture(
+    pipeline: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, go = threading.Event(), threading.Event()
+
+    def held(*_: Any) -> bytes:
+        writing.set()
+        go.wait(60)
+        return b""
+
+    monkeypatch.setattr("engine.visual.engine.encode", held)
+    async with running(pipeline) as engine:
+        stream = engine.generate(asked())
+        assert await asyncio.to_thread(writing.wait, 20 * slowness())
+        stream.close()
+        go.set()
+        async with asyncio.timeout(20 * slowness()):
+            async for now in engine.stats():
+                if not now.encoding and (now.images or now.aborted):
+                    break
+        assert (now.images, now.aborted) == (0, 1)
+
+
+def test_a_video_that_nobody_wants_any_more_is_short() -> None:
+    av = pytest.importorskip("av")
+    data = encode(np.zeros((9, 16, 16, 3), np.uint8), asked(frames=9, fps=8.0, format="webm"), lambda: False)
+    with av.open(io.BytesIO(data)) as container:
+        assert len(list(container.decode(video=0))) == 1
 
 
 async def test_files_have_the_format_that_was_asked_for(pipeline: Recording) -> None:

@@ -1,5 +1,10 @@
 """What of a worker needs Dynamo's package, but no graph."""
 
+import asyncio
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 pytest.importorskip("dynamo.llm", reason="ai-dynamo-runtime is not installed (constraints-dev.txt, Linux)")
@@ -8,7 +13,12 @@ from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument, Un
 
 from engine.errors import ContextOverflow, EngineDied, EngineError, EngineFailure, EngineNotReady, QueueFull
 from engine.kv_events import Created, KvEvent, Removed, Stored, StoredBlock, UniqueToken
+from routers.dynamo.convert import CANCELLED
+from routers.dynamo.encode_worker import EncodeWorker
 from routers.dynamo.worker import _EventRank, reasoning_parser, tool_parser, translated
+from routers.state import ReplicaState
+from tests.routers.dynamo.test_handoffs import StandInContext
+from tests.support.waiting import slowness
 
 
 @pytest.mark.parametrize(
@@ -71,3 +81,26 @@ def test_events_tell_what_is_on_the_device() -> None:
     again = told(created, Stored(None, (block(3),)))
     assert {*again[0]["block_hashes"]} == {7, -1}, "a new engine has none of the old one's blocks"  # type: ignore[misc]
     assert again[1]["block_hashes"] == [3]
+
+
+async def test_images_of_a_request_that_is_stopped_are_not_encoded_further() -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    class Images:
+        async def load(self, refs: object) -> list[Any]:
+            begun.set()
+            try:
+                return await asyncio.get_running_loop().create_future()
+            finally:
+                ended.set()
+
+    parts: dict[str, Any] = {"service": SimpleNamespace(healthy=True, counting=lambda _: nullcontext())}
+    parts |= {"graph": None, "replica": ReplicaState(model_name="m"), "card": None, "images": Images(), "offered": None}
+    worker = EncodeWorker(**parts, seconds=60, drain_seconds=0)
+    context: Any = StandInContext()
+    asking = asyncio.ensure_future(anext(worker._generate({"token_ids": [1]}, context)))
+    async with asyncio.timeout(20 * slowness()):
+        await begun.wait()
+        context.stop_generating()
+        assert await asking == CANCELLED
+        await ended.wait()

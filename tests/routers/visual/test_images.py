@@ -13,12 +13,14 @@ import httpx
 import pytest
 from PIL import Image
 
+from engine.errors import EngineFailure
 from protocol.visual import ImagesAnswer
+from routers.database import StoreUnavailable
 from routers.state import VisualService
 from routers.visual import media as media_module
 from routers.visual.media import MediaStore
 from tests.support.servers import application
-from tests.support.waiting import until
+from tests.support.waiting import slowness, until
 
 NEW, CHANGED = "/v1/images/generations", "/v1/images/edits"
 BODY = {"model": "fake", "prompt": "a red circle"}
@@ -83,6 +85,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"size": "0x64"}, "size"),
     ({"size": "63x64"}, "size"),
     ({"size": "8192x8192"}, "size"),
+    ({"size": "8x16384"}, "size"),
     ({"num_inference_steps": 0}, "num_inference_steps"),
     ({"num_inference_steps": 201}, "num_inference_steps"),
     ({"guidance_scale": -1}, "guidance_scale"),
@@ -113,6 +116,14 @@ async def test_quality_chooses_the_steps(tmp_path: Path) -> None:
             before = (await anext(aiter(service.engine.stats()))).steps
             await client.post(NEW, json=BODY | {"quality": quality})
             assert (await anext(aiter(service.engine.stats()))).steps - before == steps
+
+
+async def test_default_steps_keep_to_the_limit(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"visual_steps": 10, "visual_max_steps": 8}
+    async with application(modality="visual", cache_dir=tmp_path, **settings) as (client, state):
+        service: VisualService = state["replica"].service
+        assert (await client.post(NEW, json=BODY | {"quality": "hd"})).status_code == 200
+        assert (await anext(aiter(service.engine.stats()))).steps == 8
 
 
 async def test_a_picture_is_changed(client: httpx.AsyncClient) -> None:
@@ -177,7 +188,7 @@ async def test_the_oldest_files_make_room(tmp_path: Path) -> None:
     with pytest.raises(media_module.MediaNotFound):
         await store.get("me", first.name)
     assert (await store.get("me", second.name)).path.read_bytes() == b"2" * 60
-    with pytest.raises(media_module.EngineUnavailable, match="MEDIA_STORE_MB"):
+    with pytest.raises(EngineFailure, match="MEDIA_STORE_MB"):
         await store.put("me", b"3" * 101, "png")
     await store.close()
 
@@ -189,14 +200,32 @@ def stored(folder: Path, pattern: str) -> list[Path]:
 async def test_half_a_file_is_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = MediaStore(tmp_path, 100, 60)
     monkeypatch.setattr(media_module.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "disk full")))
-    with pytest.raises(media_module.EngineUnavailable):
+    with pytest.raises(StoreUnavailable):
         await store.put("me", b"1", "png")
-    assert not stored(tmp_path, "*.png")
-    monkeypatch.undo()
+    assert [path for path in stored(tmp_path, "*") if path.parent.name == "files"] == []
+    (tmp_path / "files" / "a.partial").write_bytes(b"of a process that has ended")
     monkeypatch.setattr(media_module, "_STRAY_SECONDS", -1.0)
     await store.clean()
     assert not stored(tmp_path, "*.partial"), "what was left is removed"
     await store.close()
+
+
+async def test_cleaning_goes_on_after_the_store_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, again, tries = MediaStore(tmp_path, 100, 60), asyncio.Event(), []
+
+    async def clean() -> None:
+        tries.append(len(tries))
+        if len(tries) == 1:
+            raise StoreUnavailable("locked")
+        again.set()
+
+    monkeypatch.setattr(store, "clean", clean)
+    cleaning = asyncio.create_task(media_module.clean_for_ever(store, 0.0))
+    waiting = asyncio.create_task(again.wait())
+    await asyncio.wait([cleaning, waiting], return_when=asyncio.FIRST_COMPLETED, timeout=20 * slowness())
+    assert again.is_set()
+    cleaning.cancel()
+    await asyncio.wait([cleaning])
 
 
 async def test_a_client_that_leaves_ends_the_work(tmp_path: Path) -> None:

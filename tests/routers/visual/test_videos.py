@@ -2,7 +2,7 @@
 
 import asyncio
 import io
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ import pytest
 
 from engine.errors import EngineDied
 from engine.visual.base import VisualStream
-from engine.visual.types import VisualInfo, VisualRequest
+from engine.visual.types import VisualDelta, VisualInfo, VisualRequest
+from multimodal.errors import RequestError
 from protocol.visual import VideoJob, VideoRequest
+from routers.database import StoreUnavailable
 from routers.visual.drawing import VisualLimits, video_request
-from routers.visual.jobs import VideoJobs
+from routers.visual.jobs import VideoJobs, VideoRecord
 from routers.visual.media import MediaStore
 from routers.visual.worker import VideoWorker
 from server.http.errors import render_event
@@ -199,6 +201,13 @@ FREE = VisualInfo(
 )
 
 
+def test_numbers_of_frames_that_the_model_does_not_make_are_refused() -> None:
+    for info in (FIXED, FREE):
+        with pytest.raises(RequestError) as refused:
+            video_request(VideoRequest(prompt="a", num_frames=18), info, LIMITS, "r")
+        assert refused.value.param == "num_frames"
+
+
 @pytest.mark.parametrize(
     ("info", "fields", "frames", "fps"),
     [
@@ -219,25 +228,95 @@ def test_frames_and_their_rate(info: VisualInfo, fields: dict[str, Any], frames:
     assert (asked.frames, asked.fps) == (frames, fps)
 
 
-async def test_a_job_that_kills_the_engine_is_given_up(tmp_path: Path) -> None:
-    class Dying:
-        deaths = 0
+class Engine:
+    """Answers each request with what `answers` returns for its prompt, and counts them."""
 
-        def generate(self, request: VisualRequest) -> VisualStream:
-            self.deaths += 1
-            return VisualStream.failed(EngineDied("killed"))
+    def __init__(self, answers: Callable[[str], VisualStream]) -> None:
+        self.asked = 0
+        self._answers = answers
 
-    engine: Any = Dying()
-    jobs = VideoJobs(MediaStore(tmp_path, 1000, 60), 5)
-    request = VisualRequest(request_id="r", prompt="a", seeds=(1,), width=8, height=8, steps=1, frames=1, fps=1)
-    job = await jobs.create("me", request)
+    def generate(self, request: VisualRequest) -> VisualStream:
+        self.asked += 1
+        return self._answers(request.prompt)
+
+
+MADE = VisualDelta("file", 100, 0, b"video", True)
+
+
+def made(_: str) -> VisualStream:
+    stream = VisualStream(lambda: None)
+    stream.put(MADE)
+    return stream
+
+
+async def ended(jobs: VideoJobs, engine: Any, *prompts: str) -> list[VideoRecord]:
+    """What becomes of jobs with these prompts."""
+    size: dict[str, Any] = {"width": 8, "height": 8, "steps": 1, "frames": 1, "fps": 1, "format": "webm"}
+    ids = [
+        (await jobs.create("me", VisualRequest(request_id="r", prompt=prompt, seeds=(1,), **size))).id
+        for prompt in prompts
+    ]
     worker = VideoWorker(jobs, engine, 60, render_event, lambda: True, pause=0.01)
     working = asyncio.create_task(worker.run())
-    async with asyncio.timeout(20 * slowness()):
-        while (found := await jobs.get("me", job.id)).state != "failed":  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    working.cancel()
-    await asyncio.wait([working])
-    await jobs.media.close()
-    assert engine.deaths == 3
+    try:
+        async with asyncio.timeout(20 * slowness()):
+            while True:
+                found = [await jobs.get("me", job) for job in ids]
+                if not {job.state for job in found} & {"queued", "in_progress"}:
+                    return found
+                await asyncio.sleep(0.01)
+    finally:
+        working.cancel()
+        await asyncio.wait([working])
+        await jobs.media.close()
+
+
+async def test_a_job_that_kills_the_engine_is_given_up(tmp_path: Path) -> None:
+    engine = Engine(lambda _: VisualStream.failed(EngineDied("killed")))
+    (found,) = await ended(VideoJobs(MediaStore(tmp_path, 1000, 60), 5), engine, "a")
+    assert engine.asked == 3
     assert b"engine_died" in (found.error or b"")
+
+
+async def test_a_job_beside_one_that_kills_the_engine_is_done(tmp_path: Path) -> None:
+    running: list[VisualStream] = []
+
+    def answer(prompt: str) -> VisualStream:
+        running.append(stream := VisualStream(lambda: None))
+        if prompt == "deadly":
+            for each in running:
+                each.fail(EngineDied("killed"))
+            running.clear()
+        else:
+            asyncio.get_running_loop().call_later(0.3, stream.put, MADE)
+        return stream
+
+    jobs = VideoJobs(MediaStore(tmp_path, 1000, 60), 5)
+    found = await ended(jobs, Engine(answer), "harmless", "deadly")
+    assert [job.state for job in found] == ["completed", "failed"]
+
+
+async def test_a_video_that_cannot_be_kept_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(made)
+    (found,) = await ended(VideoJobs(MediaStore(tmp_path, 1, 60), 5), engine, "a")
+    assert (found.state, engine.asked) == ("failed", 1)
+    assert b"MEDIA_STORE_MB" in (found.error or b"")
+    monkeypatch.setattr("routers.visual.media.os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "disk full")))
+    (found,) = await ended(VideoJobs(MediaStore(tmp_path, 1000, 60), 5), engine, "a")
+    assert (found.state, engine.asked) == ("failed", 2)
+    assert b"cannot be stored" in (found.error or b"")
+
+
+async def test_a_job_goes_on_after_the_store_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = VideoJobs(MediaStore(tmp_path, 1000, 60), 5)
+    engine: Engine = Engine(lambda prompt: VisualStream(lambda: None) if engine.asked == 1 else made(prompt))
+    wanted = jobs.wanted
+
+    async def fails_once(number: int) -> bool:
+        monkeypatch.setattr(jobs, "wanted", wanted)
+        raise StoreUnavailable("locked")
+
+    monkeypatch.setattr(jobs, "wanted", fails_once)
+    (found,) = await ended(jobs, engine, "a")
+    assert found.state == "completed"
+    assert engine.asked == 2

@@ -237,3 +237,14 @@ def test_what_waits_to_be_read_is_bounded() -> None:
     assert reader.take(1990 - end + 1).flatten().tolist() == [*range(end, 1990), -1]
     reader.keep(3000, torch.tensor([[3000]]))
     assert (reader.first, reader.end, reader.count) == (3000, 3000, 1)
+
+
+def test_what_waits_does_not_keep_whole_steps_in_memory() -> None:
+    reader = HeadReading(1, 0, BLOCK)
+    for start in range(400):
+        step = torch.zeros(1000, 4)
+        step[-1] = start
+        reader.keep(start, step[-1:])
+    held = sum(piece.untyped_storage().nbytes() for piece in reader.waiting)
+    assert held <= 20 * step.nbytes, "not all 400 steps"
+    assert reader.take(400)[:, 0].tolist() == [*range(400)]
