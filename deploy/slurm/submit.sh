@@ -15,6 +15,7 @@
 # CLIENT, REQUESTS_PER_STREAM     of trellis sweep
 
 mtp=0 kinds=all
+# shellcheck disable=SC2034  # what includes this reads them
 for argument in "$@"; do
     case $argument in
     mtp=off) mtp=0 ;;
