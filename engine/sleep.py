@@ -491,9 +491,9 @@ class SleepingEncoder(_SleepControl):
         await self._begin_idling()
 
     async def encode(self, media: Sequence[MediaInput], prompt: str = "", *, counts: bool = True) -> Encoded:
-        """See `Encoder`. `counts`: whether the replica is not idle because of this."""
+        """See `Encoder`. `counts`: whether this keeps the replica awake, and wakes it."""
         while not self._accepts:
-            if not self.state.on_demand:
+            if not (self.state.on_demand and counts):
                 raise EngineAsleep(self.state.obstacle or "The replica is asleep.")
             waiting = _EncoderTurn()
             self._hold(waiting)

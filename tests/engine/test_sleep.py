@@ -426,6 +426,8 @@ async def test_images_wake_an_encoder_that_fell_asleep_by_itself() -> None:
         found = await asyncio.gather(*(encoder.encode([IMAGE]) for _ in range(3)))
         assert len(found) == 3
     await until(lambda: encoder.state.phase == "asleep")
+    with pytest.raises(EngineAsleep):
+        await encoder.encode([IMAGE], counts=False)  # a canary that came too late
     waiting = asyncio.create_task(encoder.encode([IMAGE]))
     waiting.cancel()
     await asyncio.wait({waiting})
