@@ -124,6 +124,14 @@ LONGEST = (
 TESTS = Path(__file__).parent
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import what `make test` leaves out anyway, unless it is named."""
+    if config.option.markexpr != "not slow" or not collection_path.is_relative_to(TESTS):
+        return None
+    place = collection_path.relative_to(TESTS).as_posix() + ("/" if collection_path.is_dir() else "")
+    return place.startswith(SLOW) or None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _place(item).startswith(SLOW):
