@@ -263,7 +263,7 @@ async def test_choices_of_one_request_stand_side_by_side(opened: Any) -> None:
 
 async def test_every_supported_field_is_offered_and_sent(opened: Any) -> None:
     with ServerThread() as server:
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=SECONDS) as client:
             document = (await client.get(f"{server.url}/openapi.json")).json()
         properties = document["components"]["schemas"]["ChatCompletionRequest"]["properties"]
         ours = {"model", "messages", "stream", "stream_options", "max_completion_tokens", "request_id"}
