@@ -248,7 +248,7 @@ async def test_an_encode_replica_sleeps_and_tells_its_peers() -> None:
 
 
 async def test_an_idle_encode_replica_is_woken_by_an_image() -> None:
-    idle = {"sleep_after_idle_seconds": 0.05, "canary_seconds": 0.02}
+    idle = {"sleep_after_idle_seconds": 0.05, "canary_seconds": 0.5}
     async with application(**ENCODES, **idle) as (client, state):
         await until(lambda: state["replica"].sleep.phase == "asleep")
         headers = {"authorization": "Bearer secret", "content-type": MEDIA_TYPE}
