@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 from hypothesis import strategies as st
 
+from routers.chat import MEDIA_PARTS
 from tests.support.servers import application
 
 Schema = dict[str, Any]
@@ -167,9 +168,10 @@ def property_of(schema: Schema, name: str) -> Schema:
     return schema["properties"][name] | NARROWED.get(name, {})
 
 
-def shows_images(value: Any) -> bool:
-    """Whether a body has an image, which this model does not take."""
-    return any(named in json.dumps(value) for named in ('"image_url"', '"image"'))
+def shows_media(value: Any) -> bool:
+    """Whether a body has an image, a video or a recording, which this model does not take."""
+    text = json.dumps(value)
+    return any(f'"{name}"' in text for name in ("image", *MEDIA_PARTS))
 
 
 def contradicts(body: dict[str, Any]) -> bool:

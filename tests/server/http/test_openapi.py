@@ -10,7 +10,7 @@ from protocol.chunks import ChatCompletionChunk, CompletionChunk
 from server.app import create_app
 from server.http.schemas import wire_types
 from server.settings import Settings
-from tests.support.openapi import BODIES, App, Document, body_schema, property_of, resolved, shows_images, with_field
+from tests.support.openapi import BODIES, App, Document, body_schema, property_of, resolved, shows_media, with_field
 from tests.support.servers import application
 
 
@@ -52,7 +52,7 @@ def test_examples_and_bounds_are_accepted(path: str, app: App, document: Documen
             else:
                 body = with_field(path, schema, name, value)
             named = name in ("model", "previous_response_id")  # which must exist
-            if not shows_images(body) and "structured_outputs" not in body and not named:
+            if not shows_media(body) and "structured_outputs" not in body and not named:
                 answer = app.post(path, body)
                 assert answer.status_code == 200, (name, value, answer.text)
 
