@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from smolvision.architecture import VISION, VOCABULARY
+from smolvision.architecture import VISION, VOCABULARY, write
 from smolvision.images import SIZE
 
 TEXT_RANK = 6
@@ -91,10 +90,4 @@ def save(path: Path, tensors: dict[str, torch.Tensor], facts: dict[str, str]) ->
         "files": json.dumps(files()),
         **facts,
     }
-    part = path.with_suffix(".part")
-    save_file(
-        {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in tensors.items()},
-        part,
-        metadata,
-    )
-    part.replace(path)
+    write(path, tensors, metadata)
