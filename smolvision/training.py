@@ -188,7 +188,7 @@ class Trainer(ABC):
             phase.steps += 1
             self.steps += 1
             now = time.monotonic()
-            if now - shown > 10:
+            if now - shown > 10 and phase.done < 1:
                 show()
                 shown = now
             if now - saved > 60:
