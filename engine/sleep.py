@@ -125,7 +125,7 @@ class _Abortable(Protocol):
 
 
 class _Resumable(Protocol):
-    """What waits until the backend is awake."""
+    """A request that waits until the backend is awake."""
 
     def enter(self) -> None:
         """Go on."""

@@ -53,7 +53,7 @@ class MediaRef:
     param: str
     kind: MediaKind = "image"
     sampling: FrameSampling = ANY_FRAMES
-    """For videos."""
+    """Frames to take of a video."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class TextGrammar(NamedTuple):
     syntax: Literal["lark", "regex"]
     definition: str
     field: str
-    """Where the request has it."""
+    """The field of the request that has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,12 +163,12 @@ class Ask:
     """Do not keep KV blocks on the host or the disk."""
     priority: int = 0
     prediction: str | None = None
-    """What the output may be; it only makes the output come sooner."""
+    """Predicted output, which only speeds generation up."""
 
     # Sampling.
     max_tokens: int | None = None
     default_max_tokens: int | None = None
-    """In place of `max_tokens`, as far as there is room; None fills the context."""
+    """Used without `max_tokens`, as far as there is room; None fills the context."""
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
@@ -182,7 +182,7 @@ class Ask:
     allowed_token_ids: Sequence[int] = ()
     bad_words: Sequence[str] = ()
     guides: Sequence[AskedGuide] = ()
-    """At most one is allowed."""
+    """Guides of the output; at most one is allowed."""
 
     # Stopping.
     ignore_eos: bool = False

@@ -8,7 +8,7 @@ from protocol.common import Finite, ModelFields
 
 
 class SpeechFields(ModelFields):
-    """What transcripts and translations have in common. The form has the audio besides."""
+    """Fields that transcripts and translations share. The form has the audio in addition."""
 
     file: Any = None
     """The audio: a WAV, FLAC, MP3, Ogg Vorbis or Opus file."""
@@ -51,7 +51,7 @@ class TranslationRequest(SpeechFields):
 
 
 class DurationUsage(BaseModel):
-    """What a transcript is billed by."""
+    """Usage by which a transcript is billed."""
 
     type: Literal["duration"]
     """Always `duration`."""
@@ -71,11 +71,11 @@ class TranscriptSegment(BaseModel):
     end: float
     """Likewise."""
     text: str
-    """What is said, with the space before it."""
+    """Text of the segment, with the space before it."""
     tokens: list[int]
     """Token ids, with timestamps."""
     temperature: float
-    """With which the text was decoded."""
+    """Temperature at which the text was decoded."""
     avg_logprob: float
     """Mean log-probability of the tokens."""
     compression_ratio: float
@@ -101,17 +101,17 @@ class Transcription(BaseModel):
     text: str
     """All that is said."""
     task: Literal["transcribe", "translate"] | None = None
-    """What was asked for."""
+    """The requested task."""
     language: str | None = None
     """English name of the language of the text."""
     duration: float | None = None
     """Seconds of audio."""
     segments: list[TranscriptSegment] | None = None
-    """Unless `timestamp_granularities` asks for words alone."""
+    """Segments, unless `timestamp_granularities` asks for words alone."""
     words: list[TranscriptWord] | None = None
-    """If `timestamp_granularities` asks for them."""
+    """Words, if `timestamp_granularities` asks for them."""
     usage: DurationUsage
-    """What it is billed by."""
+    """Usage by which the transcript is billed."""
 
 
 class TranscriptDelta(BaseModel):
@@ -140,7 +140,7 @@ class SpeechUsage(BaseModel):
     input_tokens: int
     """Sum of the details."""
     input_token_details: SpeechTokens
-    """By kind."""
+    """Input tokens by kind."""
     output_tokens: int
     """Tokens generated."""
     total_tokens: int

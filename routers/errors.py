@@ -7,12 +7,13 @@ from multimodal.errors import RequestError, shown
 
 
 class Missing(NamedTuple):
-    """Something that a replica lacks to be ready."""
+    """A part without which a replica is not ready."""
 
     name: str
-    """For programs: engine, prefill_peers, replicas, kv_events, canary, event_loop, sleep or draining."""
+    """Name of the part, for programs: engine, prefill_peers, replicas, kv_events, canary, event_loop, sleep or
+    draining."""
     reason: str
-    """For people."""
+    """Description for people."""
 
 
 class NotReady(EngineNotReady):

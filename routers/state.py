@@ -216,7 +216,7 @@ class ReplicaState:
 
 @dataclass(frozen=True)
 class HttpOptions:
-    """How requests are read and streams are sent."""
+    """Options for reading requests and sending streams."""
 
     max_body_bytes: int
     body_timeout: float
@@ -243,7 +243,7 @@ class MessageClock(Protocol):
     """Measures and traces a request that came as a message on a WebSocket, until `end`."""
 
     span: trace.Span | None
-    """None without tracing."""
+    """Span of the request; None without tracing."""
     status: int
     """The status that the answer would have over HTTP; GONE at first."""
 
@@ -268,9 +268,9 @@ class State(TypedDict):
     runtime: Callable[[], Runtime]
     """Return how the replica runs, as far as is known now."""
     settings: dict[str, object]
-    """Without secrets."""
+    """Settings without secrets."""
     profile_dir: Path | None
-    """Where profiles of the engine go; None if there are none."""
+    """Folder for profiles of the engine; None if there are none."""
     body_bytes: NotRequired[int]
 
 

@@ -35,7 +35,7 @@ class Batch(NamedTuple):
 
 
 def spoken_tokens(tokenizer: Path) -> list[int]:
-    """Return all tokens of what is said. Index 0 is left for none of them."""
+    """Return all tokens of what is said. Index 0 stands for no token."""
     encoder = Encoder(Tokenizer.from_file(str(tokenizer)))
     return [0, *sorted({token for word in lexicon() for token in encoder.text_ids(word)})]
 

@@ -17,7 +17,7 @@ from smolvision.student import ChatStudent
 
 
 class Projector(nn.Module):
-    """From the encoder's space to the language model's, as Audio Flamingo has it."""
+    """The projector from the encoder's space to the language model's, as in Audio Flamingo."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ PARTS = {
 }
 """Phases of both parts of training, and their shares of the time."""
 NO_SIZES = {"resolution": None, "aspect_ratio": None}
-"""What PixArtAlphaPipeline says of the size of pictures if they are small."""
+"""Size conditions that PixArtAlphaPipeline passes for small pictures."""
 NOISE = 0.1
 """Noise that the decoder learns to ignore; latents have variance 1."""
 

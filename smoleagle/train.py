@@ -26,7 +26,7 @@ WEIGHTS = "model.safetensors"
 _SHARPER = 0.6
 """Temperature of the distribution that is learnt: drafts are the likeliest tokens, whatever comes after them."""
 _PASS_WEIGHT = 0.8
-"""What the loss of a pass weighs, relative to that of the pass before."""
+"""Weight of a pass's loss, relative to that of the pass before."""
 
 
 def parse(flags: Sequence[str] | None) -> argparse.Namespace:

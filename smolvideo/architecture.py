@@ -24,7 +24,7 @@ TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<video>")
 IMAGE_TOKEN_ID = 49152
 FRAME_TOKENS = 16
 FRAME = "<fake_token_around_image><global-img>" + "<image>" * FRAME_TOKENS + "<fake_token_around_image>"
-"""What SmolVLM's processor writes for an image or a frame."""
+"""Text that SmolVLM's processor writes for an image or a frame."""
 RENAMED = {"language_model.model.": "model.text_model.", "vision_tower.": "model.vision_model."}
 """smolvision's tensors that the model keeps, and the prefixes of their names in it."""
 TEMPLATE = (

@@ -26,7 +26,7 @@ LENGTH = 512
 """Tokens to whose multiples batches are padded: nearly all chats have fewer, so that shapes are alike."""
 FILE_FPS = (8, 10, 12, 15, 24, 25, 30)
 _WEIGHTS = (6, 6, 8, 24, 20, 12, 12, 20, 6, 16, 6, 4, 2, 20)
-"""How often each of KINDS is asked."""
+"""Frequency of each of KINDS."""
 _SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer questions about videos.", "Answer briefly.")
 
 

@@ -28,7 +28,7 @@ class StoredTensor(NamedTuple):
 
     path: Path
     dtype: str
-    """As safetensors spells it, such as BF16."""
+    """Name of the type in safetensors, such as BF16."""
     shape: tuple[int, ...]
 
 

@@ -77,7 +77,7 @@ class WhisperTokens:
     previous: int
     """<|startofprev|>, before a prompt."""
     languages: dict[str, int]
-    """By ISO code; empty for a model that knows English alone."""
+    """Token ids by ISO code of the language; empty for an English-only model."""
     transcribe: int
     translate: int
     suppressed: tuple[int, ...]
@@ -101,7 +101,7 @@ class WhisperTokens:
 
 
 def read_sizes(folder: Path) -> WhisperSizes:
-    """Raises EngineFailure."""
+    """Read the sizes from config.json. Raises EngineFailure."""
     return WhisperSizes.of(read_model_facts(folder))
 
 

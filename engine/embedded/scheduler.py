@@ -1,4 +1,4 @@
-"""Which sequences run in the next step, and with how many tokens each.
+"""The choice of sequences for the next step, and of the number of tokens for each.
 
 Running sequences come first: decodes (one token each), then the rest of started prompts, then waiting sequences, all
 within one budget of tokens and in order of rank. A long prompt does not take it all while shorter ones are there: the
@@ -40,7 +40,7 @@ class Fetch(NamedTuple):
     position: int
     """End of the offer: the first token that is computed here."""
     missing: list[list[int]]
-    """For each group of layers the indices in its table of the blocks to read."""
+    """Blocks to read, as indices in the sequence's table of each group of layers."""
 
 
 class Scheduler:
@@ -63,9 +63,9 @@ class Scheduler:
         this order for prompts that are not in the pools; `offload` is told what has been computed."""
         self.blocks = blocks
         self.waiting: list[Sequence] = []
-        """In order of rank."""
+        """Waiting sequences by rank."""
         self.running: list[Sequence] = []
-        """In order of rank."""
+        """Running sequences by rank."""
         self.fetching: list[Sequence] = []
         self.held: list[Sequence] = []
         self.held_blocks = 0

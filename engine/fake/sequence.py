@@ -37,7 +37,8 @@ class FakeSequence:
     """Whether its prompt has been computed."""
     reasoning: ReasoningProgress | None = None
     echoed: ReasoningProgress | None = None
-    """With a budget of reasoning: what it has left, and where in it the echo would be without one."""
+    """The echo's progress as if reasoning had no budget. `reasoning` has what is left of that; both are None without
+    one."""
 
     def next_token(self) -> int:
         """Return the next id: the echo's, or that which ends reasoning whose budget is spent."""

@@ -100,7 +100,7 @@ class Turns:
         self._bytes = 0
         self._taken: dict[Hashable, int] = {}
         self._waiting: FairQueue[Hashable, tuple[asyncio.Future[None], int]] = FairQueue()
-        """By request."""
+        """Waiting work by request."""
 
     @property
     def waiting(self) -> int:

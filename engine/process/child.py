@@ -143,7 +143,7 @@ class ServiceProcess:
         return End(reason, served, final, prepared=self.standby_pid is not None)
 
     async def _spawn(self, *, standby: bool = False) -> "_Host":
-        """Raises OSError."""
+        """Start a host process and send it its options. Raises OSError."""
         host = await _Host.spawn(self._interface, self._hang_seconds, self._note_ready, again=self._was_ready)
         options = msgspec.structs.replace(self._options, standby=standby)
         if standby and self._host is not None and self._host.successor:

@@ -386,7 +386,7 @@ class _HostProcess:
         self.exit_by_force()
 
     def exit_by_force(self) -> None:
-        """In a thread: end the process unless it ends by itself in time."""
+        """End the process from a thread unless it ends by itself in time."""
         time.sleep(STOP_SECONDS + self._interface.more_stop_seconds(self._config))
         if self._bound:
             remove_socket_file(self._address)

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class End(NamedTuple):
-    """How one life of a process ended."""
+    """The end of one run of a process."""
 
     reason: str
     served_seconds: float = 0.0

@@ -215,7 +215,7 @@ class ReplicaClient:
         self._idle: list[ReplicaConnection] = []
         self._busy: set[ReplicaConnection] = set()
         self._websockets: dict[asyncio.Task[None], ClientConnection] = {}
-        """By a task that ends with it."""
+        """Open WebSockets by the task that ends with each."""
 
     def head(self, method: str, target: bytes, headers: Sequence[Header], length: int = 0) -> bytes:
         """The head of a request. `headers` must have neither Host nor Content-Length."""

@@ -41,7 +41,7 @@ class EncodeObserver(Protocol):
         """The images of one request have been encoded."""
 
     def holds(self, answers: int, size: int) -> None:
-        """So many answers wait to be read now, with embeddings of `size` bytes in all."""
+        """Note the number of answers that wait to be read, and the total `size` of their embeddings in bytes."""
 
 
 class EncodeAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -25,7 +25,7 @@ class TransferError(Exception):
 
 
 class NotFromHere(TransferError):
-    """This process cannot use this offer. No memory was changed, and another offer may work."""
+    """The offer cannot be used from this process. No memory was changed, and another offer may work."""
 
 
 class Region(NamedTuple):
@@ -46,7 +46,7 @@ class Read(NamedTuple):
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """How a peer may read our regions by one method, which defines the format of `data`."""
+    """An offer to peers to read our regions by one method, which defines the format of `data`."""
 
     method: str
     data: bytes

@@ -27,7 +27,7 @@ open_descriptors: set[int] = set()
 
 
 class Reference(msgspec.Struct, frozen=True, array_like=True):
-    """How another process of this host finds the bytes, for as long as their owner has them open."""
+    """A reference by which another process of this host finds bytes, valid while their owner has them open."""
 
     process: ProcessId
     fd: int

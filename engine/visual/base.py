@@ -30,7 +30,7 @@ class VisualPipeline(Protocol):
     """
 
     def load(self) -> VisualInfo:
-        """Raises EngineFailure."""
+        """Load the model. Raises EngineFailure."""
         ...
 
     def generate(self, batch: Sequence[Picture], tick: Tick) -> list[Any]:

@@ -53,12 +53,12 @@ class AudioReader(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SpeechAsk:
-    """What a client asks for."""
+    """Options of a transcription."""
 
     translate: bool = False
-    """To English."""
+    """Whether to translate into English."""
     language: str | None = None
-    """None to find out."""
+    """Language of the speech as an ISO code; None detects it."""
     prompt: str = ""
     """Text that is taken to come before each window."""
     temperature: float = 0.0
@@ -78,7 +78,7 @@ class Segment:
     start: float
     end: float
     tokens: list[int]
-    """With timestamps."""
+    """Token ids, timestamps included."""
     text: str
     temperature: float
     avg_logprob: float
@@ -89,7 +89,7 @@ class Segment:
 
 class _Attempt(NamedTuple):
     tokens: list[int]
-    """Without the end of sequence."""
+    """Token ids without the end of the sequence."""
     temperature: float
     avg_logprob: float
     no_speech: float

@@ -1,4 +1,4 @@
-"""Where batches of messages are kept: one file for all processes that serve a model on this machine."""
+"""Storage of batches of messages: one file for all processes that serve a model on this machine."""
 
 import asyncio
 import sqlite3
@@ -52,7 +52,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     total: int
     """Number of its requests."""
     counts: dict[str, int]
-    """How many of its requests have come to each outcome; empty until it has ended."""
+    """Number of requests by outcome; empty until the batch has ended."""
 
 
 class BatchJob(msgspec.Struct, frozen=True):
@@ -98,7 +98,7 @@ class BatchStore:
         return record
 
     async def get(self, owner: str, batch: str) -> BatchRecord:
-        """Raises BatchNotFound."""
+        """Return a batch. Raises BatchNotFound."""
         return await self._database.run(lambda db: _record(db, owner, batch))
 
     async def page(

@@ -51,7 +51,7 @@ class BatchWorker:
     pause: float = 1.0
     """Seconds between looks for what other processes have stored, and for its turn if another process is working."""
     _deaths: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
-    """How often the engine died while it did a request."""
+    """Number of deaths of the engine while it served each request."""
 
     async def run(self) -> None:
         """Work for ever. Raises nothing but CancelledError."""

@@ -41,7 +41,7 @@ class EncodedImages(Claim, frozen=True, kw_only=True):
     info: EncodeInfo
     """Facts of the encoder that the reader's must share."""
     keys: tuple[str, ...]
-    """What names each image in caches."""
+    """Keys of the images in caches."""
     answer: bytes
     """An `EncodeAnswer`."""
 
@@ -198,4 +198,4 @@ class BackendImages:
         return await self._images.given(text, asked.token_ids, image_refs(asked)), []
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""

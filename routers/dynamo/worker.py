@@ -75,7 +75,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
-    """Where the graph is, and how its workers are found and asked; the fields mean the same as the settings."""
+    """Location of the graph, and the means by which its workers are found and asked. Fields mean the same as the
+    settings."""
 
     namespace: str
     component: str
@@ -167,7 +168,7 @@ def _parser(asked: str, own: str, known: list[str], what: str) -> str:
 Served = tuple[Endpoint, Callable[..., AsyncGenerator[Any, None]], dict[str, Any] | None]
 """An endpoint, its handler, and the request that checks its health."""
 Duty = tuple[str, Coroutine[Any, Any, None]]
-"""What a worker does besides serving, and its name."""
+"""A background task of a worker, and its name."""
 
 
 class GraphWorker(ABC):

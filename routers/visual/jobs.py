@@ -74,7 +74,7 @@ class VideoJobs:
         return record
 
     async def get(self, owner: str, job: str) -> VideoRecord:
-        """Raises VideoNotFound."""
+        """Return a job. Raises VideoNotFound."""
         return await self._database.run(lambda db: _record(db, owner, job))
 
     async def page(self, owner: str, limit: int, after: str | None, ascending: bool) -> tuple[list[VideoRecord], bool]:

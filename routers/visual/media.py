@@ -28,7 +28,7 @@ CREATE TABLE IF NOT EXISTS videos (
 CREATE INDEX IF NOT EXISTS videos_state ON videos (state, number);
 PRAGMA user_version = 1;
 """
-"""Of files and of the jobs of videos (`jobs.py`)."""
+"""Schema of the files and of the video jobs (`jobs.py`)."""
 _STRAY_SECONDS = 3600.0
 """Age from which a file that the database does not know is removed: its process ended while it wrote."""
 
@@ -80,7 +80,7 @@ class MediaStore:
         return StoredFile(name, path)
 
     async def get(self, owner: str, name: str) -> StoredFile:
-        """Raises MediaNotFound."""
+        """Return a file. Raises MediaNotFound."""
         query = "SELECT 1 FROM files WHERE name=? AND owner=? AND created>?"
         key = (name, owner, time.time() - self.max_seconds)
         path = self._folder / name

@@ -41,7 +41,7 @@ class Machine:
     """Facts on which sizes depend. `memory` and `free` are the host's, in bytes."""
 
     gpus: tuple[Gpu, ...] | None = ()
-    """Those that CUDA_VISIBLE_DEVICES shows; None if nvidia-smi did not answer."""
+    """GPUs that CUDA_VISIBLE_DEVICES shows; None if nvidia-smi did not answer."""
     hidden: int = 0
     """Number of GPUs that it does not show."""
     torch: str = ""

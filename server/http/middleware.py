@@ -282,7 +282,7 @@ def _match(digests: Sequence[bytes], key: bytes) -> bytes | None:
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
-    """Return the header that has this name; empty if there is none, or several."""
+    """Return the header that has this name; empty without one, or with several."""
     values = [value for key, value in scope["headers"] if key == name]
     return values[0] if len(values) == 1 else b""
 

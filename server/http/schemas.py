@@ -337,7 +337,7 @@ def _refused(cls: type[Wire]) -> dict[str, tuple[object, ...]]:
 
 
 def _unguided(cls: type[Wire], kinds: Collection[GuideKind]) -> Iterator[str]:
-    """Yield the fields of a class that constrain the output in a way that is none of `kinds`."""
+    """Yield the fields of a class that constrain the output in a way other than `kinds`."""
     if issubclass(cls, GenerationFields):
         yield from (name for name, kind in GUIDES.items() if kind not in kinds)
     elif cls is common.StructuredOutputs:

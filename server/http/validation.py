@@ -51,7 +51,7 @@ class _Fault(NamedTuple):
 
     @property
     def progress(self) -> tuple[bool, tuple[str | int, ...]]:
-        """How far validation got before it failed."""
+        """Measure of how far validation got before it failed: further is greater."""
         return self.kind not in _TYPES, self.path
 
 

@@ -12,7 +12,7 @@ from server.settings.types import EMBEDDED, Names, OptionalBool, Secret, Secrets
 
 
 class HttpSettings(Section):
-    """Where the server listens, and who may call it."""
+    """Settings of the server's address and of access to it."""
 
     group = "HTTP server"
 
@@ -101,7 +101,7 @@ class ResponsesSettings(Section):
 
 
 class LimitSettings(Section):
-    """What one request may ask for."""
+    """Limits of a request."""
 
     group = "Limits of requests"
 
@@ -162,7 +162,7 @@ class LimitSettings(Section):
     )
     """Comma-separated template variables that requests may set."""
     special_tokens_in_content: Literal["text", "allow", "refuse"] = Limits.special_tokens_in_content
-    """What special tokens in messages, such as <|im_start|>, become: text, tokens (allow) or an error (refuse)."""
+    """Treatment of special tokens in messages, such as <|im_start|>: text, tokens (allow) or an error (refuse)."""
     strict_fields: bool = False
     """Refuse unknown request fields with 400 instead of ignoring them."""
     model_optional: bool = False

@@ -88,7 +88,7 @@ class LoadClient(Protocol):
     checks_prompts: bool
 
     def warm_up(self, points: Sequence[Point]) -> None:
-        """Raises MeasurementFailed."""
+        """Send requests to warm up. Raises MeasurementFailed."""
         ...
 
     def measure(self, point: Point, seed: str, folder: Path) -> Measurement:

@@ -28,7 +28,7 @@ class Deployment(Strict):
     url: str = ""
     """URL of a server that runs already; nothing is started."""
     replicas: int = Field(0, ge=0, le=64)
-    """Behind a router; 0 starts one replica without a router."""
+    """Number of replicas behind a router; 0 starts one replica without a router."""
     prefill: int = Field(0, ge=0, le=64)
     decode: int = Field(0, ge=0, le=64)
     encode: int = Field(0, ge=0, le=64)

@@ -38,7 +38,7 @@ class Targets:
 
     @property
     def lengths(self) -> tuple[Length, Length]:
-        """Those of prefill, and of whole requests."""
+        """The lengths of prefill alone, and of whole requests."""
         return Length(prompt=self.isl, answer=PREFILL_ANSWER), Length(prompt=self.isl, answer=self.osl)
 
     def met(self, result: PointResult) -> bool:

@@ -21,7 +21,7 @@ class Part(NamedTuple):
     """A tensor of the model."""
 
     name: str
-    """In the folder."""
+    """Name of the tensor in the model folder."""
     shape: tuple[str, ...]
     """Names of sizes, see `GgufModel.sizes`."""
     optional: bool = False
@@ -236,7 +236,7 @@ class GgufModel:
 
 @dataclass(frozen=True)
 class GgufFamily:
-    """How an architecture's files differ from those of another."""
+    """Differences between the GGUF files of an architecture and those of others."""
 
     model_type: str
     model_class: str

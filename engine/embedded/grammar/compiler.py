@@ -164,7 +164,8 @@ class GrammarCompiler:
         self._cache: OrderedDict[Guide, Compiled] = OrderedDict()
         self._cached_bytes = 0
         self._refusals: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
-        """Until when each is remembered, and the message, by a digest of the guide: that may be large."""
+        """Recently refused guides: time until which the refusal is remembered, and its message, by a digest of the
+        guide (the guide itself may be large)."""
         self._pending: dict[Guide, asyncio.Task[Compiled]] = {}
         self._waiters: dict[Guide, int] = {}
         self._closed = False

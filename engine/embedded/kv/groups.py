@@ -157,8 +157,8 @@ class BlockGroups:
         mm_keys: Mapping[BlockKey, MmKeys],
         cache_salt: str,
     ) -> None:
-        """Make a sequence's computed blocks reusable, from index `first` to the last of `keys`, but those that are
-        gone by then; `mm_keys` tells of those with images, and events repeat the salt."""
+        """Make a sequence's computed blocks reusable, from index `first` to the last of `keys`, except those that are
+        gone by then. `mm_keys` are the images of blocks that contain any; events repeat the salt."""
         size = self.block_size
         for pool, table in zip(self.pools, tables, strict=True):
             start = first

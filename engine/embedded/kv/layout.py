@@ -1,4 +1,5 @@
-"""How a model's layers attend, asked of the model itself, and how their groups share the memory for KV blocks."""
+"""The attention windows of a model's layers, as a trial run of the model shows them, and the division of KV memory
+among groups of layers with equal windows."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class Attends(NamedTuple):
     """Size of the keys and values of a token, and how far back each layer attends."""
 
     windows: tuple[int | None, ...]
-    """For each layer the number of tokens, itself included, that a token attends to; None for all."""
+    """Attention window of each layer: the number of tokens, itself included, that a token attends to; None for all."""
     kv_heads: int
     head_dim: int
 

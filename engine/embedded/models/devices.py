@@ -9,7 +9,7 @@ from engine.errors import EngineFailure
 
 
 class UnsupportedModelError(ValueError):
-    """This model, or this machine, has no fast path; the message says why."""
+    """No fast path exists for this model or machine; the message gives the reason."""
 
 
 def device_of(config: EmbeddedConfig | EncoderConfig) -> torch.device:

@@ -98,11 +98,11 @@ class ModelRunner(Protocol):
     """Most tokens of a sequence."""
     eos_token_ids: tuple[int, ...]
     takes_images: ImageTokens | None
-    """How the model takes images; None if it takes none."""
+    """The tokens that embeddings of images replace; None if the model takes no images."""
     groups: list[LayerGroup]
     """Layers that share block tables, full attention first, and how many blocks each group has."""
     shared_weights: SharedWeights | None
-    """This engine's share in the memory service; None where nobody asked for one."""
+    """This engine's share in the memory service; None without a service."""
     hidden: torch.Tensor | None
     """Hidden states that entered some layers in the last step, [tokens, layers * hidden size], where
     `SPECULATIVE=eagle3` reads them. On a GPU the next step may overwrite them."""

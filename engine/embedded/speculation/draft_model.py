@@ -31,7 +31,7 @@ _CONTEXT = 4096
 
 
 class _Drafted:
-    """What the draft model has computed of a sequence."""
+    """The draft model's KV cache of a sequence."""
 
     def __init__(self, admission: int) -> None:
         self.admission = admission

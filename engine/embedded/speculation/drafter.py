@@ -18,7 +18,7 @@ class Draft(NamedTuple):
 
     tokens: list[int]
     classes: list[int]
-    """For each token its class of confidence, given that those before it are right: 0 is the lowest."""
+    """Confidence class of each token, given that the tokens before it are right; 0 is the lowest."""
 
 
 NOTHING = Draft([], [])

@@ -34,7 +34,7 @@ _LEAST = 0.2
 
 
 class HeadReading:
-    """What the head has read of a sequence."""
+    """The head's state for a sequence: the positions it has read, and the hidden states it has yet to read."""
 
     def __init__(self, admission: int, start: int, size: int) -> None:
         """`size`: positions of a block."""
@@ -46,7 +46,7 @@ class HeadReading:
         """Hidden states of the positions from `end` on."""
         self.count = 0
         self.last: tuple[int, float, torch.Tensor] | None = None
-        """What the head said at the position before `end`."""
+        """The head's prediction at the position before `end`: token, probability and hidden state."""
 
     def keep(self, start: int, hidden: torch.Tensor) -> None:
         """Take hidden states of the positions from `start` on. Those that were there are of other tokens."""

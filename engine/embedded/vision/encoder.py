@@ -28,7 +28,7 @@ _BATCHES = 2
 _BATCH_BYTES = 32 << 20
 _BATCH_PIXELS = 1 << 25
 _LARGE_BYTES = 1 << 20
-"""As LARGE_PIXELS, for images of which nobody has counted the pixels."""
+"""LARGE_PIXELS in bytes, for images whose pixels have not been counted."""
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class EmbeddedEncoder:
             raise EngineFailure("the model's files are others than those that were loaded: restart the replica")
 
     async def _start(self) -> EncoderProcess:
-        """Raises EngineFailure."""
+        """Start the process. Raises EngineFailure."""
         self._process, self._info = await EncoderProcess.start(self._options)
         self._serving = True
         return self._process

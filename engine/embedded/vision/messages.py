@@ -47,7 +47,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     lane: int
     encoded: dict[int, EncodedMedia]
-    """Without embeddings."""
+    """Encoded files, without their embeddings."""
     sizes: list[int]
     """Bytes of the embeddings of each."""
     shared: list[int]

@@ -125,7 +125,7 @@ class EncoderProcess:
         await asyncio.get_running_loop().sock_sendall(self._channel, data)
 
     async def _read(self, size: int) -> bytes:
-        """Raises EOFError."""
+        """Read `size` bytes. Raises EOFError."""
         data = bytearray(size)
         view = memoryview(data)
         while view:

@@ -52,7 +52,7 @@ class ReaderConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReaderInfo(msgspec.Struct, frozen=True):
-    """There is nothing to say about it."""
+    """Facts of the service, of which there are none."""
 
 
 class AudioFile(msgspec.Struct, frozen=True):
@@ -79,10 +79,10 @@ class SpeechReader:
         return time.monotonic() - oldest < self._config.timeout_seconds
 
     async def start(self) -> None:
-        """There is nothing to load."""
+        """Do nothing: there is nothing to load."""
 
     async def read(self, file: AudioFile) -> Recording:
-        """Raises InvalidRequest."""
+        """Decode a file into features. Raises InvalidRequest."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._read, file)
 
     async def close(self) -> None:
@@ -134,7 +134,7 @@ class HostedReader(ServiceClient[ReaderInfo]):
         self._suspects = 0
         """Files that were being read when the process ended."""
         self._cleared = asyncio.Event()
-        """Set while there are none of these."""
+        """Set while there are no suspects."""
         self._cleared.set()
         self._alone = asyncio.Lock()
         super().__init__(READER, self.process.address, self.process.wait_failed)

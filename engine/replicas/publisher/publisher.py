@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where ZMQ publishes; the fields mean the same as the settings of these names."""
+    """Configuration of publishing over ZMQ. Each field means the same as the setting of its name."""
 
     endpoint: str
     replay_endpoint: str = ""

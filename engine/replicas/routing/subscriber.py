@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class EventCounts:
-    """How the events of one replica have come."""
+    """Counts of a replica's events that did not arrive as they should."""
 
     gaps: int = 0
     missed: int = 0

@@ -241,7 +241,7 @@ class CallReader:
         self._parts.extend(calls)
 
     def _break(self) -> None:
-        """Give a call that is none back as text, as far as it was not passed on."""
+        """Pass on the text of a malformed call, as far as it has not been passed on."""
         self.malformed += 1
         record, self._record = self._record, None
         if self._list is not None:
