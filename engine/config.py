@@ -38,7 +38,7 @@ class VideoOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_pixels: int = 1 << 23
     """Pixels of a frame; 4K has fewer."""
     max_frames: int = 64
-    """Most frames that are taken of a video."""
+    """Maximum number of frames that are taken of a video."""
     decode_seconds: float = 30.0
     """Seconds that decoding a video may take."""
     sampling: FrameSampling = FrameSampling()
@@ -115,13 +115,13 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     speculative_model: str = ""
     """Folder of the draft model, or of the EAGLE-3 head."""
     speculative_tokens: int = 16
-    """Most drafted tokens of a sequence in a step."""
+    """Maximum number of drafted tokens of a sequence in a step."""
     speculative_min_match: int = 2
     """Tokens that must be found again before what followed them is drafted."""
     speculative_answer_tokens: int = 32768
     """Tokens of answers that `suffix` keeps."""
     speculative_min_speedup: float = 1.1
-    """Drafts are computed if they are expected to make a step so many times as fast; 0 computes all of them."""
+    """Expected speed-up of a step from which on drafts are computed; 0 computes all of them."""
     guide_timeout_seconds: float = 15.0
     guide_workers: int = 2
     """Processes that compile grammars, for each library."""

@@ -158,7 +158,7 @@ def attach_media(media: Sequence[MediaInput], parts: Sequence[Data]) -> list[Med
 
 
 MmKeys = tuple[dict[str, int | str], ...]
-"""The media in a block, as KV events name them: block keys and KV events depend on them besides tokens."""
+"""The media in a block, as KV events name them: block keys and KV events depend on them as well as on tokens."""
 
 
 class Overlap(NamedTuple):

@@ -20,8 +20,8 @@ CANARY_SALT = "trellis-health-check"
 """Cache salt of the requests that a replica sends to itself: no other request reuses their KV blocks, and they keep no
 engine awake."""
 PRIORITY_SECONDS = 10.0
-"""Seconds of arrival time that one unit of priority is worth, so that a low-priority request waits longer, but not for
-ever."""
+"""Seconds of arrival time that one unit of priority is worth, so that a low-priority request waits longer, but not
+forever."""
 
 
 class Guide(msgspec.Struct, frozen=True):
@@ -82,7 +82,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The same seed, prompt and parameters give the same tokens, whatever else is in the batch and after a restart."""
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
-    """Further ids that end the sequence, besides the model's end-of-sequence ids."""
+    """Ids that end the sequence in addition to the model's end-of-sequence ids."""
     logprobs: int | None = None
     """Number of alternatives reported for each token; None is off, 0 reports the sampled token alone."""
     prompt_logprobs: int | None = None
@@ -116,7 +116,7 @@ class PromptReport(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """One entry for each prompt token, the first None; only when asked for."""
     no_speech: float | None = None
-    """Probability that nobody speaks in the window, from a model that transcribes."""
+    """Probability that the window has no speech, from a model that transcribes."""
     spoken: tuple[float, ...] = ()
     """Seconds of the window at which each prompt token between <|notimestamps|> and the last begins to be spoken, and
     the last of them ends, if `Speech.align` asks for it."""
@@ -179,16 +179,16 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Type in which the model computes, as far as the backend can say."""
     device: str
     context_length: int
-    """Most tokens, prompt and output together, that one sequence may hold."""
+    """Maximum number of tokens, prompt and output together, that one sequence may hold."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     block_size: int
     """Tokens in a KV block."""
     num_blocks: int
     max_num_seqs: int
-    """Most sequences in one step."""
+    """Maximum number of sequences in one step."""
     max_num_tokens: int
-    """Most tokens in one step."""
+    """Maximum number of tokens in one step."""
     tensor_parallel_size: int = 1
     """Ranks among which each layer's KV heads are divided."""
     data_parallel_size: int = 1
@@ -211,7 +211,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     shared_weight_bytes: int = 0
     """Weights that the memory service owns and other engines may map too."""
     own_weights: str = ""
-    """Why this engine keeps weights of its own though it has a memory service; empty if it does not, or has none."""
+    """Reason why this engine keeps weights of its own though it has a memory service; empty if it does not, or has
+    none."""
     quantization: str = ""
     """Quantisation of the embedded engine's weights: fp8 or int8; empty for none."""
     guides: tuple[GuideKind, ...] = ()
@@ -222,12 +223,13 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of `SamplingParams` that this engine refuses, always or under conditions, each with the reason."""
     max_logprobs: int = 20
     capacity: int = 0
-    """Most tokens that one sequence's KV blocks can hold, if that is less than `context_length`; 0 if it is not."""
+    """Maximum number of tokens that one sequence's KV blocks can hold, if that is less than `context_length`; 0 if it
+    is not."""
     kv_layout: str = ""
     """One line that is the same for engines that can use each other's KV blocks; empty where the backend cannot say."""
     max_encoded_images: int = 0
-    """Most images of a prompt that other replicas can encode, for a backend that encodes images itself; 0 is any
-    number."""
+    """Maximum number of images of a prompt that other replicas can encode, for a backend that encodes images itself; 0
+    is any number."""
     prompt_logprobs: bool = True
     """Whether this engine has log-probabilities of prompts; it refuses a request for them otherwise."""
     handoff_logprobs: bool = True

@@ -41,7 +41,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
 _TAG_DEPTH = 12
 """Levels that a structural tag may have around a schema."""
 _MARKUP = 32
-"""Characters that templates write for a message, or a part of one, besides its text."""
+"""Characters that templates write for a message, or a part of one, in addition to its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class Ask:
     # The prompt.
     add_special_tokens: bool = False
     truncate_prompt_tokens: int | None = None
-    """Keep so many of the last tokens; -1 keeps what leaves room for the output."""
+    """Number of tokens to keep at the end of the prompt; -1 keeps as many as leave room for the output."""
     echo: bool = False
     """Repeat the prompt before the output."""
     cache_salt: str = ""
@@ -198,7 +198,8 @@ class Ask:
     skip_special_tokens: bool = True
     include_reasoning: bool = True
     reasoning_budget: int | None = None
-    """Most tokens of reasoning in a choice, whose end is then forced; -1 is no limit, None the server's setting."""
+    """Maximum number of tokens of reasoning in a choice, whose end is then forced; -1 is no limit, None the server's
+    setting."""
     needs_budget: bool = True
     """Whether an engine that cannot keep the budget refuses the request, instead of going without."""
 

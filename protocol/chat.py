@@ -193,8 +193,8 @@ class ChatCompletionRequest(GenerationFields):
     include_reasoning: bool | None = None
     """Whether the answer has the model's reasoning, if it has a parser for that. Default: true. Example: true"""
     thinking_token_budget: Annotated[Int32, Field(ge=-1)] | None = None
-    """Most tokens of reasoning in a choice, as vLLM and TensorRT-LLM spell it: the end of reasoning is then forced, and
-    the answer follows. -1 is no limit. Default: the server's setting. Example: 1024"""
+    """Maximum number of tokens of reasoning in a choice, as vLLM and TensorRT-LLM spell it: the end of reasoning is
+    then forced, and the answer follows. -1 is no limit. Default: the server's setting. Example: 1024"""
     thinking_budget: Annotated[Int32, Field(ge=-1)] | None = None
     """The same as `thinking_token_budget`. Example: 1024"""
     nvext: NvidiaExtensions | None = None

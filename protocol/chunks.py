@@ -84,7 +84,7 @@ class ChunkChoice(BaseModel):
     index: int
     """Place among the choices."""
     finish_reason: Literal["stop", "length", "tool_calls", "function_call"] | None
-    """Why the choice has ended, in its last chunk; null before."""
+    """Reason why the choice has ended, in its last chunk; null before."""
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it, an extension."""
     token_ids: list[int] | None = None
@@ -137,8 +137,7 @@ class ResponseEvent(BaseModel):
     sequence_number: int
     """Number of the event in its stream, from 0."""
     response: Response | None = None
-    """The response as far as it has come: in `response.created`, `.in_progress`, `.completed`, `.incomplete` and
-    `.failed`."""
+    """The response so far: in `response.created`, `.in_progress`, `.completed`, `.incomplete` and `.failed`."""
     item: dict[str, Any] | None = None
     """The item that begins or ends."""
     part: dict[str, Any] | None = None
@@ -238,10 +237,10 @@ class BlockStop(BaseModel):
 
 
 class StopDelta(BaseModel):
-    """Why the answer has ended."""
+    """Reason why the answer has ended."""
 
     stop_reason: StopReason
-    """Why the answer has ended."""
+    """Reason why the answer has ended."""
     stop_sequence: str | None
     """The stop sequence that ended it."""
     stop_details: None = None
@@ -254,7 +253,7 @@ class MessageDelta(BaseModel):
     type: Literal["message_delta"]
     """Kind of this event."""
     delta: StopDelta
-    """Why."""
+    """The reason."""
     usage: MessageUsage
     """Numbers of tokens of the whole answer."""
 

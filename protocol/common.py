@@ -188,7 +188,7 @@ class SamplingFields(ModelFields):
     ignore_eos: bool | None = None
     """Go on after the end-of-sequence token, up to `max_tokens`. Example: false"""
     stop_token_ids: TokenIds | None = None
-    """Token ids that end a choice, besides the model's own. Example: [2]"""
+    """Token ids that end a choice, in addition to the model's own. Example: [2]"""
     include_stop_str_in_output: bool | None = None
     """Leave the stop string, or the text of the stop token, in the answer. Example: false"""
     skip_special_tokens: bool | None = None

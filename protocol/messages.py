@@ -139,7 +139,7 @@ class Thinking(Wire):
     """`enabled` and `adaptive` set the chat template's variable `enable_thinking` to true, `disabled` to false.
     Example: "enabled" """
     budget_tokens: Annotated[Int32, Field(ge=0)] | None = None
-    """Most tokens of reasoning, whose end is then forced. Example: 1024"""
+    """Maximum number of tokens of reasoning, whose end is then forced. Example: 1024"""
     display: str | None = None
     """`omitted` leaves reasoning out of the answer. Default: summarized, which is all of it. Example: "summarized" """
 
@@ -257,7 +257,7 @@ class MessageUsage(BaseModel):
 
 
 class WholeUsage(MessageUsage):
-    """Numbers of tokens, and what Anthropic's API says besides."""
+    """Numbers of tokens, and further fields of Anthropic's API."""
 
     cache_creation: None = None
     """Always null."""
@@ -329,7 +329,7 @@ class WholeMessage(BaseModel):
     content: list[AnswerBlock]
     """The answer, in blocks."""
     stop_reason: StopReason | None
-    """Why the answer ended; null in `message_start`."""
+    """Reason why the answer ended; null in `message_start`."""
     stop_sequence: str | None
     """The stop sequence that ended it."""
     stop_details: None = None

@@ -32,7 +32,7 @@ class Runtime(BaseModel):
     quantization: str | None = None
     """Quantisation of the weights: fp8 or int8; null for none."""
     context_length: int | None = None
-    """Most tokens of one sequence, prompt and output together."""
+    """Maximum number of tokens of one sequence, prompt and output together."""
     kv_block_size: int | None = None
     """Tokens in a KV block."""
     total_kv_blocks: int | None = None
@@ -42,9 +42,9 @@ class Runtime(BaseModel):
     kv_disk_cache_bytes: int | None = None
     """Disk space for KV blocks that the host has no room for."""
     max_num_seqs: int | None = None
-    """Most sequences in one step."""
+    """Maximum number of sequences in one step."""
     max_num_batched_tokens: int | None = None
-    """Most tokens in one step."""
+    """Maximum number of tokens in one step."""
     tensor_parallel_size: int | None = None
     """GPUs that share each layer."""
     data_parallel_size: int | None = None

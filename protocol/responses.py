@@ -219,8 +219,8 @@ class ResponsesRequest(ContextFields, SamplingFields):
     max_output_tokens: Int64 | None = None
     """Maximum number of tokens to generate, reasoning included. Default: all that fit the context. Example: 64"""
     thinking_token_budget: Annotated[Int32, Field(ge=-1)] | None = None
-    """Most tokens of reasoning, as in chats: its end is then forced. -1 is no limit. Default: the server's setting.
-    Example: 1024"""
+    """Maximum number of tokens of reasoning, as in chats: its end is then forced. -1 is no limit. Default: the server's
+    setting. Example: 1024"""
     top_logprobs: Int32 | None = None
     """Number of most likely tokens to return with each token of the text. Example: 0"""
     store: bool | None = None
@@ -340,9 +340,9 @@ class Response(BaseModel):
     status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     """`incomplete` if `incomplete_details` says why it ended early, `failed` if `error` does."""
     incomplete_details: dict[str, Any] | None
-    """Why the response is incomplete."""
+    """Reason why the response is incomplete."""
     error: dict[str, Any] | None
-    """Why the response failed."""
+    """Reason why the response failed."""
     model: str
     """Name of the model."""
     output: list[dict[str, Any]]

@@ -13,8 +13,8 @@ class SpeechFields(ModelFields):
     file: Any = None
     """The audio: a WAV, FLAC, MP3, Ogg Vorbis or Opus file."""
     prompt: str | None = None
-    """Text that may have come before the audio, such as names as they are to be spelled.
-    Example: "Trellis, TensorRT" """
+    """Text that may have come before the audio, such as names in their correct spelling. Example: "Trellis, TensorRT"
+    """
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] | None = None
     """`json` has the text, `verbose_json` its segments too, `text`, `srt` and `vtt` are no JSON. Example: "json" """
     temperature: Annotated[Finite, Field(ge=0, le=1)] | None = None
@@ -81,7 +81,7 @@ class TranscriptSegment(BaseModel):
     compression_ratio: float
     """Bytes of the text for each of the compressed text: more than 2.4 is a text that repeats itself."""
     no_speech_prob: float
-    """Probability that nobody speaks."""
+    """Probability that there is no speech."""
 
 
 class TranscriptWord(BaseModel):

@@ -185,7 +185,7 @@ class VideoJob(BaseModel):
     num_frames: int
     """Number of frames, an extension."""
     error: VideoError | None = None
-    """Why it has failed."""
+    """Reason why it has failed."""
     remixed_from_video_id: str | None = None
     """Always null."""
 

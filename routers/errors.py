@@ -1,4 +1,4 @@
-"""Errors of the routes, besides those of `multimodal/errors.py` and `engine/errors.py`."""
+"""Errors of the routes, in addition to those of `multimodal/errors.py` and `engine/errors.py`."""
 
 from typing import NamedTuple
 

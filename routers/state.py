@@ -145,11 +145,12 @@ class ReplicaState:
     service: ReplicaService | None = None
     """Set once, when all that it needs has started."""
     loading: str = "The model is loading."
-    """Why there is no service yet."""
+    """Reason why there is no service yet."""
     failure: str | None = None
-    """Why the server has to end, if it does."""
+    """Reason why the server has to end, if it does."""
     checks: dict[str, Callable[[], str]] = field(default_factory=dict)
-    """Conditions of readiness besides the service, by name: a call returns why one is not met, empty if it is."""
+    """Conditions of readiness other than the service, by name: a call returns the reason why one is not met, empty if
+    it is."""
     peers: dict[str, Callable[[], tuple[int, int]]] = field(default_factory=dict)
     """Replicas that this one asks, by what for: a call returns how many it knows, and how many of them answer."""
     sleeper: Sleeper | None = None
@@ -230,7 +231,7 @@ class HttpOptions:
     max_video_bytes: int
     max_audio_bytes: int
     max_text_bytes: int
-    """Bytes of a body besides its images."""
+    """Bytes of a body without its images."""
     max_values: int
     """JSON values of a body."""
 

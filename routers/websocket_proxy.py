@@ -195,7 +195,7 @@ class _WebSocketRelay:
                 await upstream.close()
 
     async def _first_event(self, upstream: ClientConnection) -> str:
-        """Send what waits, and return what the replica says first. Raises ConnectionClosed."""
+        """Send the waiting messages, and return the replica's first event. Raises ConnectionClosed."""
         sent = 0
         while self._unanswered is not None and sent < len(self._unanswered):
             await upstream.send(self._unanswered[sent])

@@ -326,8 +326,8 @@ class Training:
     def _as_latte(self, said: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return text states as LattePipeline has them, and a bias that hides those which it cuts off.
 
-        It cuts one prompt at its end. Several prompts are padded with zeros; in both cases, what it makes of an empty
-        prompt is neither cut there nor zero.
+        It cuts one prompt at its end. Several prompts are padded with zeros; in both cases, the states of an empty
+        prompt are neither cut nor zero.
         """
         lengths = mask.sum(1, keepdim=True)
         empty = lengths == 1

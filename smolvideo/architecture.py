@@ -18,7 +18,7 @@ TEXT_RANK = 6
 TOWER_RANK = 8
 FRAMES = 8
 FPS = 2
-"""Frames that the server takes of a clip: so many a second, and no more than FRAMES."""
+"""Frames per second that the server takes of a clip, but no more than FRAMES."""
 TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<video>")
 """Tokens after SmolLM2's vocabulary."""
 IMAGE_TOKEN_ID = 49152

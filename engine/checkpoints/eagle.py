@@ -66,7 +66,7 @@ def read_eagle_head(folder: Path, target: ModelFacts) -> EagleHead:
     except (OSError, ValueError, RecursionError) as error:
         raise EngineFailure(f"{path} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise EngineFailure(f"{path} is no object")
+        raise EngineFailure(f"{path} is not an object")
     layer = config.get("transformer_layer_config")  # of speculators
     whole = {**config, **(layer if isinstance(layer, dict) else {})}
     facts = ModelFacts({**whole, "model_type": "llama"}, None, folder)

@@ -81,7 +81,7 @@ class ModelFacts:
         for token_id in self.eos_token_ids:
             if not 0 <= token_id < (self.vocab_size if "vocab_size" in present else _MOST):
                 raise EngineFailure(
-                    f"eos_token_id of {self.folder} is {token_id}, which is no token of a vocabulary of "
+                    f"eos_token_id of {self.folder} is {token_id}, which is outside a vocabulary of "
                     f"{self.text.get('vocab_size')} (vocab_size in its config.json)"
                 )
 

@@ -67,7 +67,7 @@ class VisionPart(MediaPart):
     """Default `spatial_merge_size` of families with mRoPE, whose positions depend on image grids; 0 without mRoPE."""
     videos: Literal["patches", "frames"] | None = None
     """The input that the family's own processor makes of a video: Qwen2-VL's patches in space and time, or SmolVLM's
-    frames with their times. Without one, a video is shown to the model as so many images."""
+    frames with their times. None shows a video to the model as several images."""
     video_token_id: int = -1
     """Default id of the video token of families that have one."""
     tokens_per_second: int = 0

@@ -25,7 +25,8 @@ from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.embedded.step import Chunk
 
 PROMPT_LOGPROB_TOKENS = 256
-"""Most tokens in a step for a sequence whose prompt log-probabilities are wanted: each needs a row of logits."""
+"""Maximum number of tokens in a step for a sequence whose prompt log-probabilities are wanted: each needs a row of
+logits."""
 
 
 DECODE_COST = 4
@@ -59,8 +60,8 @@ class Scheduler:
         offload: Offload | None = None,
     ) -> None:
         """A step takes `max_num_tokens`, at most `max_prompt_tokens` of them of prompts if these are chunked. Chunked
-        prompts rest once `rest_after` of their tokens have been computed; None: they never do. `sources` are asked in
-        this order for prompts that are not in the pools; `offload` is told what has been computed."""
+        prompts rest once `rest_after` of their tokens have been computed; With None they never rest. `sources` are
+        asked in this order for prompts that are not in the pools; `offload` is told what has been computed."""
         self.blocks = blocks
         self.waiting: list[Sequence] = []
         """Waiting sequences by rank."""

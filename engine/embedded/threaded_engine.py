@@ -94,7 +94,7 @@ class ThreadedEngine(ABC, Generic[Core]):
     # The engine thread.
 
     def _fail_start(self, awaited: "asyncio.Future[T]", error: Exception) -> None:
-        """Have the start raise an EngineFailure for whatever error prevents it; it would wait for ever otherwise."""
+        """Have the start raise an EngineFailure for whatever error prevents it; it would wait forever otherwise."""
         if not isinstance(error, EngineFailure):  # a bug, or a library's
             log.error("cannot load %s", self._config.model, exc_info=error)
             said = " ".join(f"{type(error).__name__}: {error}".split())

@@ -127,7 +127,7 @@ def check_media(request: GenerateRequest) -> None:
 
 
 def check_handoff(request: GenerateRequest) -> None:
-    """Raises InvalidRequest for a handoff from another kind of engine or of another prompt."""
+    """Check a handoff. Raises InvalidRequest for one from another kind of engine or of another prompt."""
     handoff = request.handoff
     if handoff is None:
         return

@@ -23,7 +23,7 @@ _DEFAULT_FPS = 24.0
 """Frames a second of a file that does not say them, or says nonsense; transformers takes the same."""
 _MOST_FPS = 1000.0
 _SAMPLED_FPS = 2.0
-"""Frames a second that are taken where nobody says: as Qwen's own tools do."""
+"""Default number of frames taken per second: that of Qwen's own tools."""
 _MOST_FAILURES = 64
 """Frames one after another that cannot be decoded, after which the file counts as at its end."""
 _UNREADABLE = "the video cannot be read: it must be a whole MP4, WebM, Matroska or AVI file"

@@ -236,7 +236,7 @@ class _Host:
         self._tail = ""
         self._unfinished = ""
         self._failure = ""
-        """Why the process ends, as it says itself."""
+        """Reason why the process ends, as it says itself."""
         self._log_pipe = log_pipe
         self._log_ended = asyncio.Event()
         self._control = asyncio.create_task(self._read_control())
@@ -246,7 +246,7 @@ class _Host:
     async def spawn(
         cls, interface: Interface[Any, Any], hang_seconds: float, on_ready: Callable[[], None], *, again: bool
     ) -> "_Host":
-        """Raises OSError. `again` is whether another one was ready before."""
+        """Start a host process. `again`: whether a process was ready before. Raises OSError."""
         mark = secrets.token_hex(8)
         # A pipe of our own: asyncio considers a process running as long as one of its children has its standard error
         # open.

@@ -188,7 +188,7 @@ class _Client:
         results.pipe(partial(self._pass_on, call.key))
 
     def _begin(self, call: wire.Call, frames: list[bytes]) -> Results:
-        """Raises EngineError; any other exception is a bug."""
+        """Begin a call. Raises EngineError; any other exception is a bug."""
         method: Method[Any, Any] = self._host.interface.methods[call.method]
         try:
             argument = method.attach(method.decode_argument(call.argument), wire.parts_of(call, frames))

@@ -20,9 +20,9 @@ class End(NamedTuple):
     served_seconds: float = 0.0
     """0 for a process that never served."""
     final: bool = False
-    """Whether another one would not help."""
+    """Whether the process is not to be restarted."""
     prepared: bool = False
-    """Whether another one has been prepared, which takes longer than a pause."""
+    """Whether a standby process is prepared, which takes longer than a pause."""
 
 
 class Supervisor:

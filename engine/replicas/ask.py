@@ -21,7 +21,7 @@ from protocol.internal import MEDIA_TYPE, SILENCE_SECONDS, EncodeInfo, PrefillIn
 I = TypeVar("I", bound=msgspec.Struct)  # noqa: E741
 T = TypeVar("T")
 _SLOWEST_UPLOAD = 50 << 20
-"""Bytes in a second: a large request gives the replica so much longer to begin its answer."""
+"""Bytes per second: a replica has this much more time to begin its answer to a large request."""
 _ERRORS: dict[str, type[errors.EngineError]] = {
     "context_length_exceeded": errors.ContextOverflow,
     "request_too_large": errors.ContextOverflow,  # for that replica: as with its context, another may have more room

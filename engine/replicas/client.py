@@ -247,7 +247,7 @@ class ReplicaClient:
     async def websocket(self, target: bytes, headers: Sequence[Header]) -> "ClientConnection":
         """Open a WebSocket, which the caller closes. Raises ConnectionFailed, WebSocketRefused.
 
-        It sends no pings: while its reader waits for a slow client, nobody would read what answers them.
+        It sends no pings: while its reader waits for a slow client, pongs would not be read.
         """
         from websockets.asyncio.client import connect  # noqa: PLC0415 - only routers need it
         from websockets.exceptions import InvalidHandshake, InvalidStatus  # noqa: PLC0415

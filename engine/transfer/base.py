@@ -141,7 +141,7 @@ def split_reads(reads: Sequence[Read], most: int) -> list[Read]:
 
 
 def check_local(reads: Sequence[Read], regions: Sequence[Region]) -> None:
-    """Raises TransferError unless all reads lie within our regions and no two write the same bytes."""
+    """Check reads. Raises TransferError unless all lie within our regions and no two write the same bytes."""
     for read in reads:
         if not 0 <= read.region < len(regions):
             raise TransferError(f"there is no region {read.region}; there are {len(regions)}")
@@ -156,7 +156,7 @@ def check_local(reads: Sequence[Read], regions: Sequence[Region]) -> None:
 
 
 def check_remote(reads: Sequence[Read], sizes: Sequence[int]) -> None:
-    """Raises TransferError unless all reads lie within the peer's regions, which have these sizes."""
+    """Check reads. Raises TransferError unless all lie within the peer's regions, which have these sizes."""
     for read in reads:
         if read.region >= len(sizes):
             raise TransferError(f"the peer has no region {read.region}; it has {len(sizes)}")

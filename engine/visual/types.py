@@ -139,7 +139,7 @@ class VisualStats(msgspec.Struct, frozen=True, kw_only=True):
     videos: int = 0
     frames: int = 0
     aborted: int = 0
-    """Pictures and videos that nobody waited for any more."""
+    """Pictures and videos whose requests were cancelled."""
     failed: int = 0
     busy_seconds: float = 0.0
     """Time in which batches were computed."""

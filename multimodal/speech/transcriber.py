@@ -47,7 +47,7 @@ class AudioReader(Protocol):
     """Makes features of files (`engine/embedded/whisper/reader.py`)."""
 
     async def read(self, data: bytes) -> Recording:
-        """Raises InvalidRequest for a file that cannot be read, or is too long."""
+        """Read a file. Raises InvalidRequest for a file that cannot be read, or is too long."""
         ...
 
 
@@ -404,8 +404,8 @@ class _Cut(NamedTuple):
 
 
 def _cut(tokens: list[int], frames: int, first_timestamp: int) -> tuple[list[_Cut], int]:
-    """Cut the tokens of a window of so many frames into segments, at pairs of timestamps. Return also how many frames
-    are done with: what comes behind the last pair is said again by the next window."""
+    """Cut the tokens of a window of this many frames into segments, at pairs of timestamps. Return also the number of
+    frames that are done: the next window repeats the speech behind the last pair."""
     marks = [token >= first_timestamp for token in tokens]
     ends = [place for place in range(1, len(tokens)) if marks[place - 1] and marks[place]]
     if not ends:

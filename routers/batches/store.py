@@ -23,7 +23,7 @@ KEEP_SECONDS = 29 * 24 * 3600.0
 PAGE = 100
 """Results that are read at once."""
 _OVERHEAD = 256
-"""Bytes that a row counts besides its contents."""
+"""Bytes that a row counts in addition to its contents."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS batches (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, created REAL NOT NULL,
@@ -134,7 +134,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def delete(self, owner: str, batch: str) -> None:
-        """Raises BatchNotFound, and RequestError for a batch that has not ended."""
+        """Delete a batch. Raises BatchNotFound, and RequestError for a batch that has not ended."""
 
         def work(db: sqlite3.Connection) -> None:
             record = _record(db, owner, batch)

@@ -43,7 +43,7 @@ class BatchWorker:
     fields: FieldCheck
     max_text_bytes: int
     max_values: int
-    """Most values in a body; bodies that come by HTTP have the same limit."""
+    """Maximum number of values in a body; bodies that come by HTTP have the same limit."""
     render_error: Callable[[Exception, Scope], bytes]
     concurrency: int
     ready: Callable[[], bool]
@@ -54,7 +54,7 @@ class BatchWorker:
     """Number of deaths of the engine while it served each request."""
 
     async def run(self) -> None:
-        """Work for ever. Raises nothing but CancelledError."""
+        """Work until cancelled. Raises only CancelledError."""
         while True:
             try:
                 if self.store.path.exists():

@@ -100,7 +100,7 @@ class GraphImages:
     """Puts the images of requests into their prompts: read from where they were encoded, or encoded here. Workers that
     share `model_name` and the encoder can read each other's.
 
-    `give_up` tells the worker that holds embeddings that they have been read, if nobody needs them after this worker.
+    `give_up` tells the worker that holds embeddings that they have been read, if no other worker needs them.
     """
 
     def __init__(

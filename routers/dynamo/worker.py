@@ -68,7 +68,7 @@ _TYPES: Mapping[WorkerRole, tuple[WorkerType, list[list[WorkerType]]]] = {
     "decode": (WorkerType.Decode, [[WorkerType.Prefill]]),
     "encode": (WorkerType.Encode, [[WorkerType.Prefill, WorkerType.Decode], [WorkerType.Aggregated]]),
 }
-"""The type of a worker with each role, and the types that the graph needs besides it."""
+"""The type of a worker with each role, and the other types that the graph needs."""
 
 log = logging.getLogger(__name__)
 
@@ -230,11 +230,11 @@ class GraphWorker(ABC):
         """Fill in what the model card says; return what the model serves, and the tokens of a KV block."""
 
     def _further(self) -> tuple[Served, ...]:
-        """Return the endpoints besides `generate`."""
+        """Return the endpoints other than `generate`."""
         return ()
 
     def _duties(self) -> tuple[Duty, ...]:
-        """Return what is done besides serving."""
+        """Return the background tasks."""
         return ()
 
     @abstractmethod

@@ -71,7 +71,7 @@ class Responses:
 
     store: ResponseStore | None = None
     max_bytes: int = 64 << 20
-    """Most bytes of the items that a request continues, and of those that it refers to."""
+    """Maximum number of bytes of the items that a request continues, and of those that it refers to."""
     _runs: dict[str, BackgroundRun] = field(default_factory=dict, init=False)
 
     def stored(self) -> ResponseStore:

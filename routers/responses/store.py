@@ -87,8 +87,8 @@ class ResponseStore(Protocol):
 
     async def append(self, response: str, first: int, events: Sequence[bytes], ended: Record | None = None) -> bool:
         """Store events of a response that runs in the background, the first with number `first`, and note that its
-        process lives. Return whether it goes on: nobody has cancelled or deleted it. What has become of it is stored
-        together with its last events, so that who sees these finds it `ended`.
+        process lives. Return whether it goes on: it has been neither cancelled nor deleted. Its final state is stored
+        together with its last events, so that a reader who sees these finds it `ended`.
         """
         ...
 

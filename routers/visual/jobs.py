@@ -152,7 +152,7 @@ class VideoJobs:
     async def end(
         self, number: int, state: State, file: str | None = None, error: bytes | None = None, progress: int = 0
     ) -> None:
-        """Note the end of a job, or that it waits again. The file of one that nobody wants any more is removed."""
+        """Note the end of a job, or that it waits again. The file of a cancelled or deleted job is removed."""
 
         def work(db: sqlite3.Connection) -> None:
             ended = None if state == "queued" else time.time()

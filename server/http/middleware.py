@@ -103,9 +103,9 @@ class ApiKeyMiddleware:
     """Admits requests with one of the keys, as a bearer or in `x-api-key`. Liveness and pages are open to all, with
     `open_probes` all probes and metrics are, and without keys everything is.
 
-    Internal routes take only the internal secret, and those for operators only the admin key: without them nobody can
-    use them. With the secret, a router may name the
-    data-parallel rank of a request; nobody else can. Keys are compared as digests, in constant time, each with all.
+    Internal routes take only the internal secret, and those for operators only the admin key: they are closed without a
+    configured secret or key. With the secret, a router may name the data-parallel rank of a request; nobody else can.
+    Keys are compared as digests, in constant time, each with all.
     """
 
     def __init__(
@@ -153,8 +153,8 @@ class ApiKeyMiddleware:
 
 
 class OriginMiddleware:
-    """Refuses WebSockets to web pages of other origins than `origins`, since browsers ask nobody before they open one.
-    `*` allows all.
+    """Refuses WebSockets to web pages of other origins than `origins`, since browsers open these without a preflight
+    request. `*` allows all.
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:

@@ -35,7 +35,7 @@ _SENTENCES = {
     "string_pattern_mismatch": "must match {pattern}",
     "json_invalid": "is not valid JSON: {error}",
 }
-"""Messages for Pydantic's kinds of errors, besides wrong types."""
+"""Messages for Pydantic's kinds of errors, except wrong types."""
 
 
 class _Fault(NamedTuple):

@@ -46,7 +46,8 @@ class ModelSettings(Section):
     template and model type, response_template takes the model's own, none takes reasoning for text.
     """
     thinking_token_budget: int = Field(-1, ge=-1)
-    """Most tokens of reasoning in a choice, where the request sets no limit: its end is then forced. -1 is no limit."""
+    """Maximum number of tokens of reasoning in a choice, where the request sets no limit: its end is then forced. -1 is
+    no limit."""
     stream_tool_arguments: bool = True
     """Stream the arguments of tool calls as they come; false sends whole calls, and one that never completes as text.
     """
@@ -90,7 +91,7 @@ class MemoryServiceSettings(Section):
     them, and a restarted engine need not load them. Empty is off.
     """
     memory_service_limit_mb: int = Field(0, ge=0)
-    """Most memory that `trellis memory` owns, on the host and all GPUs together, in MiB; 0 is what there is."""
+    """Maximum memory that `trellis memory` owns, on the host and all GPUs together, in MiB; 0 is what there is."""
     memory_service_grace_seconds: float = Field(MEMORY_GRACE_SECONDS, ge=0)
     """Seconds for which `trellis memory` keeps weights that no engine uses."""
     engine_standby: bool = False
@@ -264,8 +265,8 @@ class SpeculationSettings(Section):
     speculative_answer_tokens: int = Field(EMBEDDED.speculative_answer_tokens, ge=1024, le=1 << 20)
     """Tokens of earlier answers that suffix keeps, about 0.5 kB each."""
     speculative_min_speedup: float = Field(EMBEDDED.speculative_min_speedup, ge=0, le=10)
-    """Check proposals if that is expected to make a step so many times as fast, by measured acceptance and times of
-    steps; 0 checks all of them.
+    """Expected speed-up of a step from which on proposals are checked, by measured acceptance and times of steps; 0
+    checks all of them.
     """
 
     @field_validator("speculative", mode="after")
@@ -320,7 +321,7 @@ class TrtllmSettings(Section):
     processors computes them in logits processors, which need the overlap scheduler off and so cost throughput.
     """
     secondary_offload_min_priority: int = Field(-1, ge=-1, le=100)
-    """Least priority of KV blocks that are copied to the host (KV_HOST_CACHE_MB) before they are evicted; -1 takes
+    """Lowest priority of KV blocks that are copied to the host (KV_HOST_CACHE_MB) before they are evicted; -1 takes
     TensorRT-LLM's default. Requests of this server have its default priority, 35.
     """
     trust_remote_code: bool = False

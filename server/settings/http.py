@@ -64,7 +64,7 @@ class HttpSettings(Section):
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine reaches the address. Names besides localhost are taken for public ones."""
+        """Whether only this machine reaches the address. Names other than localhost are taken for public ones."""
         try:
             return ip_address(self.host).is_loopback
         except ValueError:
@@ -126,8 +126,8 @@ class LimitSettings(Section):
     queue_timeout_seconds: float = Field(60.0, gt=0)
     """Seconds that a request may wait for the engine before it is refused with 503."""
     min_priority: int = Field(Limits.min_priority, ge=-1000, le=1000)
-    """Most urgent priority that a request gets; smaller ones count as this one. A client that may be more urgent than
-    others can keep them waiting for ever.
+    """Most urgent priority that a request can have; smaller numbers count as this one. A client that may be more urgent
+    than others can keep them waiting forever.
     """
     max_n: int = Field(Limits.max_n, ge=1)
     """Maximum number of choices in one request: prompts multiplied by n. If they are more than the engine takes at

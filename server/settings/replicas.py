@@ -123,14 +123,14 @@ class DynamoSettings(Section):
     dynamo_kv_events: bool = True
     """Publish KV-cache events to Dynamo's routers."""
     dynamo_tool_parser: str = Field("auto", validation_alias=_dyn("dynamo_tool_parser", "dyn_tool_call_parser"))
-    """Parser of tool calls that Dynamo's frontend shall use, by Dynamo's names; auto takes the one of our own HTTP if
-    Dynamo has it, empty uses none.
+    """Parser of tool calls for Dynamo's frontend, by Dynamo's names; auto takes the same as our own HTTP if Dynamo has
+    it, empty uses none.
     """
     dynamo_reasoning_parser: str = Field(
         "auto", validation_alias=_dyn("dynamo_reasoning_parser", "dyn_reasoning_parser")
     )
-    """Parser of reasoning that Dynamo's frontend shall use, by Dynamo's names; auto takes the one of our own HTTP if
-    Dynamo has it, empty uses none.
+    """Parser of reasoning for Dynamo's frontend, by Dynamo's names; auto takes the same as our own HTTP if Dynamo has
+    it, empty uses none.
     """
     dynamo_drain_seconds: float = Field(
         5.0, ge=0, validation_alias=_dyn("dynamo_drain_seconds", "dyn_graceful_shutdown_grace_period_secs")

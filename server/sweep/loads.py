@@ -92,7 +92,7 @@ class LoadClient(Protocol):
         ...
 
     def measure(self, point: Point, seed: str, folder: Path) -> Measurement:
-        """Raises MeasurementFailed. `folder` may keep what the client writes."""
+        """Measure a point; `folder` may keep the client's files. Raises MeasurementFailed."""
         ...
 
 

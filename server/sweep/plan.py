@@ -154,7 +154,8 @@ class SweepPlan(Strict):
         return {**self.settings, **deployment.settings}
 
     def digest(self, point: Point, environment: Mapping[str, Any] | None = None) -> str:
-        """Identify what a measurement of `point` depends on besides its repetition: another plan measures again.
+        """Return a digest of everything that a measurement of `point` depends on, except its repetition: another plan
+        measures again.
 
         `environment` has settings that started servers find there.
         """

@@ -112,7 +112,7 @@ class GgufModel:
         return found
 
     def settings(self) -> Settings:
-        """Return config.json, but for the ids of special tokens."""
+        """Return config.json without the ids of special tokens."""
         return {
             "architectures": [self.family.model_class],
             "model_type": self.family.model_type,
@@ -243,7 +243,7 @@ class GgufFamily:
     layer: Mapping[str, Part]
     """A layer's tensors by llama.cpp's names."""
     settings: Callable[[GgufModel], Settings]
-    """Return what config.json has besides what all families share."""
+    """Returns the entries of config.json that not all families share."""
     restore: Callable[[str, np.ndarray, Mapping[str, int]], np.ndarray] = lambda name, weights, sizes: weights
     """Return transformers' weights, given llama.cpp's name, its float32 weights and the model's sizes."""
 

@@ -42,7 +42,7 @@ _PATIENCE_SECONDS = 2.0
 # ... and this much more with every token.
 _TOKEN_SECONDS = 0.02
 _MANY = 8
-"""Masks that are computed together rather than one after the other, if at least so many are."""
+"""Number of masks from which on they are computed together rather than one after the other."""
 _SLOW_SECONDS = 0.005
 """Time for masks that are computed together, above which the next `_MASKS_ALONE` of each sequence are not: one sequence
 must not use up the others' time unnoticed."""
@@ -227,7 +227,7 @@ class GrammarCompiler:
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
 
     def _left(self, guide: Guide, task: asyncio.Task[Compiled]) -> None:
-        """Note that a caller waits no longer; without any, nobody needs the result."""
+        """Note that a caller has stopped waiting; without callers, the compilation is cancelled."""
         self._waiters[guide] -= 1
         if not self._waiters[guide]:
             del self._waiters[guide]

@@ -235,7 +235,7 @@ def _quoted(text: str) -> str:
 
 
 def _bounded(tags: Any) -> Any:
-    """Return a structural tag in which JSON has no endless white space, which a model may go on with for ever, and
+    """Return a structural tag in which JSON has no endless white space, which a model may continue endlessly, and
     grammars of texts are EBNF.
     """
     if isinstance(tags, list):

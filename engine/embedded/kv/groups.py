@@ -44,11 +44,11 @@ class BlockGroups:
             (longest_chunk(pool.num_blocks, self.block_size, window) for _, pool, window in self._sliding),
             default=UNLIMITED,
         )
-        """Most tokens of a sequence in one step."""
+        """Maximum number of tokens of a sequence in one step."""
 
     @property
     def capacity(self) -> int:
-        """Most tokens of a sequence; the pool of a window sets no limit."""
+        """Maximum number of tokens of a sequence; the pool of a window sets no limit."""
         return UNLIMITED if self.pools[0].window is not None else self.pools[0].num_blocks * self.block_size
 
     def stats(self) -> KvCacheStats:

@@ -78,7 +78,7 @@ def ask(module: Any, config: PreTrainedConfig, context_length: int) -> Attends:
             f"the embedded engine needs attention in every layer, of one shape; {config.model_type} has other layers"
         )
     if kinds and [kind == "sliding_attention" for kind in kinds] != [window is not None for window in windows]:
-        raise EngineFailure(f"{config.model_type}'s layers do not attend as its configuration says")
+        raise EngineFailure(f"{config.model_type}'s layers do not attend according to its configuration")
     [(kv_heads, head_dim)] = probe.shapes
     return Attends(
         tuple(None if window is None or window >= context_length else window for window in windows), kv_heads, head_dim

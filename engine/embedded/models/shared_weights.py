@@ -36,7 +36,7 @@ class SharedWeights:
         self.bytes = 0
         """Bytes of weights that the service owns."""
         self.failure = ""
-        """Why the service could not be used; empty if it could, or if none is configured."""
+        """Reason why the service could not be used; empty if it could, or if none is configured."""
 
     def pages(self, size: int, device: torch.device, *layout: object) -> Pages | None:
         """Return memory on a device for weights in a layout; None if this process has to allocate it."""

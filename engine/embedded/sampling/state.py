@@ -125,7 +125,7 @@ class SamplerState:
 
     @property
     def error(self) -> str:
-        """Why the sequence cannot go on, or "": its grammar has become too slow to follow, or leads nowhere."""
+        """Reason why the sequence cannot go on, or "": its grammar has become too slow to follow, or leads nowhere."""
         return self.matcher.error if self.matcher is not None else ""
 
     def banned(self) -> list[int]:

@@ -25,7 +25,8 @@ from engine.errors import EngineFailure
 log = logging.getLogger(__name__)
 
 _CATCH_UP = 64
-"""Most tokens of a sequence that are computed in one step before it is drafted for: a prompt is read bit by bit."""
+"""Maximum number of tokens of a sequence that are computed in one step before it is drafted for: a prompt is read bit
+by bit."""
 _CONTEXT = 4096
 """Tokens for each place of the batch that the draft model's KV cache has room for, if the context is longer."""
 

@@ -68,5 +68,5 @@ def class_of_probability(value: float) -> int:
 
 
 def class_of_match(length: int) -> int:
-    """Return the class of a token that follows a match of so many tokens."""
+    """Return the class of a token that follows a match of this many tokens."""
     return min(max(length.bit_length() - 2, 0), CLASSES - 1)

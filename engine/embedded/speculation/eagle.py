@@ -24,11 +24,11 @@ from engine.errors import EngineFailure
 log = logging.getLogger(__name__)
 
 _KEPT = 512
-"""Most hidden states of a sequence that wait to be read."""
+"""Maximum number of hidden states of a sequence that wait to be read."""
 _PIECES = 8
-"""Most tensors that hold them. Each is a view that keeps the hidden states of a whole step in memory."""
+"""Maximum number of tensors that hold them. Each is a view that keeps the hidden states of a whole step in memory."""
 _CATCH_UP = 64
-"""Most positions of a sequence that are read before it is drafted for."""
+"""Maximum number of positions of a sequence that are read before it is drafted for."""
 _LEAST = 0.2
 """A draft ends where it is less likely right than this."""
 

@@ -136,7 +136,7 @@ class EncoderProcess:
         return bytes(data)
 
     async def _shared(self, count: int) -> list[Data]:
-        """Receive so many descriptors of shared memory; fewer, the first ones, if this process may open no more.
+        """Receive up to this many descriptors of shared memory; only the first ones if this process may open no more.
 
         Raises EOFError.
         """

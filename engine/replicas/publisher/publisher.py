@@ -55,7 +55,7 @@ class Publisher:
     def __init__(self, engine: Engine, config: PublisherConfig, buses: Sequence[Sink] = ()) -> None:
         """Raises EngineFailure if an address cannot be bound."""
         self.failure: str | None = None
-        """Why nothing is published any more; None while it is."""
+        """Reason why nothing is published any more; None while it is."""
         self.config = config
         self.buses = buses
         self.ranks = [PublishedRank(Converter(engine.info.block_size)) for _ in range(engine.info.data_parallel_size)]

@@ -13,7 +13,7 @@ from engine.replicas.routing.events import CacheEvent, ClearedEvent, RemovedEven
 WEIGHTS = {"CPU": 0.75, "CPU_PINNED": 0.75, "CPU_TIER1": 0.75}
 """Weight of a cached token whose block is on a tier below the device, by the tier's name in vLLM and Dynamo."""
 MEDIA = (*WEIGHTS, "DISK", "CPU_TIER2")
-"""Media on which blocks may be known that come to another one."""
+"""Names of the tiers below the device. A block that moves to another medium may still be known under one of these."""
 LOWEST_WEIGHT = 0.25
 """The same for a block on disk, or anywhere else."""
 MAX_BLOCKS = 1 << 19

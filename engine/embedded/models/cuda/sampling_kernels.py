@@ -27,9 +27,9 @@ SEARCHED = 4096
 """Ids that the one program of a row looks at together when it searches."""
 LEVELS = 16
 CANDIDATES = 8192
-"""Most ids that are collected for a row; if more may be kept, the whole row is searched."""
+"""Maximum number of ids that are collected for a row; if more may be kept, the whole row is searched."""
 TOP = 20
-"""Most alternatives that are reported."""
+"""Maximum number of alternatives that are reported."""
 REPORT = 3 + 2 * TOP
 """Values of a report: log of the sum of exponentials, the token's logit and rank, then the likeliest logits, and their
 ids."""
