@@ -226,7 +226,7 @@ def test_models_that_nothing_computes_are_refused_in_one_line(
 def test_a_device_that_is_absent_is_named(folder: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(
-        EngineFailure, match=rf"^DEVICE={device}(, but PyTorch \S+ sees 0 CUDA devices| is not a device)"
+        EngineFailure, match=rf"^DEVICE={device}(, but PyTorch \S+ sees 0 CUDA devices| is not a PyTorch)"
     ):
         load(folder, "native", device=device)
 
