@@ -60,7 +60,7 @@ class Scheduler:
         offload: Offload | None = None,
     ) -> None:
         """A step takes `max_num_tokens`, at most `max_prompt_tokens` of them of prompts if these are chunked. Chunked
-        prompts rest once `rest_after` of their tokens have been computed; With None they never rest. `sources` are
+        prompts rest once `rest_after` of their tokens have been computed; with None they never rest. `sources` are
         asked in this order for prompts that are not in the pools; `offload` is told what has been computed."""
         self.blocks = blocks
         self.waiting: list[Sequence] = []
