@@ -309,13 +309,14 @@ class Decoder {
     }
     for (int block = 0; block <= last / size; block++) {
       const float *key = keys(layer, chunk, block, head), *value = values(layer, chunk, block, head);
-      for (int p = 0; p < width / kPanel; p++) panels[p] = {key + p * kPanel, size};
+      const float* next = block < last / size ? keys(layer, chunk, block + 1, head) : value;
+      for (int p = 0; p < width / kPanel; p++) panels[p] = {key + p * kPanel, size, value + p * kPanel};
       multiply(query.data(), dim, rows, panels.data(), width / kPanel, dim, [&](int row, int panel, Vec low, Vec high) {
         save(&scores[row * width + panel * kPanel], low);
         save(&scores[row * width + panel * kPanel + kLanes], high);
       });
       for (int r = 0; r < rows; r++) weigh(&scores[r * width], first + r / group - block * size + 1, &state[2 * r], &out[r * out_width]);
-      for (int p = 0; p < out_width / kPanel; p++) panels[p] = {value + p * kPanel, dim};
+      for (int p = 0; p < out_width / kPanel; p++) panels[p] = {value + p * kPanel, dim, next + p * kPanel};
       multiply(scores.data(), width, rows, panels.data(), out_width / kPanel, std::min(size, last - block * size + 1),
                [&](int row, int panel, Vec low, Vec high) {
                  float* to = &out[row * out_width + panel * kPanel];

@@ -12,7 +12,10 @@ constexpr int kStreams = 3;                       // panels side by side for one
 // Weights [outputs, inputs] as panels of [inputs][kLanes]: output i of a panel in the low half, output kLanes + i in the high half.
 struct WeightPanel {
   const uint32_t* data;
-  void prefetch(long k) const { __builtin_prefetch(data + (k + kColumnsAhead) * kLanes); }
+  template <int M>
+  void prefetch(long k) const {
+    if (M > 1) __builtin_prefetch(data + (k + kColumnsAhead) * kLanes);
+  }
   void columns(long k, Vec& low, Vec& high) const {
     const Bits both = load<Bits>(data + k * kLanes);
     low = (Vec)(both << 16);
@@ -22,7 +25,11 @@ struct WeightPanel {
 struct FloatPanel {
   const float* data;
   long stride;
-  void prefetch(long) const {}
+  const float* next;  // what is read after all panels, and in the same way
+  template <int M>
+  void prefetch(long k) const {
+    for (int i = 0; i < kPanel; i += 16) __builtin_prefetch(next + k * stride + i);
+  }
   void columns(long k, Vec& low, Vec& high) const {
     low = load<Vec>(data + k * stride);
     high = load<Vec>(data + k * stride + kLanes);
@@ -35,7 +42,7 @@ __attribute__((noinline)) void tile(const float* a, long stride, const Panel* pa
   for (long k = 0; k < depth; k++) {
     for (int p = 0; p < P; p++) {
       Vec low, high;
-      if (M > 1) panels[p].prefetch(k);
+      panels[p].template prefetch<M>(k);
       panels[p].columns(k, low, high);
       for (int m = 0; m < M; m++) {
         const Vec x = all(a[m * stride + k]);
