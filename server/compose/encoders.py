@@ -129,7 +129,8 @@ def image_prompts(
             settings.max_videos,
             settings.max_audios,
         )
-    if settings.engine == "trtllm" and folder is not None and read_model_facts(folder).takes_media:
+    facts = read_model_facts(folder) if settings.engine == "trtllm" and folder is not None else None
+    if facts is not None and facts.takes_media:
         return BackendPrompts(
             MediaLoader(limits),
             settings.max_images,
@@ -139,6 +140,7 @@ def image_prompts(
             max_encoded,
             settings.max_videos,
             settings.max_audios,
+            [*(("image", "video") if facts.takes_images else ()), *(("audio",) if "audio_config" in facts.config else ())],
         )
     return None
 
