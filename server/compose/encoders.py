@@ -140,7 +140,10 @@ def image_prompts(
             max_encoded,
             settings.max_videos,
             settings.max_audios,
-            [*(("image", "video") if facts.takes_images else ()), *(("audio",) if "audio_config" in facts.config else ())],
+            [
+                *(("image", "video") if facts.takes_images else ()),
+                *(("audio",) if "audio_config" in facts.config else ()),
+            ],
         )
     return None
 

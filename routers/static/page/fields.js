@@ -38,7 +38,7 @@ export function fieldGroups(document, { schema: type, ours }) {
       minimum: schema.minimum,
       maximum: schema.maximum,
       initial: schema.default,
-      slider: SLIDERS[name],
+      slider: sliderOf(name, schema),
       example: schema.examples?.[0],
     });
   }
@@ -59,6 +59,12 @@ function kindOf(schema) {
   if (list) return { string: "strings", integer: "integers" }[list.items?.type] || "json";
   if (types.includes("object")) return "json";
   return types.includes("string") ? "string" : "";
+}
+
+function sliderOf(name, { maximum = Infinity }) {
+  if (!SLIDERS[name]) return undefined;
+  const [low, high, step] = SLIDERS[name];
+  return [low, Math.min(high, maximum), step];
 }
 
 // Returns what a field may be, if that is a list of words.

@@ -126,7 +126,7 @@ function Field({ field, lane, set, problem }) {
       min=${slider[0]}
       max=${slider[1]}
       step=${slider[2]}
-      value=${value === "" ? initial : value}
+      value=${value === "" ? (initial ?? slider[0]) : value}
       onInput=${change}
     />`}
     <p class="about" id=${`about-${name}`}>${description}</p>

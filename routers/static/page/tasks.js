@@ -60,7 +60,7 @@ const transcript = {
 
 const translation = {
   ...transcript,
-  name: "Translate to English",
+  name: "Translate",
   schema: "TranslationRequest",
   path: () => "v1/audio/translations",
   verb: "Translate",
