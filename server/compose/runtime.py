@@ -44,7 +44,7 @@ def runtime_of(settings: Settings, replica: ReplicaState) -> Runtime:
         runtime = runtime.model_copy(update=chat)
     if isinstance(replica.service, VisualService) and replica.service.healthy:
         info = replica.service.engine.info
-        takes = ["text", "image"] if info.edits else ["text"]
+        takes = ["text", "image"] if info.edits or info.animates else ["text"]
         pictures = {"device": info.device, "dtype": info.dtype, "pipeline": info.pipeline, "makes": list(info.makes)}
         return runtime.model_copy(update=pictures | {"takes": takes})
     engine = replica.engine
