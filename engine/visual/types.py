@@ -56,6 +56,10 @@ class VisualInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Which of the optional fields the pipeline takes: `negative_prompt` and `guidance`."""
     edits: bool = False
     """Whether it changes pictures."""
+    animates: bool = False
+    """Whether a video may begin with a picture."""
+    needs_image: bool = False
+    """Whether it makes no video without one."""
     inpaints: bool = False
     """Whether it changes the part of a picture that a mask names."""
     width: int = 512
@@ -89,7 +93,7 @@ class VisualRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """0 for pictures."""
     fps: float = 0.0
     image: bytes = b""
-    """File of the picture to change; empty for a new one."""
+    """File of the picture to change, or with which a video begins; empty for none."""
     mask: bytes = b""
     """File of a picture whose transparent, or white, part is to be changed; empty for all."""
     strength: float | None = None

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from engine.errors import ContextOverflow
 from engine.kit.work import off_loop
-from engine.media import PromptMedia
+from engine.media import MediaKind, PromptMedia
 from engine.types import EngineInfo
 from multimodal.errors import RequestError
 from multimodal.request import Ask, Conversation, Limits, MediaRef
@@ -45,6 +45,11 @@ class MediaPrompts(Protocol):
 
     async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
         """Return the token ids of that prompt, as far as they are known before the engine."""
+        ...
+
+    @property
+    def kinds(self) -> Sequence[MediaKind]:
+        """Kinds of media that requests may bring."""
         ...
 
     @property
