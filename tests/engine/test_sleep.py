@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
@@ -15,7 +15,7 @@ from engine.errors import EngineAsleep, EngineFailure, EngineNotReady, EngineWok
 from engine.fake.encoder import FakeEncoder
 from engine.fake.engine import FakeEngine
 from engine.kv_events import Removed, Stored
-from engine.media import MediaInput
+from engine.media import EncodedMedia, MediaInput
 from engine.process.child import EngineProcess
 from engine.process.client import EngineClient
 from engine.sleep import SleepingEncoder, SleepingEngine, SleepOrder, SleepState
@@ -414,8 +414,16 @@ async def test_an_encoder_sleeps_as_an_engine_does() -> None:
     await encoder.close()
 
 
+class CountingEncoder(FakeEncoder):
+    begun = 0
+
+    async def encode(self, media: Sequence[MediaInput], prompt: str = "") -> list[EncodedMedia]:
+        self.begun += 1
+        return await super().encode(media, prompt)
+
+
 async def test_images_wake_an_encoder_that_fell_asleep_by_itself() -> None:
-    backend = FakeEncoder(0.001)
+    backend = CountingEncoder(0.001)
     encoder = SleepingEncoder(backend, SleepConfig(idle_seconds=0.01))
     await encoder.start()
     for _ in range(2):
@@ -423,9 +431,9 @@ async def test_images_wake_an_encoder_that_fell_asleep_by_itself() -> None:
         found = await asyncio.gather(*(encoder.encode([IMAGE]) for _ in range(3)))
         assert len(found) == 3
     image = asyncio.create_task(encoder.encode([IMAGE] * 10_000))
-    await until(lambda: backend._running)
+    await until(lambda: backend.begun == 7)
     canary = asyncio.create_task(encoder.encode([IMAGE] * 10_000, counts=False))
-    await until(lambda: len(backend._running) == 2)
+    await until(lambda: backend.begun == 8)
     image.cancel()
     await until(lambda: encoder.state.phase == "falling_asleep")
     assert not canary.done()
