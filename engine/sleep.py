@@ -56,7 +56,7 @@ class SleepState(msgspec.Struct, frozen=True):
 
     @property
     def obstacle(self) -> str:
-        """Why requests are refused; empty if they are not."""
+        """Reason why requests are refused; empty if they are not."""
         if self.phase == "awake" or self.on_demand:
             return ""
         if self.phase == "asleep":
@@ -90,7 +90,7 @@ class Sleeper(Protocol):
 
 
 class Releasable(Protocol):
-    """A backend whose memory can be released. It is told one thing at a time, and only while nothing runs."""
+    """A backend whose memory can be released. Its methods are called one at a time, and only while nothing runs."""
 
     def sleep_obstacle(self, level: int) -> str:
         """Return why memory cannot be released at a level; empty if it can."""
@@ -110,7 +110,7 @@ class ReleasableEngine(Engine, Releasable, Protocol):
 
 
 class ReleasableEncoder(Encoder, Protocol):
-    """An encoder whose weights can be given back. It is told so only while nothing is encoded."""
+    """An encoder whose weights can be given back. Its methods are called only while nothing is encoded."""
 
     async def release_weights(self) -> None: ...
 
@@ -125,7 +125,7 @@ class _Abortable(Protocol):
 
 
 class _Resumable(Protocol):
-    """What waits until the backend is awake."""
+    """A request that waits until the backend is awake."""
 
     def enter(self) -> None:
         """Go on."""

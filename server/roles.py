@@ -35,7 +35,8 @@ class Role:
 
     name: RoleName
     routers: Callable[[], tuple[APIRouter, ...]]
-    """Returns the routers it mounts besides the operations; a call, since importing them takes a second."""
+    """Returns the routers that it mounts in addition to the operations. It is a function because importing them takes a
+    second."""
     entrance: str = "/v1"
     """Path of its requests: public under /v1, internal elsewhere."""
     core: Core = "engine"
@@ -126,7 +127,7 @@ _DYNAMO_NEEDS = (
     Need(
         "disaggregation_mode",
         lambda settings: not settings.dynamo or settings.disaggregation_mode != "router",
-        "a worker of a Dynamo graph is no router: the graph has its own",
+        "a worker of a Dynamo graph cannot be a router: the graph has its own",
     ),
     Need(
         "prefill_urls",

@@ -157,7 +157,7 @@ class FakeEngine:
         self._blocks.events.close()
 
     def _sequence(self, request: GenerateRequest) -> FakeSequence:
-        """Raises InvalidRequest and EngineUnavailable."""
+        """Make the sequence of a request. Raises InvalidRequest and EngineUnavailable."""
         config, sampling = self._config, request.sampling
         check_prompt(request, config.vocab_size, self._capacity)
         if sampling.guide is not None and not config.script:

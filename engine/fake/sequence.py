@@ -37,7 +37,8 @@ class FakeSequence:
     """Whether its prompt has been computed."""
     reasoning: ReasoningProgress | None = None
     echoed: ReasoningProgress | None = None
-    """With a budget of reasoning: what it has left, and where in it the echo would be without one."""
+    """The echo's progress as if reasoning had no budget. `reasoning` has what is left of that; both are None without
+    one."""
 
     def next_token(self) -> int:
         """Return the next id: the echo's, or that which ends reasoning whose budget is spent."""
@@ -126,7 +127,7 @@ def check_media(request: GenerateRequest) -> None:
 
 
 def check_handoff(request: GenerateRequest) -> None:
-    """Raises InvalidRequest for a handoff from another kind of engine or of another prompt."""
+    """Check a handoff. Raises InvalidRequest for one from another kind of engine or of another prompt."""
     handoff = request.handoff
     if handoff is None:
         return

@@ -144,7 +144,7 @@ class ServiceProcess:
         return End(reason, served, final, prepared=self.standby_pid is not None)
 
     async def _spawn(self, standby: Standby = "") -> "_Host":
-        """Raises OSError."""
+        """Start a host process and send it its options. Raises OSError."""
         host = await _Host.spawn(self._interface, self._hang_seconds, self._note_ready, again=self._was_ready)
         options = msgspec.structs.replace(self._options, standby=standby)
         if standby == "model" and self._host is not None and self._host.successor:
@@ -237,7 +237,7 @@ class _Host:
         self._tail = ""
         self._unfinished = ""
         self._failure = ""
-        """Why the process ends, as it says itself."""
+        """Reason why the process ends, as it says itself."""
         self._log_pipe = log_pipe
         self._log_ended = asyncio.Event()
         self._control = asyncio.create_task(self._read_control())
@@ -247,7 +247,7 @@ class _Host:
     async def spawn(
         cls, interface: Interface[Any, Any], hang_seconds: float, on_ready: Callable[[], None], *, again: bool
     ) -> "_Host":
-        """Raises OSError. `again` is whether another one was ready before."""
+        """Start a host process. `again`: whether a process was ready before. Raises OSError."""
         mark = secrets.token_hex(8)
         # A pipe of our own: asyncio considers a process running as long as one of its children has its standard error
         # open.

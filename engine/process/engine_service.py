@@ -25,7 +25,7 @@ async def _prepare(engine: Engine) -> None:
 
 
 def _successor(config: EngineConfig, engine: Engine) -> EngineConfig:
-    """On a GPU the KV blocks of an engine that stands by take the place of those of the one that serves."""
+    """Give a standby engine the size of the serving engine's KV cache: on a GPU its blocks take the place of those."""
     if not isinstance(config, EmbeddedConfig) or not engine.info.device.startswith("cuda"):
         return config
     return msgspec.structs.replace(config, num_blocks=engine.info.num_blocks, kv_memory_later=True)

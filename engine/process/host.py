@@ -188,7 +188,7 @@ class _Client:
         results.pipe(partial(self._pass_on, call.key))
 
     def _begin(self, call: wire.Call, frames: list[bytes]) -> Results:
-        """Raises EngineError; any other exception is a bug."""
+        """Begin a call. Raises EngineError; any other exception is a bug."""
         method: Method[Any, Any] = self._host.interface.methods[call.method]
         try:
             argument = method.attach(method.decode_argument(call.argument), wire.parts_of(call, frames))
@@ -389,7 +389,7 @@ class _HostProcess:
         self.exit_by_force()
 
     def exit_by_force(self) -> None:
-        """In a thread: end the process unless it ends by itself in time."""
+        """End the process from a thread unless it ends by itself in time."""
         time.sleep(STOP_SECONDS + self._interface.more_stop_seconds(self._config))
         if self._bound:
             remove_socket_file(self._address)

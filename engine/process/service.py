@@ -114,7 +114,7 @@ class Topic(Generic[R]):
 
 @dataclass(frozen=True)
 class Interface(Generic[ConfigT, ServiceT]):
-    """How a service is created, called and listened to. Host and client read the same object."""
+    """Description of a service: its creation, methods and topics. Host and client read the same object."""
 
     name: str
     """`package.module:NAME` of this object; the host process imports it."""

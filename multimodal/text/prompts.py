@@ -39,7 +39,7 @@ class MediaPrompts(Protocol):
 
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
         """Return the prompt of a chat that the template has rendered as `text`, with the marks of its control tokens;
-        so many choices will read it.
+        this many choices will read it.
         """
         ...
 

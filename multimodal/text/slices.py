@@ -109,7 +109,7 @@ def pieces_of(text: str, cut: re.Pattern[str]) -> Iterator[str]:
 
 
 class _Cuts:
-    """Where a tokenizer's texts may be cut, and the special tokens that it adds before and after a text."""
+    """Pattern of places at which a tokenizer's texts may be cut, and the special tokens that it adds around a text."""
 
     def __init__(self, before: str, special: tuple[list[int], list[int]]) -> None:
         self.at = re.compile(rf"(?<=[{before}]) ")

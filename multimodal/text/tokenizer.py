@@ -43,7 +43,7 @@ class Tokenizer:
         self.token_bytes: list[bytes] = _token_bytes(backend)
         """Bytes that each id adds to the text; a character may take several ids."""
         self.longest_token = max(map(len, self.token_bytes), default=0)
-        """Bytes of the longest token: a text has at least one token for so many characters."""
+        """Bytes of the longest token: a text has at least one token per this many characters."""
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":

@@ -214,7 +214,7 @@ def _chat_service(
 
 
 class _Transcribing(NamedTuple):
-    """What a model that transcribes needs besides its engine."""
+    """The parts that a transcribing model needs in addition to its engine."""
 
     reader: "HostedReader"
     sizes: WhisperSizes

@@ -86,8 +86,8 @@ class Canary:
 
 
 def engine_probe(engine: Engine, *, prefill_only: bool, token: int = 1, speech: Speech | None = None) -> Probe:
-    """Return a probe that computes one token behind another one, and behind `speech` for a model that takes nothing
-    else."""
+    """Return a probe that computes one token after a prompt of one token, and with `speech` for a model that only
+    transcribes."""
 
     async def probe() -> None:
         request = GenerateRequest(
