@@ -33,7 +33,7 @@ CREATE TRIGGER IF NOT EXISTS video_deleted AFTER DELETE ON videos
 BEGIN DELETE FROM video_images WHERE number=OLD.number; END;
 PRAGMA user_version = 1;
 """
-"""Schema of the files, and of the video jobs (`jobs.py`) with their reference images, which are kept until a job ends."""
+"""Schema of the files, and of the video jobs (`jobs.py`). Their reference images are kept until a job ends."""
 _STRAY_SECONDS = 3600.0
 """Age from which a file that the database does not know is removed: its process ended while it wrote."""
 
