@@ -243,7 +243,7 @@ class CallReader:
         self._parts.extend(calls)
 
     def _break(self, other: bool = False) -> None:
-        """Pass on the text of a malformed call, as far as it has not been passed on. `other` text never looked like one."""
+        """Pass on the text of a malformed call, as far as it has not been passed on; `other`: of text that was none."""
         self.malformed += not other
         record, self._record = self._record, None
         if self._list is not None:
