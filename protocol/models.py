@@ -55,6 +55,8 @@ class Runtime(BaseModel):
     """Class of diffusers that makes pictures or videos; null for a model of text."""
     makes: list[str] = ["text"]
     """Kinds of output: text, image or video."""
+    takes: list[str] = []
+    """Kinds of input: text, image, video, audio. A model that transcribes takes audio alone."""
     refused_parameters: dict[str, str] = {}
     """Sampling parameters that the engine refuses, always or under conditions, each with the reason."""
     tool_call_parser: str | None = None

@@ -19,7 +19,7 @@ class SpeechFields(ModelFields):
     """`json` has the text, `verbose_json` its segments too, `text`, `srt` and `vtt` are no JSON. Example: "json" """
     temperature: Annotated[Finite, Field(ge=0, le=1)] | None = None
     """Randomness. 0 takes the most likely text, and a higher one only where that repeats itself or is unlikely.
-    Example: 0"""
+    Default: 0. Example: 0"""
 
 
 class TranscriptionRequest(SpeechFields):

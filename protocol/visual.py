@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from protocol.common import Finite, Int64, ModelFields
+from protocol.common import Finite, Int64, LongUrl, ModelFields, Wire
 
 MAX_PROMPT = 32_000
 """Characters, as OpenAI has it."""
@@ -72,8 +72,21 @@ class ImageEditRequest(ImageFields):
     """Accepted and ignored. Example: "low" """
 
 
+class InputReference(Wire):
+    """A picture with which a video begins."""
+
+    image_url: LongUrl | None = None
+    """A data URL, or an http(s) URL. Example: "data:image/png;base64,iVBORw0KGgo=" """
+    file_id: Any = None
+    """Not supported."""
+
+
 class VideoRequest(DrawingFields):
     """A video of a prompt."""
+
+    input_reference: InputReference | None = None
+    """The picture with which the video begins, for models that take one; in a form, a file.
+    Example: {"image_url": "data:image/png;base64,iVBORw0KGgo="}"""
 
     seconds: Annotated[Finite, Field(gt=0)] | str | None = None
     """Length, as a number or as text. Example: "2" """

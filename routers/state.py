@@ -18,6 +18,7 @@ from engine.replicas.encode_answers import EncodeService
 from engine.replicas.routing.fleet import Fleet
 from engine.sleep import Sleeper, SleepState
 from engine.visual.base import VisualEngine
+from multimodal.media.loader import MediaLoader
 from multimodal.processor import Processor
 from multimodal.speech.transcriber import Transcriber
 from multimodal.text.prompts import MediaPrompts
@@ -115,6 +116,8 @@ class VisualService:
     engine: VisualEngine
     fields: FieldCheck
     media: MediaStore
+    loader: MediaLoader
+    """Loads pictures that requests name by URLs."""
     videos: VideoJobs
     limits: VisualLimits
     timeout_seconds: float
@@ -127,6 +130,7 @@ class VisualService:
     async def close(self) -> None:
         """End what runs."""
         await self.engine.close()
+        await self.loader.aclose()
         await self.media.close()
 
 

@@ -251,7 +251,7 @@ VISUAL = Role(
     needs=(
         _one_api_process("aggregated", "requests for pictures are few"),
         Need("engine_address", lambda settings: not settings.engine_address, _WHY_PICTURES),
-        Need("engine_standby", lambda settings: not settings.engine_standby, _WHY_PICTURES),
+        Need("engine_standby", lambda settings: settings.engine_standby in (False, "auto"), _WHY_PICTURES),
         Need("dynamo", lambda settings: not settings.dynamo, _WHY_PICTURES),
     ),
 )

@@ -155,9 +155,10 @@ class Sequence:
 
     def extend_keys(self, block_size: int) -> list[BlockKey]:
         """Return the keys of all full blocks of `tokens`."""
+        spans = self.request.spans
         while (start := len(self.keys) * block_size) + block_size <= len(self.tokens):
             parent = self.keys[-1] if self.keys else root_key(self.request.cache_salt)
-            overlaps = overlaps_of(self.request.spans, start, block_size)
+            overlaps = overlaps_of(spans, start, block_size) if spans else ()
             key = block_key(parent, self.tokens[start : start + block_size], overlaps)
             self.keys.append(key)
             if overlaps:

@@ -7,7 +7,7 @@ import msgspec
 
 from engine.base import Engine, Preparable
 from engine.config import EmbeddedConfig, EngineConfig, Tag
-from engine.create import create_engine
+from engine.create import create_engine, preload
 from engine.errors import NotSupported
 from engine.kv_events import KvEvent
 from engine.process.service import Interface, Method, Topic
@@ -83,6 +83,7 @@ ENGINE: Interface[EngineConfig, Engine] = Interface(
         "kv_events": Topic(list[KvEvent], lambda engine: engine.kv_events()),
         "sleep_states": Topic(SleepState, _sleep_states),
     },
+    preload=preload,
     prepare=_prepare,
     successor=_successor,
     more_stop_seconds=lambda config: config.extra_stop_seconds,

@@ -314,6 +314,8 @@ class _HostProcess:
         threading.Thread(target=self._stop_at_end_of_input, args=(loop,), daemon=True).start()
         gc.disable()  # imports make a million objects that stay
         service = self._interface.create(self._config)
+        if self._standby == "imports":
+            self._interface.preload(self._config)
         gc.enable()
         try:
             if not self._standby or await self._completed(self._wait_to_serve(service)):
@@ -325,7 +327,8 @@ class _HostProcess:
             await service.close()
 
     async def _wait_to_serve(self, service: HostedService) -> None:
-        await self._interface.prepare(service)
+        if self._standby == "model":
+            await self._interface.prepare(service)
         print("standby", file=self._channel.output, flush=True)
         await self._go.wait()
 

@@ -57,6 +57,10 @@ class VisualInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Optional fields that the pipeline takes: `negative_prompt` and `guidance`."""
     edits: bool = False
     """Whether it changes pictures."""
+    animates: bool = False
+    """Whether a video may begin with a picture."""
+    needs_image: bool = False
+    """Whether it makes no video without one."""
     inpaints: bool = False
     """Whether it changes the part of a picture that a mask names."""
     width: int = 512
@@ -90,7 +94,7 @@ class VisualRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """0 for pictures."""
     fps: float = 0.0
     image: bytes = b""
-    """File of the picture to change; empty for a new one."""
+    """File of the picture to change, or with which a video begins; empty for none."""
     mask: bytes = b""
     """File of a picture whose transparent, or white, part is to be changed; empty for all."""
     strength: float | None = None

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from engine.types import Delta, FinishReason, GenerateRequest, PromptReport, TokenLogprobs
-from multimodal.answers.parts import Parser, Part, PlainText, Reasoning, ToolCall
+from multimodal.answers.formats import PlainText
+from multimodal.answers.parts import Parser, Part, Reasoning, ToolCall
 from multimodal.request import Ask
 from multimodal.text.tokenizer import Detokenizer, Tokenizer
 

@@ -5,8 +5,6 @@ from typing import Protocol
 
 import msgspec
 
-from multimodal.text.tokenizer import Tokenizer
-
 
 class Text(msgspec.Struct, frozen=True, gc=False):
     """Text of the answer itself."""
@@ -51,18 +49,3 @@ class Parser(Protocol):
     def finish(self) -> list[Part]:
         """Return what was held back. Nothing more comes."""
         ...
-
-
-class PlainText:
-    """All output is text."""
-
-    malformed = 0
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        pass
-
-    def feed(self, token_ids: Sequence[int], text: str) -> list[Part]:
-        return [Text(text)] if text else []
-
-    def finish(self) -> list[Part]:
-        return []

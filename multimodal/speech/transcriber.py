@@ -26,8 +26,7 @@ from multimodal.metrics import ChoiceTimer, GenerationMetrics
 from multimodal.request import Limits
 from multimodal.speech.languages import code_of
 from multimodal.speech.words import Word, words_of
-from multimodal.text.slices import encoded
-from multimodal.text.tokenizer import Tokenizer
+from multimodal.text.tokenizer import Tokenizer, encoded
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 """Tried in turn for a request that names none, or 0."""

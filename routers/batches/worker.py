@@ -91,7 +91,8 @@ class BatchWorker:
     async def _pause(self) -> None:
         """Return when there may be something to do."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.store.news.wait(), self.pause)
+            async with asyncio.timeout(self.pause):  # asyncio.wait_for of Python 3.11 may swallow a cancellation
+                await self.store.news.wait()
         self.store.news.clear()
 
     async def _do(self, job: BatchJob) -> bool:

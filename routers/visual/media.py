@@ -26,9 +26,14 @@ CREATE TABLE IF NOT EXISTS videos (
     error BLOB, file TEXT
 );
 CREATE INDEX IF NOT EXISTS videos_state ON videos (state, number);
+CREATE TABLE IF NOT EXISTS video_images (number INTEGER PRIMARY KEY, image BLOB NOT NULL);
+CREATE TRIGGER IF NOT EXISTS video_ended AFTER UPDATE OF ended ON videos WHEN NEW.ended IS NOT NULL
+BEGIN DELETE FROM video_images WHERE number=NEW.number; END;
+CREATE TRIGGER IF NOT EXISTS video_deleted AFTER DELETE ON videos
+BEGIN DELETE FROM video_images WHERE number=OLD.number; END;
 PRAGMA user_version = 1;
 """
-"""Schema of the files and of the video jobs (`jobs.py`)."""
+"""Schema of the files, and of the video jobs (`jobs.py`). Their reference images are kept until a job ends."""
 _STRAY_SECONDS = 3600.0
 """Age from which a file that the database does not know is removed: its process ended while it wrote."""
 

@@ -27,10 +27,9 @@ from engine.errors import EngineNotReady
 from engine.kit import logs
 from engine.kit.logs import printable
 from engine.kit.work import begin_request
-from routers.page import needs_no_key
 from routers.state import DP_RANK_HEADER, INTERNAL_HEADER, ReplicaState
 from server.http.errors import render
-from server.http.routes import ADMIN, INTERNAL, is_anthropic, route_path
+from server.http.routes import ADMIN, INTERNAL, is_anthropic, opens_page, route_path
 
 LIVENESS = "/health/live"
 PROBES = frozenset({LIVENESS, "/health", "/health/ready", "/metrics", "/prometheus/metrics"})
@@ -145,7 +144,7 @@ class ApiKeyMiddleware:
             return _bearer(self._secrets, scope) is not None
         if path in ADMIN and self._admins:
             return _bearer(self._admins, scope) is not None or bool(_match(self._admins, _header(scope, b"x-api-key")))
-        if path in self._open or needs_no_key(path) or not self._keys:
+        if path in self._open or opens_page(path) or not self._keys:
             return True
         used = _bearer(self._keys, scope) or _match(self._keys, _header(scope, b"x-api-key"))
         scope["state"]["owner"] = hashlib.sha256(b"owner:" + used).hexdigest() if used is not None else ""
@@ -205,7 +204,7 @@ class GateMiddleware:
         self._turnstile = Turnstile(STARTS_PER_TURN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in _REQUESTS or (path := route_path(scope)) in OPEN_WHILE_NOT_READY or needs_no_key(path):
+        if scope["type"] not in _REQUESTS or (path := route_path(scope)) in OPEN_WHILE_NOT_READY or opens_page(path):
             await self._app(scope, receive, send)
             return
         replica: ReplicaState = scope["state"]["replica"]

@@ -8,6 +8,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field
 
 from engine.config import CpuIsa, SleepConfig, TrtllmConfig
 from engine.memory.service import GRACE_SECONDS as MEMORY_GRACE_SECONDS
+from engine.process.wire import Standby
 from multimodal.answers.parsers.choose import family
 from multimodal.answers.parsers.response_templates import RESPONSE_TEMPLATE
 from server.settings.types import EMBEDDED, ExpandedPath, PathOrNone, Section
@@ -94,8 +95,17 @@ class MemoryServiceSettings(Section):
     """Maximum memory that `trellis memory` owns, on the host and all GPUs together, in MiB; 0 is what there is."""
     memory_service_grace_seconds: float = Field(MEMORY_GRACE_SECONDS, ge=0)
     """Seconds for which `trellis memory` keeps weights that no engine uses."""
-    engine_standby: bool = False
-    """Keep a second engine process that has loaded the model and takes over when the first one dies."""
+    engine_standby: bool | Literal["auto", "imports"] = "auto"
+    """Keep a second engine process, which takes over when the first one dies: true is one that has loaded the model,
+    imports one that has imported the engine's code. auto is imports with MEMORY_SERVICE, else false.
+    """
+
+    @property
+    def standby(self) -> Standby:
+        """What a second engine process does in advance."""
+        if self.engine_standby == "imports" or (self.engine_standby == "auto" and self.memory_service is not None):
+            return "imports"
+        return "model" if self.engine_standby is True else ""
 
     @field_validator("memory_service", mode="after")
     @classmethod
@@ -108,11 +118,11 @@ class MemoryServiceSettings(Section):
 
     @field_validator("engine_standby", mode="after")
     @classmethod
-    def _can_take_over(cls, value: bool, info: ValidationInfo) -> bool:
-        if not value:
+    def _can_take_over(cls, value: bool | str, info: ValidationInfo) -> bool | str:
+        if value in (False, "auto"):
             return value
         if info.data.get("engine") == "trtllm":
-            raise ValueError("TensorRT-LLM's weights cannot be loaded twice on the same GPUs")
+            raise ValueError("TensorRT-LLM's weights cannot be loaded twice on the same GPUs, and its code starts MPI")
         if not info.data.get("engine_process", True):
             raise ValueError("needs a process for the engine: ENGINE_PROCESS=true")
         if info.data.get("engine_on_death") == "exit":

@@ -106,6 +106,8 @@ class ToolFormat:
     """Text between two calls, as the model writes it."""
     bare: str = ""
     """Begins a call too, where only white space came before: the format has no marker. The name must be a tool's."""
+    loose: str = ""
+    """Begins a call too, wherever it is, as small models write calls. The name must be a tool's."""
     marker: str = ""
     """Markers that begin calls. They are dropped where the output ends right behind them."""
     markup: str = ""
