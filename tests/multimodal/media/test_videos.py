@@ -51,7 +51,7 @@ async def test_a_video_is_encoded_once_for_each_choice_of_frames() -> None:
         (
             "http://images.test/a.png",
             "invalid_video_format",
-            "Unsupported video format. Supported formats are MP4, WebM, Matroska and AVI",
+            "formats are MP4, WebM, Matroska and AVI",
         ),
         ("http://images.test/large", "invalid_video", "more than 67108864 bytes"),
         ("http://internal.test/a.mp4", "invalid_video_url", "no address that this server may fetch from"),
