@@ -315,7 +315,7 @@ class Scheduler:
         self.add(sequence)
 
     def _admit(self, budget: int, chunks: list[Chunk], decodes: int) -> None:
-        """Start waiting sequences with what is left of the budget, and with half of the largest chunk of a prompt.
+        """Start waiting sequences with the rest of the budget, and with half of the largest chunk of a prompt.
 
         Of that half, a sequence that is not shorter than what remains of the large prompt gets one block, and only to
         make way for a shorter one behind it in the queue.

@@ -278,7 +278,7 @@ def _offload_contradictions(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _update(target: dict[str, Any], values: Mapping[str, Any], layer: str, origins: dict[str, str], path: str) -> None:
-    """Merge mappings; an empty one adds nothing. Other values replace, and so does a mapping in the place of another
+    """Merge mappings; an empty one adds nothing. Other values replace, and so does a mapping that replaces another
     value.
     """
     for name, value in values.items():

@@ -239,8 +239,8 @@ def _ends(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> set[int]:
 
 
 def _without(sampling: SamplingParams) -> SamplingParams:
-    """Return what is left to the engine when our logits processor edits the logits: nothing if that draws the token,
-    and the temperature alone if that truncates the distribution."""
+    """Return the parameters for the engine when our logits processor edits the logits: none if it draws the token, and
+    only the temperature if it truncates the distribution."""
     left = replace(sampling, **_NEUTRAL, processors=())
     if draws(sampling) and sampling.seed is not None:
         return replace(left, temperature=0.0)

@@ -114,7 +114,7 @@ class Exclusion:
     def _merged(self, schema: Any) -> Schema | None:
         """Return a schema with its references and `allOf` merged into it, in part; None if nothing matches it.
 
-        What is left out only makes the result accept more.
+        Omissions only make the result accept more.
         """
         return _merge(self._root, schema, _DEPTH)
 

@@ -526,8 +526,8 @@ def _modified(entry: "os.DirEntry[str]") -> float:
 
 
 def digest_of(folder: Path, *configuration: str) -> bytes:
-    """Return a hash over all weights of a model, its config.json, and what else its keys and values depend on. Raises
-    OSError."""
+    """Return a hash over all weights of a model, its config.json, and everything else on which its keys and values
+    depend. Raises OSError."""
     digest = blake3(max_threads=blake3.AUTO)
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.gguf")]):
         if path.stat().st_size:

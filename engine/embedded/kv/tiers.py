@@ -96,7 +96,7 @@ class _Figures:
 
 
 class _TierReading:
-    """Blocks on their way to the device, in order, by threads that share the list of what is left."""
+    """Blocks on their way to the device, in order, by threads that share the list of remaining blocks."""
 
     def __init__(self, tiers: "Tiers", sequence: Prompt, items: list[_BlockLoad]) -> None:
         self.num_bytes = sum(item.size for item in items)
@@ -236,7 +236,7 @@ class Tiers:
             self._saving.update((save.name, saving) for save in begun)
 
     def offer(self, sequence: Prompt) -> int:
-        """Offer the prefix that saves most time, whatever of it is on the device already."""
+        """Offer the prefix that saves most time, including blocks that are already on the device."""
         if sequence.request.request_id in self._refused:
             return 0
         size = self._blocks.block_size

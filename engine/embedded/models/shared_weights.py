@@ -134,7 +134,7 @@ class _DeviceBytes:
 
 
 def bytes_at(address: int, size: int, device: torch.device) -> torch.Tensor:
-    """Return memory as uint8 [size]; whoever uses it keeps it mapped."""
+    """Return memory as uint8 [size]. The caller keeps it mapped."""
     if device.type == "cpu":
         return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
     return torch.as_tensor(_DeviceBytes(address, size), device=device)
