@@ -124,7 +124,7 @@ class ChatMessage(Wire):
     reasoning: str | None = None
     """The same under another name. Example: "Let me think." """
 
-    # What OpenAI's answers carry, and clients send back.
+    # Fields of OpenAI's answers, which clients send back.
     annotations: Any = None
     """Accepted and ignored. Example: []"""
     function_call: MessageFunctionCall | None = None

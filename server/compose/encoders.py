@@ -252,7 +252,7 @@ async def _add_canary(to: Composition, service: EncodeService, encoder: Encoder,
     if prompt is None:
         log.warning("no canary: the model's chat template shows no image")
         return
-    # That an idle replica checks itself must not keep it awake.
+    # The canary of an idle replica must not keep it awake.
     encode = partial(encoder.encode, counts=False) if isinstance(encoder, SleepingEncoder) else encoder.encode
     probe = encoder_probe(encode, prompt, audio=encoder.info.audio)
     await to.health.add_canary(probe, lambda: service.served, lambda: _is_awake(to, service), to.stack)

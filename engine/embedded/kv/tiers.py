@@ -195,7 +195,7 @@ class Tiers:
             found.append(TierStats("disk", 0 if disk.broken else disk.max_bytes, disk.used, len(disk), **figures))
         return tuple(found)
 
-    # What the scheduler says.
+    # Calls of the scheduler.
 
     def admitted(self, sequence: Prompt) -> None:
         """Count a request for the blocks of a sequence that runs from now on, and keep those that it has."""
@@ -308,7 +308,7 @@ class Tiers:
                 self._figures[level].avoided_blocks += count
         self._touch(sequence.keys)
 
-    # What the core says.
+    # Calls of the core.
 
     def poll(self) -> bool:
         """Take note of what threads have done; return whether there was anything."""
