@@ -40,7 +40,7 @@ class ReplicasDiffer(RequestError):
 
 
 class MediaNotFound(RequestError):
-    """There is no such file any more, or it belongs to another key."""
+    """The file does not exist, or belongs to another key."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"There is no file '{shown(name)}' (any more).", "file", "file_not_found")

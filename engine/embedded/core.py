@@ -556,7 +556,7 @@ class EngineCore:
         return left
 
     def _answer(self, sequence: Sequence, taken: _Taken) -> Delta | EngineFailure:
-        """Return what a step gave a sequence as a delta, and take the sequence out of the engine if that ended it."""
+        """Return a step's result for a sequence as a delta, and take the sequence out of the engine if it has ended."""
         if taken.tokens and sequence.sampler.error:
             self.abort(sequence.request.request_id)
             return EngineFailure(sequence.sampler.error)

@@ -107,7 +107,7 @@ class Scheduler:
         self.held_blocks += self.blocks.count(sequence.tables)
 
     def take_fetches(self) -> list[Fetch]:
-        """Return what is to be read for sequences that have become FETCHING since the last call.
+        """Return the reads for sequences that have become FETCHING since the last call.
 
         The step before must have ended by then: it may still write to blocks that have been given back.
         """
@@ -209,7 +209,8 @@ class Scheduler:
             self.blocks.leave_behind(sequence.tables, end)
 
     def verified(self, chunk: Chunk, taken: int) -> Chunk:
-        """Note that of the tokens drawn after a chunk with a draft, `taken` were taken; return what it has computed.
+        """Note that `taken` of the tokens drawn after a chunk with a draft were accepted; return the chunk without
+        rejected ones.
 
         The last of them has yet to be computed, and what has been computed behind those before it is void: the next
         step writes over it.

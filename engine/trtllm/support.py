@@ -112,7 +112,7 @@ class Support:
     def split(
         self, sampling: SamplingParams, eos_token_ids: tuple[int, ...], num_prompt: int | None
     ) -> tuple[SamplingParams, Edits | None]:
-        """Return what the engine is asked for, and what our logits processor does. Raises InvalidRequest.
+        """Return the parameters for the engine, and those for our logits processor. Raises InvalidRequest.
 
         If the processor does anything it does everything from bias to masks, since their order matters.
         """

@@ -81,7 +81,7 @@ class Responses:
         return self.store
 
     async def history(self, owner: str, body: ContextFields, kept: Kept | None = None) -> History:
-        """Return what comes before a request, on a connection that has `kept` responses. Raises RequestError."""
+        """Return the conversation before a request, on a connection that has `kept` responses. Raises RequestError."""
         kept = kept or {}
         previous, conversation = body.previous_response_id, conversation_of(body)
         if previous is not None and conversation is not None:

@@ -28,7 +28,8 @@ class Exclusion:
         self._root = root
 
     def narrowing(self, schema: Any, other: Any, depth: int = 0) -> Schema | None:
-        """Return what to require of values that match `schema` so that none matches `other`; None if that is beyond us.
+        """Return a schema that excludes `other` from the values that match `schema`; None if this code cannot express
+        it.
 
         It may exclude more than is needed. An empty schema says that nothing matches both.
         """

@@ -291,7 +291,7 @@ class DiskTier:
         self._delete(names)
 
     def give_up(self) -> None:
-        """Use the tier no more. The files stay."""
+        """Stop using the tier. The files stay."""
         self.broken = True
         for name in list(self._files):
             self._forget(name)
@@ -408,7 +408,7 @@ class DiskTier:
         return head[: before + 32] + own + head[_FIXED.size :]
 
     def _check(self, name: Name, head: bytes) -> tuple[Description, int, bytes] | None:
-        """Return what a header says, its size and the hash of the block; None unless it is this block's."""
+        """Return a header's description, its size and the hash of the block; None unless it is this block's."""
         if len(head) < _FIXED.size:
             return None
         form, header, said, size, digest, _ = _FIXED.unpack_from(head)

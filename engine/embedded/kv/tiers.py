@@ -458,7 +458,7 @@ class Tiers:
         return DISK if self.disk is not None and name in self.disk else DEVICE
 
     def _lost(self, level: int, name: Name) -> None:
-        """Publish that a tier has a block no more, unless a faster one has it."""
+        """Publish that a tier no longer has a block, unless a faster one has it."""
         pool = self._blocks.pools[name[0]]
         if name[1] not in pool and not (level == DISK and self.host.has(name)):
             below = DISK if level == HOST and self.disk is not None and name in self.disk else DEVICE

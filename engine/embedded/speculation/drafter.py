@@ -54,7 +54,7 @@ class Drafter(Protocol):
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """Give up what is kept for a sequence that has ended; it may be unknown here."""
+        """Drop the state of a sequence that has ended; the sequence may be unknown here."""
         ...
 
 
