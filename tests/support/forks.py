@@ -99,6 +99,7 @@ def _serve() -> int:
                 *arguments, environment = json.loads(message)
                 os.environ.clear()
                 os.environ.update(environment)
+                sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
                 tempfile.tempdir = None
                 return server.cli.main(arguments)
             for descriptor in (1, 2, stderr):  # whoever reads these is to see the server's end

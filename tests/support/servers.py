@@ -83,7 +83,7 @@ class ServerProcess:
         variables = {**os.environ, **(environment or {})}
         read, write = os.pipe()
         self.process: Forked | subprocess.Popen[bytes]
-        if preexec_fn is None:
+        if preexec_fn is None and "LD_PRELOAD" not in variables:
             self.process = fork(arguments, variables, write)
         else:
             command = [sys.executable, "-m", "server", *arguments]
