@@ -11,9 +11,9 @@ export function Parts({ node }) {
   const growing = node.state === "streaming";
   if (node.exchange.task && node.exchange.task !== "chat") {
     return html`
-      ${growing && node.progress !== undefined && html`<${Progress} ...${node} />`}
       ${text && html`<p class="plain">${text}</p>`}
-      ${files.map((file, index) => html`<${Made} key=${index} file=${file} name=${`${node.exchange.task}-${index + 1}`} />`)}
+      ${files.map((file, index) => html`<${Made} key=${file} file=${file} name=${`${node.exchange.task}-${index + 1}`} />`)}
+      ${growing && (node.progress === undefined ? html`<${Waiting} />` : html`<${Progress} ...${node} />`)}
     `;
   }
   return html`
@@ -45,6 +45,10 @@ function pretty(text) {
   } catch {
     return text;
   }
+}
+
+export function Waiting() {
+  return html`<p class="thinking" aria-label="Waiting"><i></i><i></i><i></i></p>`;
 }
 
 function Progress({ progress, stage }) {
