@@ -39,11 +39,6 @@ _REFUSED = re.compile(r"\s*q\s*=\s*0(\.0*)?\s*", re.IGNORECASE)
 """The weight of an encoding that a client does not take."""
 
 
-def needs_no_key(path: str) -> bool:
-    """Return whether a browser opens this path before it knows a key."""
-    return path in (CHAT, DOCS) or path.startswith(STATIC)
-
-
 def page_router(chat: bool, docs: bool, direct_only: bool) -> APIRouter:
     """Return the routes of the pages that are shown, with their files. With `direct_only` the page at `/` is not shown
     to requests with headers that proxies add.

@@ -131,7 +131,7 @@ class TrtllmVisualPipeline:
 
 
 def _in_thread(work: Callable[[], Any]) -> "Future[Any]":
-    """Begin work in a thread that holds up nothing when nobody waits any more."""
+    """Begin work in a daemon thread, which does not delay the end of the process."""
     future: Future[Any] = Future()
 
     def run() -> None:

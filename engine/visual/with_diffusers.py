@@ -351,6 +351,6 @@ def _bytes_of(videos: Any) -> list[Any]:
     for frames in videos:
         array = np.stack([np.asarray(frame, dtype=np.float32) for frame in frames])
         if not np.isfinite(array).all():
-            raise EngineFailure("the model has computed something that is no picture: try another DTYPE")
+            raise EngineFailure("the model has computed values that are not a picture: try another DTYPE")
         made.append((array.clip(0, 1) * 255).round().astype(np.uint8))
     return made

@@ -274,7 +274,7 @@ class _Pixels:
         self._spent = 0
 
     def spend(self, pixels: int) -> None:
-        """Raise RequestError if an image of so many pixels is too much."""
+        """Raise RequestError if an image of this many pixels exceeds the limit."""
         self._images += 1
         self._spent += pixels
         if self._images > 1 and self._spent > self._most:

@@ -78,7 +78,7 @@ class VideoJobs:
         return record
 
     async def get(self, owner: str, job: str) -> VideoRecord:
-        """Raises VideoNotFound."""
+        """Return a job. Raises VideoNotFound."""
         return await self._database.run(lambda db: _record(db, owner, job))
 
     async def page(self, owner: str, limit: int, after: str | None, ascending: bool) -> tuple[list[VideoRecord], bool]:
@@ -159,7 +159,7 @@ class VideoJobs:
     async def end(
         self, number: int, state: State, file: str | None = None, error: bytes | None = None, progress: int = 0
     ) -> None:
-        """Note the end of a job, or that it waits again. The file of one that nobody wants any more is removed."""
+        """Note the end of a job, or that it waits again. The file of a cancelled or deleted job is removed."""
 
         def work(db: sqlite3.Connection) -> None:
             ended = None if state == "queued" else time.time()

@@ -69,7 +69,7 @@ async def start_encoders(to: Composition, folder: Path | None) -> Encoders:
     service = _service(to, encoder)
     to.stack.push_async_callback(service.close)
     if not to.role.has_engine:
-        await _add_canary(to, service, encoder if sleeper is None else sleeper.inner, folder)
+        await _add_canary(to, service, encoder, folder)
     if sleeper is not None:
         sleeper.caches.append(service.store.trim)
         await follow_sleep(to, sleeper)
