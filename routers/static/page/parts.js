@@ -12,7 +12,7 @@ export function Parts({ node }) {
   if (node.exchange.task && node.exchange.task !== "chat") {
     return html`
       ${text && html`<p class="plain">${text}</p>`}
-      ${files.map((file, index) => html`<${Made} key=${file} file=${file} name=${`${node.exchange.task}-${index + 1}`} />`)}
+      ${files.map((file, index) => html`<${Made} key=${file} file=${file} whole=${!growing} name=${`${node.exchange.task}-${index + 1}`} />`)}
       ${growing && (node.progress === undefined ? html`<${Waiting} />` : html`<${Progress} ...${node} />`)}
     `;
   }
@@ -63,17 +63,18 @@ class Made extends Component {
     URL.revokeObjectURL(this.url);
   }
 
-  render({ file, name }) {
+  render({ file, name, whole }) {
     const [kind, format] = file.type.split("/");
     const made = kind === "video" ? html`<video src=${this.url} aria-label="What the model made" controls loop muted></video>` : html`<img src=${this.url} alt="What the model made" />`;
     return html`<figure class="made">
       ${made}
-      <figcaption class="actions">
+      ${whole &&
+      html`<figcaption class="actions">
         <a class="quiet" href=${this.url} download=${`${name}.${format}`}>Download</a>
         ${kind === "image" &&
         app.model?.runtime.takes.includes("image") &&
         html`<button type="button" class="quiet" onClick=${() => addFiles([file])}>Attach</button>`}
-      </figcaption>
+      </figcaption>`}
     </figure>`;
   }
 }
