@@ -26,8 +26,8 @@ _TYPES = {
     ".mjs": "text/javascript; charset=utf-8",
 }
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'{styles}; img-src 'self' data: blob:; media-src data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'{styles}; img-src 'self' data: blob:; "
+    "media-src data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _POLICIES = {
     "index.html": _POLICY.format(styles="") + "; require-trusted-types-for 'script'; trusted-types dompurify",

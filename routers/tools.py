@@ -23,7 +23,7 @@ def chosen_tools(
     the tools. Raises RequestError.
     """
     for missing in (other for other in allowed or () if other not in offered):
-        raise RequestError(f"{field!r} names '{shown(missing)}', which is none of {param!r}.", field)
+        raise RequestError(f"{field!r} names '{shown(missing)}', which is not in {param!r}.", field)
     chosen = offered if allowed is None else {name: offered[name] for name in offered if name in allowed}
     strict = (
         re.sub(r"[^.]+\Z", "format" if tool.text is not None else "strict", place)
@@ -42,7 +42,7 @@ def chosen_tools(
 
 
 def template_tools(functions: Sequence[FunctionDefinition]) -> list[dict[str, Any]]:
-    """Return tools as templates expect them. Whether one is strict is none of the model's business."""
+    """Return tools as templates expect them. They do not say whether a tool is strict."""
     return [
         {"type": "function", "function": function.model_dump(exclude_unset=True, exclude={"strict"})}
         for function in functions

@@ -61,7 +61,8 @@ class FakeSequence:
     """Whether its prompt has been computed."""
     reasoning: ReasoningProgress | None = None
     echoed: ReasoningProgress | None = None
-    """With a budget of reasoning: what it has left, and where in it the echo would be without one."""
+    """The echo's progress as if reasoning had no budget. `reasoning` has what is left of that; both are None without
+    one."""
 
     def next_token(self) -> int:
         """Return the next id: the echo's, or that which ends reasoning whose budget is spent."""
@@ -237,7 +238,7 @@ class FakeEngine:
         self._blocks.events.close()
 
     def _sequence(self, request: GenerateRequest) -> FakeSequence:
-        """Raises InvalidRequest and EngineUnavailable."""
+        """Make the sequence of a request. Raises InvalidRequest and EngineUnavailable."""
         config, sampling = self._config, request.sampling
         check_prompt(request, config.vocab_size, self._capacity)
         if sampling.guide is not None and not config.script:
@@ -418,7 +419,7 @@ def _check_media(request: GenerateRequest) -> None:
 
 
 def _check_handoff(request: GenerateRequest) -> None:
-    """Raises InvalidRequest for a handoff from another kind of engine or of another prompt."""
+    """Check a handoff. Raises InvalidRequest for one from another kind of engine or of another prompt."""
     handoff = request.handoff
     if handoff is None:
         return

@@ -77,7 +77,7 @@ class Choice:
         self.index = index
         self.request = request
         self.prompt_index = index // ask.n
-        """Which of the request's prompts this choice answers."""
+        """Index of the prompt that this choice answers."""
         self.prompt_tokens = len(request.prompt_token_ids)
         self.image_tokens = sum(span.rows for span in request.spans if span.kind != "audio")
         self.audio_tokens = sum(span.rows for span in request.spans if span.kind == "audio")

@@ -32,7 +32,7 @@ class PlainText:
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How a model writes reasoning and tool calls.
+    """The format in which a model writes reasoning and tool calls.
 
     With `stream_arguments`, a stream has the arguments of a call as they come. Without, it has whole calls, and a call
     that never completes is text there too. `reasoning_budget` is that of requests without one; -1 is no limit.

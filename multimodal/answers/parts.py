@@ -23,7 +23,7 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False):
     """A call of a tool, or the next piece of one: the first has id and name, all have some of the arguments' JSON."""
 
     index: int
-    """Which call of the choice, from 0."""
+    """Index of the call in its choice."""
     id: str | None = None
     name: str | None = None
     arguments: str = ""

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from engine.errors import ContextOverflow
 from engine.kit.work import off_loop
-from engine.media import PromptMedia
+from engine.media import MediaKind, PromptMedia
 from engine.types import EngineInfo
 from multimodal.errors import RequestError
 from multimodal.request import Ask, Conversation, Limits, MediaRef
@@ -38,12 +38,17 @@ class MediaPrompts(Protocol):
 
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
         """Return the prompt of a chat that the template has rendered as `text`, with the marks of its control tokens;
-        so many choices will read it.
+        this many choices will read it.
         """
         ...
 
     async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
         """Return the token ids of that prompt, as far as they are known before the engine."""
+        ...
+
+    @property
+    def kinds(self) -> Sequence[MediaKind]:
+        """Kinds of media that requests may bring."""
         ...
 
     @property

@@ -82,7 +82,7 @@ class Tokenizer:
         self.token_bytes: list[bytes] = _token_bytes(backend)
         """Bytes that each id adds to the text; a character may take several ids."""
         self.longest_token = max(map(len, self.token_bytes), default=0)
-        """Bytes of the longest token: a text has at least one token for so many characters."""
+        """Bytes of the longest token: a text has at least one token per this many characters."""
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -321,7 +321,7 @@ def pieces_of(text: str, cut: re.Pattern[str]) -> Iterator[str]:
 
 
 class _Cuts:
-    """Where a tokenizer's texts may be cut, and the special tokens that it adds before and after a text."""
+    """Pattern of places at which a tokenizer's texts may be cut, and the special tokens that it adds around a text."""
 
     def __init__(self, before: str, special: tuple[list[int], list[int]]) -> None:
         self.at = re.compile(rf"(?<=[{before}]) ")

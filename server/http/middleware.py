@@ -102,9 +102,9 @@ class ApiKeyMiddleware:
     """Admits requests with one of the keys, as a bearer or in `x-api-key`. Liveness and pages are open to all, with
     `open_probes` all probes and metrics are, and without keys everything is.
 
-    Internal routes take only the internal secret, and those for operators only the admin key: without them nobody can
-    use them. With the secret, a router may name the
-    data-parallel rank of a request; nobody else can. Keys are compared as digests, in constant time, each with all.
+    Internal routes take only the internal secret, and those for operators only the admin key: they are closed without a
+    configured secret or key. With the secret, a router may name the data-parallel rank of a request; nobody else can.
+    Keys are compared as digests, in constant time, each with all.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class ApiKeyMiddleware:
 
 
 class OriginMiddleware:
-    """Refuses WebSockets to web pages of other origins than `origins`, since browsers ask nobody before they open one.
-    `*` allows all.
+    """Refuses WebSockets to web pages of other origins than `origins`, since browsers open these without a preflight
+    request. `*` allows all.
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
@@ -281,7 +281,7 @@ def _match(digests: Sequence[bytes], key: bytes) -> bytes | None:
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
-    """Return the header that has this name; empty if there is none, or several."""
+    """Return the header that has this name; empty without one, or with several."""
     values = [value for key, value in scope["headers"] if key == name]
     return values[0] if len(values) == 1 else b""
 
