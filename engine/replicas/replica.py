@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 
 class Breaker:
-    """The circuit breaker of one replica: it counts failures in a row, and sets a pause after each, twice as long as the
-    one before.
+    """The circuit breaker of one replica. It counts failures in a row, and sets a pause after each, twice as long as
+    the one before.
 
     During the pause the replica is not asked; then a probe decides.
     """
