@@ -20,6 +20,7 @@ from engine.base import DeltaStream, Engine, EngineAround, Latest, Preparable
 from engine.config import SleepConfig, Tag
 from engine.encoder import Encoded, Encoder, EncoderInfo
 from engine.errors import EngineAsleep, EngineError, EngineFailure, EngineNotReady, EngineWoken, NotSupported
+from engine.kit.tasks import cancel
 from engine.media import MediaInput
 from engine.types import CANARY_SALT, GenerateRequest
 
@@ -206,11 +207,9 @@ class _SleepControl(ABC):
     async def _end(self) -> None:
         """End orders, and what waits."""
         self._closed = True
-        tasks = [*self._orders, *([self._idle] if self._idle is not None else [])]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        if self._idle is not None:
+            await cancel([self._idle])  # first, since it would try again when its order has ended
+        await cancel(self._orders)
         self._fail_held(EngineNotReady("the engine is closing"))
         self._states.close()
 

@@ -422,6 +422,16 @@ class CountingEncoder(FakeEncoder):
         return await super().encode(media, prompt)
 
 
+async def test_an_engine_closes_while_it_falls_asleep_by_itself() -> None:
+    canary = request_for(prompt_of(1), max_tokens=10_000, cache_salt=CANARY_SALT)
+    async with engine_of(SleepConfig(idle_seconds=0.01), delay=0.001) as (engine, _):
+        running = engine.generate(canary)
+        await until(lambda: engine.state.phase == "falling_asleep")
+        closing = asyncio.create_task(engine.close())
+        await until(closing.done)
+        await running.aclose()
+
+
 async def test_images_wake_an_encoder_that_fell_asleep_by_itself() -> None:
     backend = CountingEncoder(0.001)
     encoder = SleepingEncoder(backend, SleepConfig(idle_seconds=0.01))
