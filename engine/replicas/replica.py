@@ -1,4 +1,4 @@
-"""Another replica, whatever it does for this one: probed while it is in use, and left alone while it fails."""
+"""Another replica, of any role: probed while it is in use, and left alone while it fails."""
 
 import asyncio
 import logging

@@ -189,7 +189,7 @@ class BatchStore:
         await self._database.run(work)
 
     async def finish(self, job: BatchJob, outcome: Outcome, result: bytes) -> bool:
-        """Store what has become of a request; return False if there is no room for that, even without the oldest of the
+        """Store the outcome of a request; return False if there is no room for that, even without the oldest of the
         batches that have ended. There always is for an error, which is short: else the request would be done again.
         """
 

@@ -81,7 +81,7 @@ class Responses:
         return self.store
 
     async def history(self, owner: str, body: ContextFields, kept: Kept | None = None) -> History:
-        """Return what comes before a request, on a connection that has `kept` responses. Raises RequestError."""
+        """Return the conversation before a request, on a connection that has `kept` responses. Raises RequestError."""
         kept = kept or {}
         previous, conversation = body.previous_response_id, conversation_of(body)
         if previous is not None and conversation is not None:
@@ -113,7 +113,7 @@ class Responses:
         return await off_loop(size_of(records), lambda: [*_items(earlier), *orjson.loads(record.items)])
 
     async def save(self, record: Record, shape: ResponsesShape) -> bool:
-        """Store what has become of a response, and return whether that succeeded."""
+        """Store the final state of a response, and return whether that succeeded."""
         if self.store is None:
             return False
         try:
@@ -323,7 +323,7 @@ class Responses:
 
 
 def recorded(record: Record, shape: ResponsesShape) -> Record:
-    """Return what has become of a response."""
+    """Return the current record of a response."""
     response = shape.response()
     return replace(record, status=response["status"], response=orjson.dumps(response))
 

@@ -33,7 +33,7 @@ _json = json_body(VideoRequest)
 
 
 async def _asked(request: Request, service: VisualService, request_id: str) -> VisualRequest:
-    """Return what a body, JSON or a form, asks for. Raises RequestError."""
+    """Return the request in a body, JSON or a form. Raises RequestError."""
     file = None
     if is_form(request):
         form = await read_form(request)
