@@ -52,10 +52,10 @@ class ImageFields(DrawingFields):
     """Accepted and ignored. Example: "auto" """
     style: Any = None
     """Accepted and ignored. Example: "vivid" """
-    stream: Literal[False] | None = None
-    """Pictures are not streamed. Example: false"""
-    partial_images: Literal[0] | None = None
-    """Unfinished pictures are not sent. Example: 0"""
+    stream: bool | None = None
+    """Send the picture, and before it unfinished ones, as server-sent events. Needs `n` of 1. Example: false"""
+    partial_images: Annotated[int, Field(ge=0, le=3)] | None = None
+    """How many unfinished pictures a stream has at most; each costs the decoding of a picture. Example: 2"""
 
 
 class ImageRequest(ImageFields):
@@ -148,6 +148,52 @@ class ImagesAnswer(BaseModel):
     """Width and height in pixels."""
     usage: ImageUsage
     """Tokens and patches that were read and made."""
+
+
+class PartialImage(BaseModel):
+    """An event of a stream: an unfinished picture."""
+
+    type: Literal["image_generation.partial_image", "image_edit.partial_image"]
+    """Kind of event."""
+    partial_image_index: int
+    """Which unfinished picture it is, from 0."""
+    b64_json: str
+    """The file in base64."""
+    created_at: int
+    """Unix time in seconds."""
+    background: Literal["opaque"] = "opaque"
+    """Pictures are opaque."""
+    output_format: Literal["png", "webp", "jpeg"]
+    """Format of the file."""
+    quality: str
+    """As asked for."""
+    size: str
+    """Width and height in pixels."""
+    seed: int
+    """The seed of the picture, an extension."""
+
+
+class CompletedImage(BaseModel):
+    """The last event of a stream: the picture."""
+
+    type: Literal["image_generation.completed", "image_edit.completed"]
+    """Kind of event."""
+    b64_json: str
+    """The file in base64."""
+    created_at: int
+    """Unix time in seconds."""
+    background: Literal["opaque"] = "opaque"
+    """Pictures are opaque."""
+    output_format: Literal["png", "webp", "jpeg"]
+    """Format of the file."""
+    quality: str
+    """As asked for."""
+    size: str
+    """Width and height in pixels."""
+    seed: int
+    """The seed of the picture, an extension."""
+    usage: ImageUsage
+    """What it was made of."""
 
 
 class VideoError(BaseModel):

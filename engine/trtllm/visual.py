@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.errors import EngineFailure, InvalidRequest
 from engine.trtllm.versions import lacks_visual
-from engine.visual.base import Picture, Tick
+from engine.visual.base import Picture, Show, Tick
 from engine.visual.types import VisualConfig, VisualInfo
 
 _POLL_SECONDS = 0.2
@@ -43,7 +43,7 @@ class TrtllmVisualPipeline:
             raise EngineFailure(f"TensorRT-LLM cannot load {self._config.model}: {error}") from error
         return self._facts()
 
-    def generate(self, batch: Sequence[Picture], tick: Tick) -> list[Any]:
+    def generate(self, batch: Sequence[Picture], tick: Tick, show: Show = lambda _: None) -> list[Any]:
         found = [self._begin(picture) for picture in batch]
         return [self._pixels(one, batch[0].request.steps, tick) for one in found]
 

@@ -23,6 +23,16 @@ Tick = Callable[[int, int], None]
 """Called after each step, with its number and that of all steps, or in between with 0. May raise Stopped."""
 
 
+Show = Callable[[list[Any]], None]
+"""Called with what the pictures of a batch look like so far, as pixels."""
+
+
+def is_previewed(request: VisualRequest, step: int, steps: int) -> bool:
+    """Return whether a preview is due after `step`: they divide the steps evenly, and none is the last."""
+    parts = request.previews + 1
+    return step < steps and step * parts // steps > (step - 1) * parts // steps
+
+
 class VisualPipeline(Protocol):
     """A model that computes pictures and videos. All calls come from one thread, one after the other, and block it.
 
@@ -33,8 +43,9 @@ class VisualPipeline(Protocol):
         """Load the model. Raises EngineFailure."""
         ...
 
-    def generate(self, batch: Sequence[Picture], tick: Tick) -> list[Any]:
-        """Return pixels, a numpy array of [frames, height, width, 3] bytes for each picture.
+    def generate(self, batch: Sequence[Picture], tick: Tick, show: Show = lambda _: None) -> list[Any]:
+        """Return pixels, a numpy array of [frames, height, width, 3] bytes for each picture. Where the pipeline can,
+        `show` gets the pictures after the steps that `is_previewed` names.
 
         The requests of a batch agree in all but prompts and seeds; one with a file to change is alone in its batch. A
         picture depends on its prompt and seed, not on the rest of the batch.

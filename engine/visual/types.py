@@ -99,6 +99,8 @@ class VisualRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """File of a picture whose transparent, or white, part is to be changed; empty for all."""
     strength: float | None = None
     """Share of the picture that is changed, from 0 to 1."""
+    previews: int = 0
+    """How often the pictures are sent unfinished."""
     format: Literal["png", "webp", "jpeg", "webm"] = "png"
     quality: int = 90
     """Quality of JPEG, WEBP and WebM files, from 0 to 100."""
@@ -114,9 +116,9 @@ class VisualRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class VisualDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """News of a request: how far it is, or a finished file."""
+    """News of a request: how far it is, or a file, finished or a preview."""
 
-    stage: Literal["generating", "postprocessing", "file"]
+    stage: Literal["generating", "preview", "postprocessing", "file"]
     progress: int = 0
     """Percent of all its work."""
     index: int = 0

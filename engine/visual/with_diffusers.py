@@ -19,7 +19,7 @@ from PIL import Image, ImageOps
 from engine.errors import EngineFailure, InvalidRequest
 from engine.kit.image_file import decode, limit_pixels
 from engine.media import MediaInput
-from engine.visual.base import Picture, Tick
+from engine.visual.base import Picture, Show, Tick, is_previewed
 from engine.visual.types import VisualConfig, VisualInfo, VisualRequest
 
 _FRAMES = ("num_frames", "video_length")
@@ -82,14 +82,20 @@ class DiffusersPipeline:
         self._info = self._facts(device, dtype)
         return self._info
 
-    def generate(self, batch: Sequence[Picture], tick: Tick) -> list[Any]:
+    def generate(self, batch: Sequence[Picture], tick: Tick, show: Show = lambda _: None) -> list[Any]:
         asked = batch[0].request
         pipe = self._pipe
         arguments = self._arguments(batch)
         if asked.image:
             pipe = self._inpaint if asked.mask else self._edit
             arguments = self._with_image(asked, arguments, _parameters(pipe))
-        arguments |= _reporting(_parameters(pipe), tick, asked.steps)
+
+        def stepped(step: int, steps: int, latents: Any) -> None:
+            tick(step, steps)
+            if is_previewed(asked, step, steps) and (pixels := _seen(pipe, latents, asked)) is not None:
+                show(pixels)
+
+        arguments |= _reporting(_parameters(pipe), stepped, asked.steps)
         try:
             with torch.inference_mode(), self._fresh_cache():
                 found = pipe(**arguments)
@@ -267,17 +273,31 @@ def _counterpart(family: Any, pipe: Any) -> Any:
     return found
 
 
-def _reporting(parameters: dict[str, Any], tick: Tick, steps: int) -> dict[str, Any]:
-    """Return the arguments by which a pipeline calls `tick`, in the way that it has."""
+def _seen(pipe: Any, latents: Any, request: VisualRequest) -> list[Any] | None:
+    """Return what latents look like, with the noise that is left in them; None for autoencoders that nobody has tried.
+    It costs as much as the decoding of the finished pictures.
+    """
+    vae = getattr(pipe, "vae", None)
+    if latents is None or not isinstance(vae, diffusers.AutoencoderKL):
+        return None
+    if latents.ndim == 3:  # Flux' are packed
+        latents = pipe._unpack_latents(latents, request.height, request.width, pipe.vae_scale_factor)
+    scaled = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0)
+    pixels = vae.decode(scaled.to(vae.dtype), return_dict=False)[0]
+    return _bytes_of([image[None] for image in pipe.image_processor.postprocess(pixels, output_type="np")])
+
+
+def _reporting(parameters: dict[str, Any], stepped: Callable[[int, int, Any], None], steps: int) -> dict[str, Any]:
+    """Return the arguments by which a pipeline calls `stepped`, in the way that it has."""
 
     def at_step_end(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        tick(step + 1, max(getattr(pipe, "num_timesteps", steps), step + 1))
+        stepped(step + 1, max(getattr(pipe, "num_timesteps", steps), step + 1), tensors.get("latents"))
         return {}
 
     if "callback_on_step_end" in parameters:
         return {"callback_on_step_end": at_step_end}
     if "callback" in parameters:
-        return {"callback": lambda step, _timestep, _latents: tick(step + 1, steps), "callback_steps": 1}
+        return {"callback": lambda step, _timestep, latents: stepped(step + 1, steps, latents), "callback_steps": 1}
     return {}
 
 

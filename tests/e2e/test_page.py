@@ -452,6 +452,7 @@ async def test_pictures_and_videos_are_made(opened: Any, tmp_path: Path) -> None
         await tab.set(size="")
         await tab.button("Regenerate").last.click()
         await expect(made.nth(1)).to_have_js_property("naturalWidth", 32)  # as large as the one to change
+        await expect(tab.button("Draw")).to_be_visible()
         await tab.button("Inspect").last.click()
         assert "images/edits" in (curl := await tab.listing("curl"))
         assert "--form-string 'prompt=blue'" in curl

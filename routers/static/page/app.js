@@ -96,7 +96,9 @@ class Messages extends Widget {
 
   componentDidUpdate(before) {
     const { chat } = this.props;
-    const opened = before.chat !== chat;
+    const { length } = shownPath(chat);
+    const opened = before.chat !== chat || length > this.length; // or something was sent
+    this.length = length;
     const busy = isRunning(chat);
     if (opened) this.follows = true;
     if (opened || (this.follows && (busy || this.wasBusy))) this.element.scrollTop = this.element.scrollHeight;

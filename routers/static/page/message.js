@@ -3,7 +3,7 @@
 import { besides, branches, choose, stepBranch } from "./chats.js";
 import { Attachment, Component, html, Widget } from "./html.js";
 import { CopyButton, Inspector } from "./inspect.js";
-import { Parts, Results, Text } from "./parts.js";
+import { Parts, Results, Text, Waiting } from "./parts.js";
 import { isRunning, regenerate, resend, sendResults, speed, wholeCalls } from "./run.js";
 import { app, changed, saveChat } from "./store.js";
 
@@ -188,7 +188,7 @@ class Answer extends Component {
           ? html`<span class="kept">the chat goes on with this one</span>`
           : html`<button type="button" class="quiet" disabled=${busy} onClick=${keep}>Go on with this one</button>`}
       </header>`}
-      ${node.state === "waiting" && html`<p class="thinking" aria-label="Waiting"><i></i><i></i><i></i></p>`}
+      ${node.state === "waiting" && html`<${Waiting} />`}
       <${Parts} node=${node} />
       ${node.error && html`<p class="error" role="alert">${node.error}</p>`}
       ${node.state === "stopped" && html`<p class="stopped">Stopped.</p>`}

@@ -11,9 +11,9 @@ export function Parts({ node }) {
   const growing = node.state === "streaming";
   if (node.exchange.task && node.exchange.task !== "chat") {
     return html`
-      ${growing && node.progress !== undefined && html`<${Progress} ...${node} />`}
       ${text && html`<p class="plain">${text}</p>`}
-      ${files.map((file, index) => html`<${Made} key=${index} file=${file} name=${`${node.exchange.task}-${index + 1}`} />`)}
+      ${files.map((file, index) => html`<${Made} key=${file} file=${file} whole=${!growing} name=${`${node.exchange.task}-${index + 1}`} />`)}
+      ${growing && (node.progress === undefined ? html`<${Waiting} />` : html`<${Progress} ...${node} />`)}
     `;
   }
   return html`
@@ -47,6 +47,10 @@ function pretty(text) {
   }
 }
 
+export function Waiting() {
+  return html`<p class="thinking" aria-label="Waiting"><i></i><i></i><i></i></p>`;
+}
+
 function Progress({ progress, stage }) {
   return html`<p class="progress"><progress max="100" value=${progress} aria-label="Progress"></progress> ${`${progress} % · ${stage}`}</p>`;
 }
@@ -59,17 +63,18 @@ class Made extends Component {
     URL.revokeObjectURL(this.url);
   }
 
-  render({ file, name }) {
+  render({ file, name, whole }) {
     const [kind, format] = file.type.split("/");
     const made = kind === "video" ? html`<video src=${this.url} aria-label="What the model made" controls loop muted></video>` : html`<img src=${this.url} alt="What the model made" />`;
     return html`<figure class="made">
       ${made}
-      <figcaption class="actions">
+      ${whole &&
+      html`<figcaption class="actions">
         <a class="quiet" href=${this.url} download=${`${name}.${format}`}>Download</a>
         ${kind === "image" &&
         app.model?.runtime.takes.includes("image") &&
         html`<button type="button" class="quiet" onClick=${() => addFiles([file])}>Attach</button>`}
-      </figcaption>
+      </figcaption>`}
     </figure>`;
   }
 }

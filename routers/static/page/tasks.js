@@ -81,16 +81,28 @@ const picture = {
   ],
 
   body({ text, images }, { strength, ...fields }) {
-    if (!images.length) return { ...fields, prompt: text };
-    return { ...fields, ...(strength && { strength }), prompt: text, image: blobOf(images.at(-1)) };
+    const body = { ...fields, prompt: text, ...((fields.n || 1) === 1 && { stream: true, partial_images: 3 }) };
+    return images.length ? { ...body, ...(strength && { strength }), image: blobOf(images.at(-1)) } : body;
   },
 
   async ask(body, node, { send, note }) {
     const options = body.image ? { body: form(body) } : json(body);
-    const answer = await (await send(this.path(body), { method: "POST", ...options })).json();
-    node.files = answer.data.map((one) => blobOf(`data:image/${answer.output_format};base64,${one.b64_json}`));
-    note(JSON.stringify({ ...answer, data: answer.data.map(({ seed }) => ({ seed })) }));
-    node.facts = { size: answer.size, [answer.data.length > 1 ? "seeds" : "seed"]: answer.data.map(({ seed }) => seed).join(", ") };
+    const response = await send(this.path(body), { method: "POST", ...options });
+    const show = (answer, pictures) => {
+      const shown = { ...answer, data: undefined, b64_json: undefined };
+      node.files = pictures.map((one) => blobOf(`data:image/${answer.output_format};base64,${one.b64_json}`));
+      node.facts = { size: answer.size, [pictures.length > 1 ? "seeds" : "seed"]: pictures.map(({ seed }) => seed).join(", ") };
+      note(JSON.stringify(shown));
+    };
+    if (!body.stream) {
+      const answer = await response.json();
+      return show(answer, answer.data);
+    }
+    for await (const data of streamed(response)) {
+      const event = JSON.parse(data);
+      if (event.error) throw new ApiError(0, event.error);
+      show(event, [event]);
+    }
   },
 };
 

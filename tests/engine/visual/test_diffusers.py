@@ -86,6 +86,11 @@ def test_steps_are_reported_and_may_stop(pixart: Path) -> None:
     steps: list[tuple[int, int]] = []
     pipeline.generate([picture()], lambda *step: steps.append(step))
     assert steps == [(1, 3), (2, 3), (3, 3)]
+    seen: list[Any] = []
+    (finished,) = pipeline.generate([picture(steps=4, previews=3)], no_tick, seen.extend)
+    assert [one.shape for one in seen] == [finished.shape] * 3
+    far = [abs(one.astype(int) - finished).mean() for one in seen]
+    assert far[0] > far[2] > 0, "less and less noise is left"
 
     def stop(step: int, steps: int) -> None:
         if step == 2:

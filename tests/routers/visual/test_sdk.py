@@ -27,6 +27,9 @@ def test_pictures_and_videos_by_the_sdk(tmp_path: Path) -> None:
             assert (image.format, image.size) == ("WEBP", (256, 256))
         changed = client.images.edit(model="fake", prompt="blue", image=("a.png", picture()), mask=("m.png", picture()))
         assert changed.data
+        streamed = client.images.generate(model="fake", prompt="a", stream=True, partial_images=1)
+        kinds = ["image_generation.partial_image", "image_generation.completed"]
+        assert [event.type for event in streamed] == kinds
         with pytest.raises(BadRequestError, match="VISUAL_MAX_IMAGES") as refused:
             client.images.generate(model="fake", prompt="a", n=11)
         assert refused.value.param == "n"
