@@ -174,9 +174,8 @@ class TrtllmConfig(_BackendConfig, frozen=True, kw_only=True, tag="trtllm"):
     processors: tuple[ProcessorConfig, ...] = ()
     """Logits processors that requests may name."""
     hang_seconds: float = 360.0
-    """As above, and seconds for which the engine may make no progress: a minute longer than TensorRT-LLM's own hang
-    detector takes, which says where it hangs.
-    """
+    """Seconds for which the event loop may be blocked, or the engine make no progress, before the process is killed: a
+    minute longer than the timeout of TensorRT-LLM's own hang detector, which reports where it hangs."""
 
     extra_stop_seconds: ClassVar[float] = 10.0
     """Additional seconds to stop, in which its worker processes end."""

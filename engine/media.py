@@ -26,7 +26,7 @@ class FrameSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     fps: float = 0.0
     """Frames per second of the video."""
     num_frames: int = 0
-    """Frames in all, spread evenly; with `fps`, no more than these."""
+    """Number of frames, spread evenly; with `fps`, the maximum number."""
 
 
 ANY_FRAMES = FrameSampling()

@@ -77,8 +77,8 @@ class Sleeper(Protocol):
         ...
 
     async def wake_up(self, tags: tuple[Tag, ...] = TAGS) -> SleepState:
-        """Take memory again, and return the state once it is there; with all of it, requests are taken. Does nothing
-        for what is there. A sleep that waits for running requests is given up.
+        """Take memory again, and return the state once it is there; once all memory is there, requests are taken. Does
+        nothing for memory that was not released. A sleep that waits for running requests is given up.
 
         Goes on if the caller is cancelled. Raises EngineFailure, and stays asleep, if the memory or the weights cannot
         be had.
@@ -223,8 +223,8 @@ class _SleepControl(ABC):
             self._order(self._wake(TAGS))
 
     def _takes(self, *, counts: bool) -> bool:
-        """Return whether a request reaches the backend now. A canary does not while the backend falls asleep: canaries
-        that follow each other would delay that for ever."""
+        """Return whether a request reaches the backend now. A canary does not while the backend falls asleep:
+        successive canaries would delay that forever."""
         return self._accepts and (counts or self.state.phase == "awake")
 
     def _begun(self, running: _Abortable, *, counts: bool) -> None:

@@ -1,4 +1,4 @@
-"""The neutral request, whichever API spelled it, and its way to the engine's sampling parameters.
+"""The neutral request, common to all APIs, and its conversion into the engine's sampling parameters.
 
 The routers convert wire bodies into an `Ask`; nothing below them sees a wire type. Defaults and ranges are written
 here, once. Errors name the field.
@@ -95,7 +95,7 @@ class Tools:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """The messages of a request, whichever API they came by.
+    """The messages of a request of any API.
 
     A message's content is one text or, with images in it, a list: {"type": "text", "text": …} and {"type": "image"} in
     order.

@@ -81,7 +81,7 @@ class BatchesPage(BaseModel):
 
 
 class DeletedBatch(BaseModel):
-    """A batch that is no more."""
+    """A deleted batch."""
 
     id: str
     """Id of the batch."""

@@ -124,7 +124,7 @@ class ChatMessage(Wire):
     reasoning: str | None = None
     """The same under another name. Example: "Let me think." """
 
-    # What OpenAI's answers carry, and clients send back.
+    # Fields of OpenAI's answers, which clients send back.
     annotations: Any = None
     """Accepted and ignored. Example: []"""
     function_call: MessageFunctionCall | None = None
@@ -139,7 +139,7 @@ class VideoSampling(Wire):
     fps: Annotated[float, Field(gt=0, le=1000)] | None = None
     """Frames of a second of the video. Default: the server's setting, or the model's. Example: 2"""
     num_frames: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
-    """Frames in all; with `fps`, no more than these. The server's setting is the most. Example: 8"""
+    """Number of frames; with `fps`, the maximum number. The server's setting limits it. Example: 8"""
 
 
 class MediaOptions(Wire):

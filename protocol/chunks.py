@@ -266,7 +266,7 @@ class MessageStop(BaseModel):
 
 
 class Ping(BaseModel):
-    """Nothing has come for a while."""
+    """Sent when no other event has been sent for a while."""
 
     type: Literal["ping"]
     """Kind of this event."""

@@ -35,7 +35,7 @@ class CompletionLogprobs(BaseModel):
     token_logprobs: list[float | None]
     """Natural logarithms of their probabilities; null for the first token of an echoed prompt."""
     top_logprobs: list[dict[str, float] | None] | None
-    """The most likely tokens in the place of each."""
+    """The most likely tokens at each position."""
     text_offset: list[int]
     """Number of whole characters of the text before each token."""
 

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from engine.errors import EngineNotReady
-from multimodal.errors import RequestError, shown
+from multimodal.errors import RequestError
 
 
 class Missing(NamedTuple):
@@ -28,33 +28,9 @@ class WrongReplica(RequestError):
     """The route exists, but a replica of this role or model does not serve it."""
 
 
-class ResponseNotFound(RequestError):
-    """There is no such response, or it belongs to another key."""
-
-    def __init__(self, response: str) -> None:
-        super().__init__(f"Response with id '{shown(response)}' not found.", "response_id", "response_not_found")
+class NotFound(RequestError):
+    """There is no response, batch, video or file of this name, or it belongs to another key."""
 
 
 class ReplicasDiffer(RequestError):
     """Another replica speaks another version, or serves another model."""
-
-
-class MediaNotFound(RequestError):
-    """There is no such file any more, or it belongs to another key."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"There is no file '{shown(name)}' (any more).", "file", "file_not_found")
-
-
-class VideoNotFound(RequestError):
-    """There is no such video, or it belongs to another key."""
-
-    def __init__(self, video: str) -> None:
-        super().__init__(f"There is no video '{shown(video)}'.", "video_id", "video_not_found")
-
-
-class BatchNotFound(RequestError):
-    """There is no such batch, or it belongs to another key."""
-
-    def __init__(self, batch: str) -> None:
-        super().__init__(f"There is no batch '{shown(batch)}'.", "message_batch_id", "batch_not_found")

@@ -119,7 +119,7 @@ class LeasedAnswer(Response):
             await self._hold(send)
 
     async def _hold(self, send: Send) -> None:
-        """Wait until the lease is over, or what is held is lost. Cancelled when the client needs it no more."""
+        """Wait until the lease is over, or the held resource is lost. Cancelled when the client no longer needs it."""
         lost = asyncio.create_task(self._work.lost())
         try:
             await asyncio.wait({lost}, timeout=self._lease_seconds)

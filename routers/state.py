@@ -199,7 +199,7 @@ class ReplicaState:
         return [Missing("draining", "The server is shutting down."), *lacks] if self.draining else lacks
 
     def enter(self) -> ReplicaService:
-        """Begin a request, which `leave` ends, and return what serves it.
+        """Begin a request, which `leave` ends, and return the service for it.
 
         Raises EngineNotReady while starting, asleep and draining, and when routers can no longer know what is cached
         here.

@@ -1,4 +1,4 @@
-"""Tools of a request: which the model may call, whichever API offers them, and how templates show them."""
+"""Tools of a request of any API: those that the model may call, and their form in templates."""
 
 import re
 from collections.abc import Mapping, Sequence

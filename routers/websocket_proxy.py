@@ -155,8 +155,8 @@ class _WebSocketRelay:
             await self._refuse(refusal, error, affinity)
 
     async def _exchange(self, rank: RoutedRank, work: Assignment) -> dict[str, Any] | None:
-        """Ask a replica and pass on its events to the end of the connection; then return None. What it says if it
-        refuses the first message is returned. Raises ConnectionFailed if it does not answer.
+        """Ask a replica and pass on its events to the end of the connection; then return None. If the replica refuses
+        the first message, its refusal is returned. Raises ConnectionFailed if it does not answer.
         """
         self._rank = rank
         self._turns[0].work = work

@@ -24,7 +24,7 @@ from server.http.middleware import (
     http_metrics,
     instrument,
 )
-from server.http.websocket_requests import WebSocketRequest
+from server.http.websocket import WebSocketRequest
 from server.lifespan import make_lifespan
 from server.metrics.page import ServerMetrics
 from server.process.banner import on_terminal

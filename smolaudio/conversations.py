@@ -29,7 +29,7 @@ TEMPLATE = (
 )
 """Frequency of each kind of saying in training."""
 _SAID = {"number": 22, "digits": 14, "word": 18, "words": 16, "command": 27, "nothing": 3}
-"""How often each kind of saying is drawn in training."""
+"""Frequency of each kind of saying in training."""
 _SYSTEM_PROMPTS = (
     "You are a helpful AI assistant named SmolLM, trained by Hugging Face",
     "You are a helpful assistant.",

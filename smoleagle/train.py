@@ -79,7 +79,7 @@ def loss_of(
     passes: int,
 ) -> torch.Tensor:
     """Return the cross entropy with the target's distribution over the draft vocabulary, of tokens the target wrote.
-    `read`: what `Target.read` says of the tokens."""
+    `read`: the result of `Target.read` for the tokens."""
     features, last = read
     known = torch.isin(tokens, target.drafted) & written
     total = torch.zeros((), device=tokens.device)

@@ -144,7 +144,7 @@ def _lane(rng: Random, row: int, size: float) -> float:
 
 
 def _moved(rng: Random, track: Track, row: int, axis: int, sign: int, share: float) -> Track:
-    """Have a shape move in a row (axis 0) or column (axis 1), over a share of what there is room for."""
+    """Have a shape move in a row (axis 0) or column (axis 1), over a share of the available distance."""
     least, most = _span(track.size)
     length = (most - least) * share
     first = rng.uniform(least, most - length)

@@ -78,7 +78,7 @@ class Workload:
         return Cell(self.cell.concurrency, self.cell.prompt_tokens, min(self.cell.max_tokens, 24))
 
     def fields(self, rng: random.Random, max_tokens: int) -> Fields:
-        """Return what the next request, of this many tokens, adds to a greedy one."""
+        """Return the fields that the next request, of this many tokens, has in addition to a greedy one."""
         return ROWS[self.row](rng, max_tokens) if self.row else {}
 
 

@@ -1,9 +1,9 @@
 """The cache of converted models: a folder each, made once by one process while the others wait.
 
-Folders made of GGUF files are told apart by the files' digest and name the files in a record, by which they are found
-again without reading the files. A process that uses such a folder locks it as long as it lives. When another
-file is converted, folders that nobody uses are removed if their file is gone or has changed, and the others, those not
-used for longest first, while the disk has no room.
+Folders made of GGUF files are named by the files' digest and name the files in a record, by which they are found again
+without reading the files. A process that uses such a folder locks it as long as it lives. When another file is
+converted, folders that nobody uses are removed if their file is gone or has changed, and the others, those not used for
+longest first, while the disk has no room.
 """
 
 import fcntl

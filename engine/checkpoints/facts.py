@@ -172,7 +172,7 @@ class ModelFacts:
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model takes images, whichever engine encodes them."""
+        """Whether the model takes images, encoded by any engine."""
         return "vision_config" in self.config
 
     @property
@@ -195,7 +195,7 @@ class ModelFacts:
 
     @property
     def takes_media(self) -> bool:
-        """Whether the model takes images or audio, whichever engine encodes them."""
+        """Whether the model takes images or audio, encoded by any engine."""
         return self.takes_images or "audio_config" in self.config
 
     @property

@@ -1,6 +1,6 @@
 """Headers of a folder's safetensors, and checks that a model can be made of them. They need no torch.
 
-Whoever loads weights asks here first: the compiled path, transformers' classes on any device, and vision towers. A
+All loaders of weights call these first: the compiled path, transformers' classes on any device, and vision towers. A
 tensor that they find missing, of another shape or not finite has its name and file from `place`.
 """
 

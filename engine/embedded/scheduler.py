@@ -60,7 +60,7 @@ class Scheduler:
         offload: Offload | None = None,
     ) -> None:
         """A step takes `max_num_tokens`, at most `max_prompt_tokens` of them of prompts if these are chunked. Chunked
-        prompts rest once `rest_after` of their tokens have been computed; With None they never rest. `sources` are
+        prompts rest once `rest_after` of their tokens have been computed; with None they never rest. `sources` are
         asked in this order for prompts that are not in the pools; `offload` is told what has been computed."""
         self.blocks = blocks
         self.waiting: list[Sequence] = []
@@ -107,7 +107,7 @@ class Scheduler:
         self.held_blocks += self.blocks.count(sequence.tables)
 
     def take_fetches(self) -> list[Fetch]:
-        """Return what is to be read for sequences that have become FETCHING since the last call.
+        """Return the reads for sequences that have become FETCHING since the last call.
 
         The step before must have ended by then: it may still write to blocks that have been given back.
         """
@@ -209,7 +209,8 @@ class Scheduler:
             self.blocks.leave_behind(sequence.tables, end)
 
     def verified(self, chunk: Chunk, taken: int) -> Chunk:
-        """Note that of the tokens drawn after a chunk with a draft, `taken` were taken; return what it has computed.
+        """Note that `taken` of the tokens drawn after a chunk with a draft were accepted; return the chunk without
+        rejected ones.
 
         The last of them has yet to be computed, and what has been computed behind those before it is void: the next
         step writes over it.
@@ -315,7 +316,7 @@ class Scheduler:
         self.add(sequence)
 
     def _admit(self, budget: int, chunks: list[Chunk], decodes: int) -> None:
-        """Start waiting sequences with what is left of the budget, and with half of the largest chunk of a prompt.
+        """Start waiting sequences with the rest of the budget, and with half of the largest chunk of a prompt.
 
         Of that half, a sequence that is not shorter than what remains of the large prompt gets one block, and only to
         make way for a shorter one behind it in the queue.

@@ -158,7 +158,7 @@ class ThreadedEngine(ABC, Generic[Core]):
 
 
 def _settle(future: "asyncio.Future[T]", outcome: T | EngineFailure) -> None:
-    """Give an outcome to whoever awaits it, unless that was cancelled meanwhile."""
+    """Set the outcome of a future, unless it was cancelled meanwhile."""
     if future.done():
         return
     if isinstance(outcome, EngineFailure):

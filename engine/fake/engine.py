@@ -61,7 +61,7 @@ class FakeSequence:
     """Whether its prompt has been computed."""
     reasoning: ReasoningProgress | None = None
     echoed: ReasoningProgress | None = None
-    """The echo's progress as if reasoning had no budget. `reasoning` has what is left of that; both are None without
+    """The echo's progress as if reasoning had no budget. `reasoning` has the rest of the budget; both are None without
     one."""
 
     def next_token(self) -> int:

@@ -137,7 +137,7 @@ class VideoFile:
 
 
 def sampling_of(asked: FrameSampling, options: VideoOptions, own: FrameSampling = ANY_FRAMES) -> FrameSampling:
-    """Return which frames are taken: what is asked for, else what the server or the model (`own`) says, within the
+    """Return the choice of frames: the requested one, else that of the server or of the model (`own`), within the
     server's limit."""
     found = next((one for one in (asked, options.sampling, own) if one != ANY_FRAMES), FrameSampling(_SAMPLED_FPS))
     return replace(found, num_frames=min(found.num_frames or options.max_frames, options.max_frames))

@@ -31,7 +31,7 @@ def begin_request() -> None:
 
 
 def current_request() -> Hashable:
-    """Return what the jobs of this task belong to: its request, or else the task itself."""
+    """Return the owner of this task's jobs: its request, or else the task itself."""
     return _request.get() or asyncio.current_task()
 
 

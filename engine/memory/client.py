@@ -141,7 +141,7 @@ def acquire(
 
 
 def status(address: Path) -> wire.Status:
-    """Return what a service holds. Raises MemoryServiceError."""
+    """Return the memory that a service owns, and its leases. Raises MemoryServiceError."""
     with contextlib.closing(_connect(address)) as connection, _translated():
         wire.send(connection, wire.AskStatus(wire.VERSION))
         return _expect(connection, wire.Status)

@@ -72,7 +72,7 @@ class ServiceProcess:
         self._host: _Host | None = None
         self._standby: _Host | None = None
         self.standby: Standby = standby if on_death == "restart" else ""
-        """What the next standby host does in advance."""
+        """Preparation of the next standby host."""
         self._serving = asyncio.Event()
         """Set while the host serves."""
         self._was_ready = False

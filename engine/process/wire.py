@@ -29,7 +29,7 @@ SILENCE_SECONDS = 5.0
 """Silence after which a client considers its host stuck: short enough for another replica to answer within ten
 seconds."""
 Standby = Literal["", "imports", "model"]
-"""What a standby host does in advance: nothing, import code, or load the model too."""
+"""Preparation of a standby host: none, importing code, or loading the model too."""
 _OVERHEAD = 256
 """Upper bound for what a part adds to its batch."""
 
@@ -43,7 +43,7 @@ class HostOptions(msgspec.Struct, frozen=True):
     """ipc:// or tcp://127.0.0.1"""
     logs: LogOptions = LogOptions()
     standby: Standby = ""
-    """What to do before it says `standby` and waits for the line `go`; empty to serve at once."""
+    """Preparation before the host writes `standby` and waits for the line `go`; empty to serve at once."""
 
 
 # Client to host.

@@ -131,7 +131,7 @@ class ReplicaConnection(asyncio.Protocol):
         return b"".join(parts)
 
     def abort(self, reason: str = "the connection was given up") -> None:
-        """End the connection at once; whoever waits for its answer gets ConnectionFailed with `reason`."""
+        """End the connection at once; a task that waits for its answer gets ConnectionFailed with `reason`."""
         if self._lost is None:
             self._lost = ConnectionFailed(reason)
             self._transport.abort()

@@ -118,7 +118,7 @@ async def _ends(work: Awaitable[Any], seconds: float = 0.0) -> str:
 
 
 def _text(file: Path) -> str:
-    """Return what is in a file; nothing if there is none."""
+    """Return the contents of a file; empty without one."""
     return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 

@@ -112,7 +112,7 @@ class Support:
     def split(
         self, sampling: SamplingParams, eos_token_ids: tuple[int, ...], num_prompt: int | None
     ) -> tuple[SamplingParams, Edits | None]:
-        """Return what the engine is asked for, and what our logits processor does. Raises InvalidRequest.
+        """Return the parameters for the engine, and those for our logits processor. Raises InvalidRequest.
 
         If the processor does anything it does everything from bias to masks, since their order matters.
         """
@@ -239,8 +239,8 @@ def _ends(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> set[int]:
 
 
 def _without(sampling: SamplingParams) -> SamplingParams:
-    """Return what is left to the engine when our logits processor edits the logits: nothing if that draws the token,
-    and the temperature alone if that truncates the distribution."""
+    """Return the parameters for the engine when our logits processor edits the logits: none if it draws the token, and
+    only the temperature if it truncates the distribution."""
     left = replace(sampling, **_NEUTRAL, processors=())
     if draws(sampling) and sampling.seed is not None:
         return replace(left, temperature=0.0)

@@ -59,7 +59,7 @@ class TrtllmVisualPipeline:
             self._generator = None
 
     def _facts(self) -> VisualInfo:
-        """Return what the pipeline declares: a field that it has no default for is one that it does not take."""
+        """Return the facts that the pipeline declares. It takes only fields for which it declares a default."""
         default = self._generator.default_params
         video = default.num_frames is not None
         takes_image = "image_reference" in self._generator.ref_slot_specs

@@ -1,4 +1,4 @@
-"""A pipeline of `diffusers`, whichever a folder's model_index.json names. Its weights must be safetensors."""
+"""The pipeline of `diffusers` that a folder's model_index.json names. Its weights must be safetensors."""
 
 import io
 import logging

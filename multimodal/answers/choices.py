@@ -59,7 +59,7 @@ class StopMatcher:
         return buffer[: len(buffer) - keep], None
 
     def flush(self) -> str:
-        """Return what is held back. Nothing more comes."""
+        """Return the parts that are held back. The output has ended."""
         held, self._held = self._held, ""
         return held
 

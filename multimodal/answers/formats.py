@@ -113,7 +113,7 @@ class AnswerFormat:
             )
 
     def guided(self, ask: Ask, kinds: Collection[GuideKind], parser: Parser, text_grammars: bool = False) -> Ask:
-        """Return the request with the grammar that its tools, or what it asks of its output, need.
+        """Return the request with the grammar that its tools or its output format need.
 
         If the answer begins inside reasoning, as its parser says, what the grammar describes comes after that.
         """

@@ -103,7 +103,7 @@ class Reducer:
         return TokenUsage(choice.prompt_tokens, choice.cached_tokens, choice.completion_tokens, choice.reasoning_tokens)
 
     def feed(self, piece: Piece) -> list[Happening]:
-        """Return what the next piece makes happen."""
+        """Return the events of the next piece."""
         self._logprobs += piece.logprobs
         found: list[Happening] = []
         for part in piece.parts:

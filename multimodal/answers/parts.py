@@ -47,5 +47,5 @@ class Parser(Protocol):
         ...
 
     def finish(self) -> list[Part]:
-        """Return what was held back. Nothing more comes."""
+        """Return the parts that were held back. The output has ended."""
         ...

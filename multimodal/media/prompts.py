@@ -161,7 +161,7 @@ class EncodedPrompts:
         )
 
     def _placeholder(self, ref: MediaRef) -> str:
-        """Return what the template writes for a file, marked."""
+        """Return the template's text for a file, marked."""
         info = self.encoder.info
         return self.control.mark((ref.kind == "video" and info.video_placeholder) or info.placeholder)
 

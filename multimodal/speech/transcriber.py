@@ -160,7 +160,7 @@ class Transcriber:
             return []
         most = self.sizes.context // 2 - 1
         ids = await encoded(self.tokenizer, f" {text[-most * self.tokenizer.longest_token :]}")
-        # What the text spells in the way of control tokens does not steer the model.
+        # Control tokens that the text spells do not steer the model.
         return [self.tokens.previous, *[token for token in ids if token < self.tokens.end][-most:]]
 
     def _let_go(self, size: int) -> None:
@@ -267,7 +267,7 @@ class Transcript:
         asked = self.ask.temperature
         attempt: _Attempt | None = None
         for temperature in [asked] if asked else self.by.temperatures:
-            # What nobody asked to be random is the same each time.
+            # Without a requested temperature, results are reproducible.
             attempt = await self._attempt(speech, temperature, None if asked else self._requests)
             if not attempt.bad:
                 break

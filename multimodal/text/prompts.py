@@ -152,7 +152,7 @@ class Prompts:
         return _last(await encoded(self.tokenizer, text, ask.add_special_tokens, encode=encode, last=keep), keep)
 
     def _encode_of(self, ask: Ask) -> Encode:
-        """Return what tokenises the prompt: that of a chat has marks around its control tokens."""
+        """Return the function that tokenises the prompt: a chat's prompt has marks around its control tokens."""
         control = self.template.control if self.template is not None else None
         return (control if control is not None and isinstance(ask.prompt, Conversation) else self.tokenizer).encode
 
@@ -180,7 +180,7 @@ def _with_videos_as(part: str, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _opening(template: ChatTemplate, text: str, chat: Conversation, variables: dict[str, Any]) -> str:
-    """Return what a rendered chat has more than without the answer's beginning."""
+    """Return the text that begins the answer in a rendered chat."""
     messages = chat.messages[:-1] if chat.continue_final_message else chat.messages
     before = ""
     if messages:

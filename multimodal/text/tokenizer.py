@@ -118,7 +118,7 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """The text of one sequence. What `feed` and a last `flush` return, joined, is the text of all the ids.
+    """The text of one sequence. The joined results of `feed` and a last `flush` are the text of all ids.
 
     A token's bytes go through an incremental UTF-8 decoder: an unfinished character is held back until its last byte,
     and bytes that can never become one turn into U+FFFD.

@@ -10,9 +10,9 @@ from typing import Literal
 import msgspec
 
 from engine.errors import QueueFull
-from multimodal.errors import RequestError
+from multimodal.errors import RequestError, shown
 from routers.database import Database
-from routers.errors import BatchNotFound
+from routers.errors import NotFound
 
 Outcome = Literal["succeeded", "errored", "canceled", "expired"]
 OUTCOMES: tuple[Outcome, ...] = ("succeeded", "errored", "canceled", "expired")
@@ -98,14 +98,14 @@ class BatchStore:
         return record
 
     async def get(self, owner: str, batch: str) -> BatchRecord:
-        """Return a batch. Raises BatchNotFound."""
+        """Return a batch. Raises NotFound."""
         return await self._database.run(lambda db: _record(db, owner, batch))
 
     async def page(
         self, owner: str, limit: int, after: str | None, before: str | None
     ) -> tuple[list[BatchRecord], bool]:
         """Return batches, the newest first, and whether there are more in that direction: those after or before one, if
-        it is named. Raises BatchNotFound.
+        it is named. Raises NotFound.
         """
 
         def work(db: sqlite3.Connection) -> tuple[list[BatchRecord], bool]:
@@ -120,7 +120,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def cancel(self, owner: str, batch: str) -> BatchRecord:
-        """Cancel what has not begun. Raises BatchNotFound."""
+        """Cancel what has not begun. Raises NotFound."""
 
         def work(db: sqlite3.Connection) -> BatchRecord:
             record = _record(db, owner, batch)
@@ -134,7 +134,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def delete(self, owner: str, batch: str) -> None:
-        """Delete a batch. Raises BatchNotFound, and RequestError for a batch that has not ended."""
+        """Delete a batch. Raises NotFound, and RequestError for a batch that has not ended."""
 
         def work(db: sqlite3.Connection) -> None:
             record = _record(db, owner, batch)
@@ -189,7 +189,7 @@ class BatchStore:
         await self._database.run(work)
 
     async def finish(self, job: BatchJob, outcome: Outcome, result: bytes) -> bool:
-        """Store what has become of a request; return False if there is no room for that, even without the oldest of the
+        """Store the outcome of a request; return False if there is no room for that, even without the oldest of the
         batches that have ended. There always is for an error, which is short: else the request would be done again.
         """
 
@@ -219,7 +219,7 @@ class BatchStore:
 def _record(db: sqlite3.Connection, owner: str, batch: str) -> BatchRecord:
     row = db.execute(f"SELECT {_COLUMNS} FROM batches WHERE id=? AND owner=?", (batch, owner)).fetchone()
     if row is None:
-        raise BatchNotFound(batch)
+        raise NotFound(f"There is no batch '{shown(batch)}'.", "message_batch_id", "batch_not_found")
     number, _, created, canceled, ended, total = row
     query = "SELECT state, count(*) FROM requests WHERE batch=? GROUP BY state"
     counts = dict(db.execute(query, (number,)).fetchall()) if ended is not None else {}

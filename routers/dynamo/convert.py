@@ -18,7 +18,7 @@ _IMAGES = "image_url"
 
 
 def read_request(body: object) -> DynamoRequest:
-    """Read what the frontend sent. Raises RequestError for what no worker of this version can take."""
+    """Read a request of the frontend. Raises RequestError for one that no worker of this version can take."""
     try:
         request = msgspec.convert(body, DynamoRequest)
     except msgspec.ValidationError as error:

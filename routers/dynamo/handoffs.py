@@ -1,4 +1,4 @@
-"""Handoffs by way of Dynamo's frontend: it carries what the prefill worker answers to the decode worker, unread.
+"""Handoffs by way of Dynamo's frontend: it passes the prefill worker's answer on to the decode worker, unread.
 
 The prefill worker's answer has ended by then, so it cannot be the lease of the KV blocks, as it is over HTTP. An
 endpoint of its own, `lease`, takes this part: the decode worker calls it at the worker that holds the blocks, and the

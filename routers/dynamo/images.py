@@ -178,7 +178,7 @@ async def _given_up(claim: Claim, give_up: Callable[[Claim], Awaitable[None]]) -
 
 
 def _offers(asked: DynamoRequest) -> list[object]:
-    """Return what other workers say of the request's images, those first that are newer."""
+    """Return other workers' encodings of the request's images, the newest first."""
     params: Mapping[str, Any] = asked.prefill_result.disaggregated_params if asked.prefill_result is not None else {}
     found = [params.get(ENCODING), (asked.encoder_result or {}).get(ENCODING)]
     return [each for each in found if each is not None]

@@ -227,7 +227,7 @@ class GraphWorker(ABC):
 
     @abstractmethod
     def _facts(self, facts: ModelRuntimeConfig) -> tuple[ModelType, int | None]:
-        """Fill in what the model card says; return what the model serves, and the tokens of a KV block."""
+        """Fill in the model card; return the kinds of requests that the model serves, and the tokens of a KV block."""
 
     def _further(self) -> tuple[Served, ...]:
         """Return the endpoints other than `generate`."""
@@ -239,7 +239,7 @@ class GraphWorker(ABC):
 
     @abstractmethod
     async def _release(self) -> None:
-        """Give up what is held for other workers, and what was opened for this one."""
+        """Release resources that are held for other workers, and those of this one."""
 
     async def close(self) -> None:
         """Leave the graph and end the runtime."""
@@ -252,7 +252,7 @@ class GraphWorker(ABC):
             await asyncio.wait(self._served, timeout=self._drain_seconds)
 
     def failure(self) -> str:
-        """Return why the worker is of no use to the graph any more; empty if it is."""
+        """Return the reason why the graph can no longer use the worker; empty if it can."""
         for task in self._tasks:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 return f"{task.get_name()} has ended: {error}"
@@ -627,7 +627,7 @@ async def _merged(streams: list[DeltaStream]) -> AsyncGenerator[tuple[int, Delta
 
 
 def _closing_with(context: Context, streams: list[DeltaStream]) -> "asyncio.Future[bool]":
-    """Have streams closed when the frontend stops the request. Return what is done then; cancel it at the end."""
+    """Close streams when the frontend stops the request. Return the future that does so; cancel it at the end."""
     stopped: asyncio.Future[bool] = context.async_killed_or_stopped()
     stopped.add_done_callback(lambda done: None if done.cancelled() else _close(streams))
     return stopped

@@ -66,7 +66,7 @@ class ResponseStore(Protocol):
     """Keeps responses. All methods see only what `owner` owns."""
 
     async def put(self, record: Record) -> None:
-        """Store a response, or what has become of it. One of the background stays deleted if it was meanwhile."""
+        """Store a response, or its new state. A background response that was deleted meanwhile stays deleted."""
         ...
 
     async def get(self, owner: str, response: str) -> Record | None: ...
@@ -97,7 +97,7 @@ class ResponseStore(Protocol):
         ...
 
     async def cancel(self, owner: str, response: str) -> None:
-        """Ask whoever runs a response to cancel it."""
+        """Ask the process that runs a response to cancel it."""
         ...
 
     async def close(self) -> None: ...

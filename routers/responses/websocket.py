@@ -48,7 +48,7 @@ async def connect(websocket: WebSocket) -> None:
 class Session:
     """One connection. Each lane has one response at a time; lanes run beside each other.
 
-    What fails becomes an `error` message, after which the connection goes on. Its end cancels what runs.
+    A failure becomes an `error` message, after which the connection goes on. Its end cancels running responses.
     """
 
     def __init__(self, websocket: WebSocket) -> None:

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from engine.errors import QueueFull
 from engine.visual.types import VisualRequest
-from routers.errors import VideoNotFound
+from multimodal.errors import shown
+from routers.errors import NotFound
 from routers.visual.media import MediaStore
 
 State = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
@@ -78,11 +79,11 @@ class VideoJobs:
         return record
 
     async def get(self, owner: str, job: str) -> VideoRecord:
-        """Return a job. Raises VideoNotFound."""
+        """Return a job. Raises NotFound."""
         return await self._database.run(lambda db: _record(db, owner, job))
 
     async def page(self, owner: str, limit: int, after: str | None, ascending: bool) -> tuple[list[VideoRecord], bool]:
-        """Return jobs, and whether there are more after them. Raises VideoNotFound."""
+        """Return jobs, and whether there are more after them. Raises NotFound."""
 
         def work(db: sqlite3.Connection) -> tuple[list[VideoRecord], bool]:
             order, sign = ("ASC", ">") if ascending else ("DESC", "<")
@@ -94,7 +95,7 @@ class VideoJobs:
         return await self._database.run(work)
 
     async def cancel(self, owner: str, job: str) -> VideoRecord:
-        """Cancel a job that has not ended. Raises VideoNotFound."""
+        """Cancel a job that has not ended. Raises NotFound."""
 
         def work(db: sqlite3.Connection) -> VideoRecord:
             record = _record(db, owner, job)
@@ -107,7 +108,7 @@ class VideoJobs:
         return record
 
     async def delete(self, owner: str, job: str) -> None:
-        """Remove a job and its file; one that has not ended is cancelled. Raises VideoNotFound."""
+        """Remove a job and its file; one that has not ended is cancelled. Raises NotFound."""
 
         def work(db: sqlite3.Connection) -> None:
             record = _record(db, owner, job)
@@ -182,7 +183,7 @@ class VideoJobs:
 def _record(db: sqlite3.Connection, owner: str, job: str) -> VideoRecord:
     row = db.execute(f"SELECT {_COLUMNS} FROM videos WHERE id=? AND owner=?", (job, owner)).fetchone()
     if row is None:
-        raise VideoNotFound(job)
+        raise NotFound(f"There is no video '{shown(job)}'.", "video_id", "video_not_found")
     return _decoded(row)
 
 

@@ -12,8 +12,9 @@ from uuid import uuid4
 
 from engine.errors import EngineFailure
 from engine.kit.work import FILES
+from multimodal.errors import shown
 from routers.database import Database, StoreUnavailable
-from routers.errors import MediaNotFound
+from routers.errors import NotFound
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -85,13 +86,13 @@ class MediaStore:
         return StoredFile(name, path)
 
     async def get(self, owner: str, name: str) -> StoredFile:
-        """Return a file. Raises MediaNotFound."""
+        """Return a file. Raises NotFound."""
         query = "SELECT 1 FROM files WHERE name=? AND owner=? AND created>?"
         key = (name, owner, time.time() - self.max_seconds)
         path = self._folder / name
         known = await self.database.run(lambda db: db.execute(query, key).fetchone() is not None)
         if not known or not await FILES.run(path.is_file):
-            raise MediaNotFound(name)
+            raise no_file(name)
         return StoredFile(name, path)
 
     def remove(self, db: sqlite3.Connection, name: str) -> None:
@@ -135,3 +136,8 @@ async def clean_for_ever(store: MediaStore, pause: float = 600.0) -> None:
         with suppress(StoreUnavailable):  # it is logged
             await store.clean()
         await asyncio.sleep(pause)
+
+
+def no_file(name: str) -> NotFound:
+    """Return the error for a file that is not stored, or no longer."""
+    return NotFound(f"There is no file '{shown(name)}' (any more).", "file", "file_not_found")

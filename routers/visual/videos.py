@@ -12,12 +12,12 @@ from engine.visual.types import MEDIA_TYPES, VisualRequest
 from multimodal.errors import RequestError
 from protocol.visual import DeletedVideo, VideoError, VideoJob, VideoPage, VideoRequest
 from routers.body import json_body, while_connected
-from routers.errors import MediaNotFound
 from routers.forms import is_form, read_form
 from routers.state import Owner, ReplicaDep, RequestId, VisualService, VisualServiceDep
 from routers.visual.drawing import video_request
 from routers.visual.images import checked, made
 from routers.visual.jobs import VideoRecord
+from routers.visual.media import no_file
 
 PATH = "/v1/videos"
 SYNC_PATH = f"{PATH}/generations"
@@ -33,7 +33,7 @@ _json = json_body(VideoRequest)
 
 
 async def _asked(request: Request, service: VisualService, request_id: str) -> VisualRequest:
-    """Return what a body, JSON or a form, asks for. Raises RequestError."""
+    """Return the request in a body, JSON or a form. Raises RequestError."""
     file = None
     if is_form(request):
         form = await read_form(request)
@@ -123,7 +123,7 @@ async def content(
     if record.state != "completed":
         raise RequestError(f"The video is not there: the job is {record.state}.", "video_id", "video_not_ready")
     if record.file is None:
-        raise MediaNotFound(video_id)
+        raise no_file(video_id)
     found = await service.media.get(owner, record.file)
     headers = {"Cache-Control": "private", "X-Content-Type-Options": "nosniff"}
     return FileResponse(found.path, media_type=MEDIA_TYPES[_FORMAT], headers=headers)

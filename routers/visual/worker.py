@@ -81,7 +81,7 @@ class VideoWorker:
             await cancel(running)
 
     async def _do(self, job: VideoRecord) -> None:
-        """Do a job, and store what has become of it. Raises StoreUnavailable."""
+        """Do a job, and store its outcome. Raises StoreUnavailable."""
         try:
             try:
                 async with asyncio.timeout(self.timeout_seconds):

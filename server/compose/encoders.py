@@ -1,5 +1,5 @@
-"""Compose what encodes images (an encoder here, encode replicas, and the service for other replicas) and what puts them
-into prompts.
+"""Compose the encoding of images (an encoder here, encode replicas, and the service for other replicas) and their
+insertion into prompts.
 """
 
 import json
@@ -97,8 +97,8 @@ def image_prompts(
     control: ControlTokens,
     max_encoded: int = 0,
 ) -> BackendPrompts | EncodedPrompts | None:
-    """Return what puts images into the prompts of this replica, whose engine and encoders have started. None if the
-    model takes no images. `max_encoded` is the engine's `max_encoded_images`.
+    """Return the object that puts images into the prompts of this replica, whose engine and encoders have started. None
+    if the model takes no images. `max_encoded` is the engine's `max_encoded_images`.
     """
     settings, encoder = to.settings, encoders.encoder
     limits = media_limits(settings)
@@ -163,8 +163,8 @@ def _has_tower(settings: Settings, folder: Path | None) -> bool:
 
 
 def _encoder(to: Composition, folder: Path | None) -> Encoder | None:
-    """Return what encodes images, not yet started: an encoder here, or encode replicas. None if the model takes no
-    images, or the backend encodes them itself.
+    """Return the encoder of images, not yet started: one here, or encode replicas. None if the model takes no images,
+    or the backend encodes them itself.
     """
     settings = to.settings
     asks_replicas = bool(settings.encode_urls) and not to.role.serves_encodings
@@ -226,7 +226,7 @@ def _service(to: Composition, encoder: Encoder) -> EncodeService:
 
 
 def _tower(settings: Settings, folder: Path | None) -> Encoder:
-    """Return what encodes media in this replica."""
+    """Return the encoder of media in this replica."""
     if settings.engine == "fake":
         from engine.fake.encoder import FakeEncoder  # noqa: PLC0415 - other engines do without
 
@@ -252,7 +252,7 @@ async def _add_canary(to: Composition, service: EncodeService, encoder: Encoder,
     if prompt is None:
         log.warning("no canary: the model's chat template shows no image")
         return
-    # That an idle replica checks itself must not keep it awake.
+    # The canary of an idle replica must not keep it awake.
     encode = partial(encoder.encode, counts=False) if isinstance(encoder, SleepingEncoder) else encoder.encode
     probe = encoder_probe(encode, prompt, audio=encoder.info.audio)
     await to.health.add_canary(probe, lambda: service.served, lambda: _is_awake(to, service), to.stack)

@@ -23,8 +23,8 @@ _HIDDEN = ("_args", "_address", "_urls", "_url", "_etcd", "_secret", "_keys")
 
 
 def runtime_of(settings: Settings, replica: ReplicaState) -> Runtime:
-    """Return what is known now. Facts of the engine are None before it has started, and in replicas without an
-    engine."""
+    """Return the facts that are known now. Facts of the engine are None before it has started, and in replicas without
+    an engine."""
     role = role_of(settings)
     publishes = settings.publish_kv_events and role.has_engine
     peers = ((name, count()) for name, count in replica.peers.items())

@@ -175,7 +175,7 @@ class OriginMiddleware:
 
 
 def http_metrics(registry: CollectorRegistry) -> Callable[[Info], None]:
-    """Return what measures a request."""
+    """Return the function that measures requests."""
     measure = default(registry=registry, latency_highr_buckets=_SECONDS, latency_lowr_buckets=_SECONDS_BY_ROUTE)
     assert measure is not None, "the registry is the application's own"
     return measure

@@ -1,4 +1,4 @@
-"""Paths of requests: what they name, and what to say of those that name nothing or take another method."""
+"""Paths of requests: the routes that they name, and messages for unknown paths and wrong methods."""
 
 from difflib import get_close_matches
 from http import HTTPStatus
@@ -63,7 +63,7 @@ def explained(error: HTTPException, request: Request) -> HTTPException:
 
 
 def _unknown(path: str, request: Request) -> str:
-    """Return what to say of a path that no route has."""
+    """Return the message for an unknown path."""
     paths = (str(context.path) for context in iter_route_contexts(request.app.routes))
     known = {_core(path): path for path in paths if "{" not in path and path not in INTERNAL | ADMIN}
     if path in ADMIN:

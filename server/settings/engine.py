@@ -92,7 +92,7 @@ class MemoryServiceSettings(Section):
     them, and a restarted engine need not load them. Empty is off.
     """
     memory_service_limit_mb: int = Field(0, ge=0)
-    """Maximum memory that `trellis memory` owns, on the host and all GPUs together, in MiB; 0 is what there is."""
+    """Maximum memory that `trellis memory` owns, on the host and all GPUs together, in MiB; 0 is all of it."""
     memory_service_grace_seconds: float = Field(MEMORY_GRACE_SECONDS, ge=0)
     """Seconds for which `trellis memory` keeps weights that no engine uses."""
     engine_standby: bool | Literal["auto", "imports"] = "auto"
@@ -102,7 +102,7 @@ class MemoryServiceSettings(Section):
 
     @property
     def standby(self) -> Standby:
-        """What a second engine process does in advance."""
+        """Preparation of a second engine process."""
         if self.engine_standby == "imports" or (self.engine_standby == "auto" and self.memory_service is not None):
             return "imports"
         return "model" if self.engine_standby is True else ""

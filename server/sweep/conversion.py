@@ -169,7 +169,7 @@ def _role(role: Values, settings: Mapping[str, Any], arguments: Mapping[str, Any
 
 
 def _group(arguments: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a nested mapping to write to, in the place of null or nothing."""
+    """Return a nested mapping to write to; it replaces null and is added where it is missing."""
     if not isinstance(arguments.get(name), dict):
         arguments[name] = {}
     return cast(dict[str, Any], arguments[name])

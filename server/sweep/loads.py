@@ -180,7 +180,7 @@ class AiperfClient:
 
 
 def read_records(file: Path) -> Measurement:
-    """Return what aiperf recorded of each request. The seconds are those from the first request to the last end."""
+    """Return aiperf's records of each request. The seconds are those from the first request to the last end."""
     samples: list[Sample] = []
     times: list[tuple[int, int]] = []
     for line in file.read_text(encoding="utf-8").splitlines():

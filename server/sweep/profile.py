@@ -242,7 +242,7 @@ def write_files(
 
 
 def compose(deployment: Deployment, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what to lay over the repository's compose.yaml (`docker compose -f compose.yaml -f FILE`)."""
+    """Return an overlay for the repository's compose.yaml (`docker compose -f compose.yaml -f FILE`)."""
     variables = {name.upper(): text_of(value) for name, value in settings.items()}
     service: dict[str, Any] = {"environment": variables}
     if deployment.decode:

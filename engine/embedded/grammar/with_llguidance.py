@@ -130,7 +130,7 @@ class LlguidancePosition:
 
 
 def explained(message: str) -> str:
-    """Return what a message of llguidance means to a user, with the place in the schema if it names one."""
+    """Return a message of llguidance in words for a user, with the place in the schema if it names one."""
     message = _PLACE.sub("", message)
     where = re.search(r"while processing \S*?(#\S*)", message)
     for pattern, text in _REASONS:

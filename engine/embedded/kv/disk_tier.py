@@ -291,7 +291,7 @@ class DiskTier:
         self._delete(names)
 
     def give_up(self) -> None:
-        """Use the tier no more. The files stay."""
+        """Stop using the tier. The files stay."""
         self.broken = True
         for name in list(self._files):
             self._forget(name)
@@ -408,7 +408,7 @@ class DiskTier:
         return head[: before + 32] + own + head[_FIXED.size :]
 
     def _check(self, name: Name, head: bytes) -> tuple[Description, int, bytes] | None:
-        """Return what a header says, its size and the hash of the block; None unless it is this block's."""
+        """Return a header's description, its size and the hash of the block; None unless it is this block's."""
         if len(head) < _FIXED.size:
             return None
         form, header, said, size, digest, _ = _FIXED.unpack_from(head)
@@ -526,8 +526,8 @@ def _modified(entry: "os.DirEntry[str]") -> float:
 
 
 def digest_of(folder: Path, *configuration: str) -> bytes:
-    """Return a hash over all weights of a model, its config.json, and what else its keys and values depend on. Raises
-    OSError."""
+    """Return a hash over all weights of a model, its config.json, and everything else on which its keys and values
+    depend. Raises OSError."""
     digest = blake3(max_threads=blake3.AUTO)
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.gguf")]):
         if path.stat().st_size:

@@ -134,14 +134,14 @@ class _DeviceBytes:
 
 
 def bytes_at(address: int, size: int, device: torch.device) -> torch.Tensor:
-    """Return memory as uint8 [size]; whoever uses it keeps it mapped."""
+    """Return memory as uint8 [size]. The caller keeps it mapped."""
     if device.type == "cpu":
         return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
     return torch.as_tensor(_DeviceBytes(address, size), device=device)
 
 
 def _facts(folder: Path) -> bytes:
-    """Return what differs once a file of the weights, or config.json, has been written to. Raises OSError."""
+    """Return facts that change when a file of the weights, or config.json, is written. Raises OSError."""
     paths = sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.gguf")])
     stats = [(path.name, path.stat()) for path in paths]
     facts = [(name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]

@@ -64,8 +64,8 @@ def race(weights: torch.Tensor, rows: Sequence[int], keys: Sequence[tuple[int, i
 
 
 def _invert(weights: torch.Tensor, quantiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index of each row of `weights`, float64 [N, M], at each quantile, and the quantile of what is left
-    within that index."""
+    """Return the index of each row of `weights`, float64 [N, M], at each quantile, and the remaining quantile within
+    that index."""
     cumulative = weights.cumsum(dim=1)
     total = cumulative[:, -1:]
     # Strictly below the total, so that the first index with more cumulative weight exists and has weight.

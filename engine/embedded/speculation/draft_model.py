@@ -114,8 +114,8 @@ class DraftModel:
         return True
 
     def _compute(self, sequences: Many[Sequence], fresh: dict[int, list[int]]) -> tuple[list[int], list[int]]:
-        """Compute new tokens of sequences; return what the model expects next, and how surely, in order of the number
-        of new tokens: those of one come first."""
+        """Compute new tokens of sequences; return the model's most likely next tokens and their classes of confidence,
+        in order of the number of new tokens: those of one come first."""
         ordered = sorted(fresh.items(), key=_by_length)
         readers = [self._readers[sequences[index]] for index, _ in ordered]
         starts = [len(reader.tokens) for reader in readers]

@@ -29,8 +29,8 @@ class HiddenStatesReader(Protocol):
     """A drafter that reads the model's hidden states."""
 
     def read(self, chunks: Many[Chunk], hidden: torch.Tensor) -> None:
-        """Take what a step computed: hidden states [tokens, size] of its chunks, one after another. The next step may
-        overwrite them."""
+        """Read the hidden states [tokens, size] of a step's chunks, one after another. The next step may overwrite
+        them."""
         ...
 
 
@@ -54,7 +54,7 @@ class Drafter(Protocol):
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """Give up what is kept for a sequence that has ended; it may be unknown here."""
+        """Drop the state of a sequence that has ended; the sequence may be unknown here."""
         ...
 
 

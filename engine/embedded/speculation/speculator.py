@@ -186,7 +186,7 @@ class Speculator:
             self._accepted[place] += 1
 
     def stats(self) -> SpecDecodingStats:
-        """Return what has been counted since the start."""
+        """Return counts since the start."""
         return SpecDecodingStats(
             num_drafts=self._drafts,
             num_draft_tokens=self._draft_tokens,
@@ -195,7 +195,7 @@ class Speculator:
         )
 
     def forget(self, sequence: Sequence) -> None:
-        """Give up what is kept for a sequence that has ended."""
+        """Drop the state of a sequence that has ended."""
         self._followed.pop(sequence, None)
         self.drafter.forget(sequence)
 

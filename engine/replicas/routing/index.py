@@ -37,7 +37,7 @@ class _Blocks:
         """Tokens in a block; 0 before the first."""
 
     def weight(self, key: int) -> float:
-        """Return what a token of a block that the replica has counts: 1 on the device."""
+        """Return the weight of a token in a block that the replica has: 1 on the device."""
         weights = self.lower.get(key, ())
         return max(weights) if len(weights) > self.shared.get(key, 0) else 1.0
 

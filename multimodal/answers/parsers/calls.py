@@ -103,7 +103,7 @@ class CallReader:
         return compiled(source, self._stand_ins)
 
     def _take(self, end: int) -> str:
-        """Read the buffer up to `end`; return what is seen of it."""
+        """Read the buffer up to `end`; return the text that is shown."""
         text = self._buffer[self._position : end]
         self._position = end
         if self._silent:

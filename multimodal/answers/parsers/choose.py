@@ -25,7 +25,7 @@ _TOOLS, _REASONING, _MESSAGES = _by_name(TOOLS), _by_name(REASONING), _by_name(M
 TOOL_PARSERS = tuple(sorted({record.name for record in TOOLS} | {record.name for record in MESSAGES}))
 REASONING_PARSERS = tuple(sorted({record.name for record in REASONING} | {record.name for record in MESSAGES}))
 
-# What a chat template has in it, all of it, and the parser of its calls. The first of these counts.
+# Texts that a chat template contains, all of them, and the parser of its calls. The first match counts.
 _TOOL_TEMPLATES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|channel|>", "<|message|>", "<|start|>"), "gpt_oss"),
     (("<|open|>", "<|sep|>"), "kimi_k3"),

@@ -60,7 +60,7 @@ class FamilyParser(CallReader):
         return self._feed(self._tokens.place(token_ids, text))
 
     def finish(self) -> list[Part]:
-        """Return what was held back. Nothing more comes."""
+        """Return the parts that were held back. The output has ended."""
         self._final = True
         return self._feed(self._tokens.rest())
 

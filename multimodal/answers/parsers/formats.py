@@ -140,7 +140,7 @@ class MessagesFormat:
     unfinished: str
     """Matches a header that the output ends in."""
     readers: tuple[str, ...] = ()
-    """Recipients whose messages the user reads. What else a model sends, say to a tool of its own, is dropped."""
+    """Recipients whose messages the user reads. Messages to others, such as a tool of the model's own, are dropped."""
     restart: str = ""
     """Pattern of the place at which to look for the next header after a malformed one."""
     write: str = ""

@@ -107,7 +107,7 @@ def _tools(field: Field) -> ToolFormat:
 
 
 def _reader(field: Field) -> Callable[[str, Mapping[str, str]], list[tuple[str, dict[str, Any]]]]:
-    """Return what reads the text of a field: its content parser, then its transform."""
+    """Return the reader of a field's text: its content parser, then its transform."""
     kind, arguments = str(field.get("content", "text")), dict(field.get("content_args", {}))
     transform, each = field.get("transform"), bool(field.get("transform_each"))
     if kind not in _PARSERS:

@@ -94,8 +94,8 @@ class StructuralTags:
 def structural_tags(
     family: OutputFormat, tools: Mapping[str, Schema], texts: Mapping[str, TextGrammar] = _NO_TEXTS
 ) -> StructuralTags | None:
-    """Return what calls of these tools look like; None if no grammar describes how the family writes arguments. `texts`
-    are grammars of tools with one argument, the text `input`.
+    """Return the structural tags of calls of these tools; None if no grammar describes how the family writes arguments.
+    `texts` are grammars of tools with one argument, the text `input`.
     """
     form = family.tools or family.messages
     if form is None or not form.xgrammar or not form.write:

@@ -19,7 +19,7 @@ from engine.embedded.sequence import Sequence
 from engine.types import Delta, GenerateRequest, SamplingParams
 
 OUTPUT = 24
-COUNT = 32
+COUNT = 20
 
 
 @pytest.fixture(scope="module")
@@ -95,15 +95,16 @@ def tokens(deltas: list[Delta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
-@pytest.mark.parametrize("batch", [1, 3, 32])
+@pytest.mark.parametrize("batch", [1, 3, COUNT])
 def test_greedy_equals_generate_at_every_batch_size(
     tiny_model: Path, prompts: list[list[int]], expected: list[list[int]], batch: int
 ) -> None:
     core = make_core(tiny_model, max_batch_size=batch)
-    for index, prompt in enumerate(prompts):
+    count = 8 if batch == 1 else COUNT
+    for index, prompt in enumerate(prompts[:count]):
         add(core, str(index), prompt)
     deltas = run(core)
-    assert [tokens(deltas[str(index)]) for index in range(COUNT)] == expected
+    assert [tokens(deltas[str(index)]) for index in range(count)] == expected[:count]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_seeds_give_the_same_tokens_whatever_the_batch_and_the_pressure(
         deltas = run(core)
         return [tokens(deltas[str(index)]) for index in names]
 
-    alone = [sample(make_core(tiny_model, max_batch_size=1), range(index, index + 1))[0] for index in range(8)]
+    alone = sample(make_core(tiny_model, max_batch_size=1), range(8))
     together = sample(make_core(tiny_model), range(8))
     squeezed = make_core(tiny_model, num_blocks=8, max_num_tokens=30)
     assert together == alone

@@ -33,7 +33,7 @@ def test_greedy_equals_generate(smollm2: Path) -> None:
     for prompt in prompts:
         ids = torch.tensor([prompt])
         output = reference.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=2
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=2
         )
         expected.append(output[0, len(prompt) :].tolist())
     del reference
@@ -42,6 +42,6 @@ def test_greedy_equals_generate(smollm2: Path) -> None:
         count = len(prompts) if level == available()[-1] else 3  # the long ones by the fastest alone
         core = make_core(smollm2, max_num_tokens=100, kv_cache_memory_mb=128, cpu_isa=level.name)
         for index, prompt in enumerate(prompts[:count]):
-            add(core, str(index), prompt, max_tokens=24, ignore_eos=False)
+            add(core, str(index), prompt, max_tokens=12, ignore_eos=False)
         deltas = run(core)
         assert [tokens(deltas[str(index)]) for index in range(count)] == expected[:count], level.name

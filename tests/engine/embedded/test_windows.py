@@ -3,6 +3,8 @@
 In float32 and greedy, both give the same tokens, however the work is cut up.
 """
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +24,33 @@ PROMPTS = prompts()
 Case = tuple[Path, list[list[int]]]
 
 
-@pytest.fixture(scope="module", params=sorted(KINDS))
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """A model folder and what `generate` makes of PROMPTS."""
-    folder = save(request.param, tmp_path_factory.mktemp(request.param))
-    return folder, generate(folder, PROMPTS)
-
-
 @pytest.fixture(scope="module")
-def gemma(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    folder = save("gemma3_text", tmp_path_factory.mktemp("gemma"))
-    return folder, generate(folder, PROMPTS)
+def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """A model folder and what `generate` makes of PROMPTS, of a kind, made once."""
+
+    @functools.cache
+    def make(kind: str) -> Case:
+        folder = save(kind, tmp_path_factory.mktemp(kind))
+        return folder, generate(folder, PROMPTS)
+
+    return make
 
 
-def outputs(core: EngineCore, name: str = "") -> list[list[int]]:
-    for index, prompt in enumerate(PROMPTS):
+@pytest.fixture(params=sorted(KINDS))
+def case(request: pytest.FixtureRequest, case_of: Callable[[str], Case]) -> Case:
+    return case_of(request.param)
+
+
+@pytest.fixture
+def gemma(case_of: Callable[[str], Case]) -> Case:
+    return case_of("gemma3_text")
+
+
+def outputs(core: EngineCore, name: str = "", count: int = len(PROMPTS)) -> list[list[int]]:
+    for index, prompt in enumerate(PROMPTS[:count]):
         add(core, f"{name}{index}", prompt, max_tokens=OUTPUT)
     deltas = run(core)
-    return [tokens(deltas[f"{name}{index}"]) for index in range(len(PROMPTS))]
+    return [tokens(deltas[f"{name}{index}"]) for index in range(count)]
 
 
 def test_the_window_matters(case: Case) -> None:
@@ -56,7 +67,8 @@ def test_the_window_matters(case: Case) -> None:
 @pytest.mark.parametrize("batch", [1, 8])
 def test_greedy_equals_generate_at_every_batch_size(case: Case, batch: int) -> None:
     folder, expected = case
-    assert outputs(make_core(folder, max_batch_size=batch, kv_block_size=8)) == expected
+    count = 5 if batch == 1 else len(PROMPTS)
+    assert outputs(make_core(folder, max_batch_size=batch, kv_block_size=8), count=count) == expected[:count]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from PIL import Image
 from engine.errors import EngineFailure
 from protocol.visual import CompletedImage, ImagesAnswer, PartialImage
 from routers.database import StoreUnavailable
+from routers.errors import NotFound
 from routers.state import VisualService
 from routers.visual import media as media_module
 from routers.visual.images import FRAMING
@@ -189,7 +190,7 @@ async def test_files_outlive_a_restart_and_expire(tmp_path: Path, monkeypatch: p
 async def test_the_oldest_files_make_room(tmp_path: Path) -> None:
     store = MediaStore(tmp_path, 100, 60)
     first, second = await store.put("me", b"1" * 60, "png"), await store.put("me", b"2" * 60, "png")
-    with pytest.raises(media_module.MediaNotFound):
+    with pytest.raises(NotFound):
         await store.get("me", first.name)
     assert (await store.get("me", second.name)).path.read_bytes() == b"2" * 60
     with pytest.raises(EngineFailure, match="MEDIA_STORE_MB"):

@@ -428,8 +428,8 @@ class Kernels:
         """Draw a token for each row.
 
         `logits` [n, vocab]. `tables`: parameters, int32 [slots, FIELDS]; biases, float32 [slots, vocab]; marks, int32
-        [slots, vocab]. `ends`: int32, what is left when masks leave nothing. `results`: tokens, int64 [n]; the last
-        token of each slot, int64 [slots]; reports, float32 [n, REPORT].
+        [slots, vocab]. `ends`: int32, the ids that are allowed when masks allow none. `results`: tokens, int64 [n]; the
+        last token of each slot, int64 [slots]; reports, float32 [n, REPORT].
 
         Either `rows`: the slots, positions and input tokens of all rows of logits; input tokens are counted. Or
         `guided` rows alone, which are not counted: a header, int32 [m, 4], of row of logits, slot and position, and

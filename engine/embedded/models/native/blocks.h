@@ -226,18 +226,22 @@ void multiply_blocks(const Activations& x, long tile, const uint8_t* const* pane
   long row = tile * x.blocks * kBlockRows;
   const int16_t* codes = x.codes + row * kBlock;
   for (long b = 0; b < x.blocks; b++, row += kBlockRows, codes += kBlockRows * kBlock) {
+    const uint8_t* block[P];
+    Ints dots[P][M][2];
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) {
-      const uint8_t* block = panels[p] + b * Format::kBytes;
+      block[p] = panels[p] + b * Format::kBytes;
       if (P == 1)
-        for (long at = 0; at < Format::kBytes; at += 64) __builtin_prefetch(block + kBytesAhead + at);
-      Ints dots[M][2];
+        for (long at = 0; at < Format::kBytes; at += 64) __builtin_prefetch(block[p] + kBytesAhead + at);
       for (int m = 0; m < M; m++)
-        dots[m][0] = dots[m][1] = Format::kOffset ? all(x.sums[row + m]) : Ints{};
+        dots[p][m][0] = dots[p][m][1] = Format::kOffset ? all(x.sums[row + m]) : Ints{};
+    }
 #pragma GCC unroll 8
-      for (int v = 0; v < kBlock / 2 / Format::kParts; v++) {
-        Codes low = load<Codes>(block + Format::kCodes + 8 * v * kLanes);
-        Codes high = load<Codes>(block + Format::kCodes + (8 * v + 4) * kLanes);
+    for (int v = 0; v < kBlock / 2 / Format::kParts; v++) {
+#pragma GCC unroll 8
+      for (int p = 0; p < P; p++) {
+        Codes low = load<Codes>(block[p] + Format::kCodes + 8 * v * kLanes);
+        Codes high = load<Codes>(block[p] + Format::kCodes + (8 * v + 4) * kLanes);
 #pragma GCC unroll 4
         for (int part = 0; part < Format::kParts; part++) {
           const bool last = part + 1 == Format::kParts;
@@ -246,20 +250,22 @@ void multiply_blocks(const Activations& x, long tile, const uint8_t* const* pane
 #pragma GCC unroll 16
           for (int m = 0; m < M; m++) {
             const Codes both = (Codes)all(load<int32_t>(codes + m * kBlock + 2 * (v * Format::kParts + part)));
-            add_dot(dots[m][0], low_part, both);
-            add_dot(dots[m][1], high_part, both);
+            add_dot(dots[p][m][0], low_part, both);
+            add_dot(dots[p][m][1], high_part, both);
           }
         }
       }
+    }
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++)
       for (int h = 0; h < 2; h++) {
-        const Vec scales = halves(block + 2 * h * kLanes);
-        const Vec minima = Format::kMinimum ? halves(block + Format::kScales + 2 * h * kLanes) : Vec{};
+        const Vec scales = halves(block[p] + 2 * h * kLanes);
+        const Vec minima = Format::kMinimum ? halves(block[p] + Format::kScales + 2 * h * kLanes) : Vec{};
         for (int m = 0; m < M; m++) {
-          sums[p][m][h] += __builtin_convertvector(dots[m][h], Vec) * (scales * x.scales[row + m]);
+          sums[p][m][h] += __builtin_convertvector(dots[p][m][h], Vec) * (scales * x.scales[row + m]);
           if (Format::kMinimum) sums[p][m][h] += minima * (x.scales[row + m] * x.sums[row + m]);
         }
       }
-    }
   }
   std::memcpy(out, sums, sizeof sums);
 }
