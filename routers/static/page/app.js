@@ -185,6 +185,7 @@ async function connect() {
     try {
       app.document = await getJson("openapi.json");
       app.model = (await getJson("v1/models")).data[0];
+      app.model.runtime.takes ??= []; // of an older replica, behind a router
       chooseTask(tasksOf(app.model)[0]);
       document.title = `${app.model.id} · Trellis`;
       await look();

@@ -37,7 +37,8 @@ const transcript = {
 
   body({ text, images }, fields) {
     const streams = ["json", "text", undefined].includes(fields.response_format);
-    return { ...fields, ...(text && { prompt: text }), ...(streams && this.streams && { stream: true }), file: blobOf(images.at(-1)) };
+    const file = images.length ? { file: blobOf(images.at(-1)) } : {}; // without, the server says so
+    return { ...fields, ...(text && { prompt: text }), ...(streams && this.streams && { stream: true }), ...file };
   },
   streams: true,
 

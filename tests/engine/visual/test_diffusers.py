@@ -219,5 +219,5 @@ def test_numbers_that_are_no_picture_fail(pixart: Path) -> None:
     pipeline = loaded(pixart)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(np, "isfinite", lambda array: np.zeros(1, bool))
-        with pytest.raises(EngineFailure, match="no picture"):
+        with pytest.raises(EngineFailure, match="not a picture"):
             drawn(pipeline, picture(steps=2))
