@@ -24,6 +24,8 @@ import torch
 from engine.checkpoints.store import resolve_head, resolve_model
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
+from engine.embedded.grammar.compiler import Matcher
+from engine.embedded.grammar.library import Compiled
 from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence
 from engine.embedded.threads import compute_threads
@@ -122,11 +124,12 @@ BLOCK = 32
 
 
 class Case(NamedTuple):
-    """A request: its prompt, what is predicted, and how it is sampled."""
+    """A request: its prompt, what is predicted, how it is sampled, and its grammar."""
 
     prompt: str
     prediction: str = ""
     sampling: dict[str, Any] = {}
+    grammar: Compiled | None = None
 
 
 class Rate(NamedTuple):
@@ -171,8 +174,9 @@ def run(core: EngineCore, tokenizer: Tokenizer, asked: list[Case], tokens: int, 
             prediction=tuple(tokenizer.encode(case.prediction)) if case.prediction else (),
         )
         runner = core.runner
+        matcher = Matcher(runner.eos_token_ids, case.grammar) if case.grammar is not None else None
         state = SamplerState(
-            params, prompt, runner.eos_token_ids, params.seed or 0, None, runner.vocab_size, runner.device
+            params, prompt, runner.eos_token_ids, params.seed or 0, matcher, runner.vocab_size, runner.device
         )
         core.add(Sequence(request=request, sampler=state, rank=index, arrival=time.monotonic(), tokens=list(prompt)))
     answers: list[list[int]] = [[] for _ in asked]

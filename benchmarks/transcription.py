@@ -119,7 +119,7 @@ class Theirs:
 
 
 async def ours(folder: Path, threads: int) -> tuple[Transcriber, Callable[[], Awaitable[None]]]:
-    """Return what transcribes greedily, and what closes it."""
+    """Return a function that transcribes greedily, and one that closes it."""
     engine = AdmissionEngine(create_engine(EmbeddedConfig(model=str(folder), threads=threads)), 1024, 3600.0)
     await engine.start()
     sizes, tokens = read_sizes(folder), read_tokens(folder)

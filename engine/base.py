@@ -377,5 +377,5 @@ class EventFeed(_Watched, Generic[T]):
             del self._waiting[consumer]
 
     def _before(self) -> Iterable[list[T]]:
-        """Return what a new consumer receives first."""
+        """Return the first items for a new consumer."""
         return ()

@@ -27,7 +27,7 @@ def handoff_of(backend: str, first: Delta) -> Handoff:
 
 
 def prefill_info(model_name: str, info: EngineInfo) -> internal.PrefillInfo:
-    """Return what replicas must have in common to hand over from one to the other."""
+    """Return the facts that replicas must share for handoffs between them."""
     return internal.PrefillInfo(
         internal.VERSION,
         model_name,

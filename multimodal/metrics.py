@@ -151,7 +151,7 @@ class ChoiceTimer:
         self._metrics.generation_tokens.inc(count)
 
     def measured(self, performance: Performance) -> None:
-        """Note what the engine measured, which comes with the last delta."""
+        """Note the engine's measurements, which come with the last delta."""
         metrics = self._metrics
         for histogram, value in (
             (metrics.engine_first_token, performance.first_token_seconds),

@@ -1,4 +1,4 @@
-"""The neutral request, whichever API spelled it, and its way to the engine's sampling parameters.
+"""The neutral request, common to all APIs, and its conversion into the engine's sampling parameters.
 
 The routers convert wire bodies into an `Ask`; nothing below them sees a wire type. Defaults and ranges are written
 here, once. Errors name the field.
@@ -41,7 +41,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
 _TAG_DEPTH = 12
 """Levels that a structural tag may have around a schema."""
 _MARKUP = 32
-"""Characters that templates write for a message, or a part of one, besides its text."""
+"""Characters that templates write for a message, or a part of one, in addition to its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class MediaRef:
     param: str
     kind: MediaKind = "image"
     sampling: FrameSampling = ANY_FRAMES
-    """For videos."""
+    """Frames to take of a video."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class TextGrammar(NamedTuple):
     syntax: Literal["lark", "regex"]
     definition: str
     field: str
-    """Where the request has it."""
+    """The field of the request that has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class Tools:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """The messages of a request, whichever API they came by.
+    """The messages of a request of any API.
 
     A message's content is one text or, with images in it, a list: {"type": "text", "text": …} and {"type": "image"} in
     order.
@@ -155,7 +155,7 @@ class Ask:
     # The prompt.
     add_special_tokens: bool = False
     truncate_prompt_tokens: int | None = None
-    """Keep so many of the last tokens; -1 keeps what leaves room for the output."""
+    """Number of tokens to keep at the end of the prompt; -1 keeps as many as leave room for the output."""
     echo: bool = False
     """Repeat the prompt before the output."""
     cache_salt: str = ""
@@ -163,12 +163,12 @@ class Ask:
     """Do not keep KV blocks on the host or the disk."""
     priority: int = 0
     prediction: str | None = None
-    """What the output may be; it only makes the output come sooner."""
+    """Predicted output, which only speeds generation up."""
 
     # Sampling.
     max_tokens: int | None = None
     default_max_tokens: int | None = None
-    """In place of `max_tokens`, as far as there is room; None fills the context."""
+    """Used without `max_tokens`, as far as there is room; None fills the context."""
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
@@ -182,7 +182,7 @@ class Ask:
     allowed_token_ids: Sequence[int] = ()
     bad_words: Sequence[str] = ()
     guides: Sequence[AskedGuide] = ()
-    """At most one is allowed."""
+    """Guides of the output; at most one is allowed."""
 
     # Stopping.
     ignore_eos: bool = False
@@ -198,7 +198,8 @@ class Ask:
     skip_special_tokens: bool = True
     include_reasoning: bool = True
     reasoning_budget: int | None = None
-    """Most tokens of reasoning in a choice, whose end is then forced; -1 is no limit, None the server's setting."""
+    """Maximum number of tokens of reasoning in a choice, whose end is then forced; -1 is no limit, None the server's
+    setting."""
     needs_budget: bool = True
     """Whether an engine that cannot keep the budget refuses the request, instead of going without."""
 

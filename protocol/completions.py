@@ -35,7 +35,7 @@ class CompletionLogprobs(BaseModel):
     token_logprobs: list[float | None]
     """Natural logarithms of their probabilities; null for the first token of an echoed prompt."""
     top_logprobs: list[dict[str, float] | None] | None
-    """The most likely tokens in the place of each."""
+    """The most likely tokens at each position."""
     text_offset: list[int]
     """Number of whole characters of the text before each token."""
 
@@ -54,9 +54,9 @@ class CompletionChoice(BaseModel):
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it, an extension."""
     token_ids: list[int] | None = None
-    """With `return_token_ids`, the output."""
+    """Token ids of the output, with `return_token_ids`."""
     prompt_token_ids: list[int] | None = None
-    """With `return_token_ids`, the prompt."""
+    """Token ids of the prompt, with `return_token_ids`."""
 
 
 class Completion(BaseModel):

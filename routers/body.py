@@ -139,7 +139,7 @@ class CutUrls:
         self._restored: set[str] = set()
 
     def cut(self, url: str) -> str:
-        """Return what stands in the place of `url`; it needs no escapes in JSON."""
+        """Return the text that replaces `url`; it needs no escapes in JSON."""
         mark = f"{self._mark}{len(self._urls)}"
         self._urls[mark] = url
         return mark
@@ -188,7 +188,7 @@ def _validated(model: type[M], raw: bytes, urls: CutUrls) -> M:
 
 
 async def _without_images(raw: bytes, urls: CutUrls) -> list[bytes]:
-    """Cut the long data URLs of images, and images in base64, out of a body, and return what is left of it.
+    """Cut the long data URLs of images, and images in base64, out of a body, and return the rest.
 
     Each takes a millisecond, and the event loop runs after it.
     """

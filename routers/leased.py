@@ -19,7 +19,7 @@ from routers.errors import ReplicasDiffer
 from routers.state import HttpOptions, State
 
 GRACE_SECONDS = 2.0
-"""From the end of an answer whose lease is over until what it held is freed.
+"""Seconds from the end of an answer, and so of its lease, until the memory that it held is freed.
 
 The reader discards what it has not read by the end of the answer.
 """
@@ -119,7 +119,7 @@ class LeasedAnswer(Response):
             await self._hold(send)
 
     async def _hold(self, send: Send) -> None:
-        """Wait until the lease is over, or what is held is lost. Cancelled when the client needs it no more."""
+        """Wait until the lease is over, or the held resource is lost. Cancelled when the client no longer needs it."""
         lost = asyncio.create_task(self._work.lost())
         try:
             await asyncio.wait({lost}, timeout=self._lease_seconds)

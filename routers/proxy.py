@@ -155,7 +155,7 @@ class _Exchange:
         return RoutedPrompt(count=1), Affinity((named[1],) if named is not None else (), session=session)
 
     async def _ask(self, rank: RoutedRank, work: Assignment, attempt: int) -> Response:
-        """Raises ConnectionFailed."""
+        """Send the request to a replica. Raises ConnectionFailed."""
         replica = rank.replica
         outcome = "cancelled"
         connection: ReplicaConnection | None = None
@@ -225,8 +225,8 @@ async def read(
     model: type[BaseModel],
     convert: Callable[[Any], Ask] | None,
 ) -> tuple[RoutedPrompt, Affinity]:
-    """Return the prompt of a body, an empty one if it asks for no tokens, and what ties it to a replica. What cannot be
-    read has neither: a replica will refuse it.
+    """Return the prompt of a body, empty if it needs no tokens, and its affinity. A body that cannot be read has
+    neither: a replica will refuse it.
     """
     started = time.perf_counter()
     session = session_of(router, scope)
@@ -247,7 +247,7 @@ async def read(
 
 
 def _affinity(body: ContextFields | CompactRequest, scope: Scope, session: str) -> Affinity:
-    """Return what ties a request of Responses to a replica: the responses that it continues or quotes."""
+    """Return the affinity of a request of Responses: the responses that it continues or quotes."""
     items = body.input if isinstance(body.input, list) else []
     quoted = dict.fromkeys(response_of(item.id or "") for item in items if is_reference(item))
     continued = (body.previous_response_id,) if body.previous_response_id is not None else ()
@@ -276,7 +276,7 @@ def path_of(scope: Scope) -> str:
 
 
 def target_of(scope: Scope) -> bytes:
-    """Return what a request asks a replica for: path and query."""
+    """Return the target of a request at a replica: path and query."""
     target = quote(path_of(scope), safe=_PATH_SAFE).encode()
     query = scope["query_string"].replace(b"#", b"%23")  # of a WebSocket, it has the fragment that a client sent
     return target + b"?" + query if query else target

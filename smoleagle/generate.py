@@ -14,7 +14,7 @@ END = 2
 """Id of `<|im_end|>`."""
 TEMPERATURES = (0.0, 0.0, 0.0, 0.0, 0.3, 0.5, 0.7, 1.0)
 _ASKING = 0.8
-"""Temperature of what the model writes in the place of the user."""
+"""Temperature of the text that the model writes for the user."""
 
 
 class Writer:

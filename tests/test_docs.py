@@ -2,9 +2,11 @@
 
 import ast
 import re
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -286,3 +288,31 @@ def test_the_diagram_of_packages_shows_imports() -> None:
     while more := {(a, d) for a, b in implied for c, d in implied if b == c} - implied:
         implied |= more
     assert imports - implied == set(), "imports that the diagram does not show"
+
+
+async def test_the_way_of_a_request_names_every_file_that_a_streamed_chat_crosses() -> None:
+    crossed: set[str] = set()
+    parts = tuple(f"{ROOT}/{package}/" for package in ("server", "routers", "multimodal", "engine"))
+    watching = tuple(f"{ROOT}/{folder}/" for folder in ("server/metrics", "server/health", "routers/batches"))
+
+    def note(frame: FrameType | None, event: str, _: object) -> None:
+        file = frame.f_code.co_filename if frame is not None and event == "call" else ""
+        if not file.startswith(parts):
+            return
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(watching):
+                return
+            frame = frame.f_back
+        crossed.add(file.removeprefix(f"{ROOT}/"))
+
+    async with application() as (client, _):
+        await client.post("/v1/chat/completions", json={**CHAT, "stream": True})  # the first one fills caches
+        sys.setprofile(note)
+        try:
+            answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+        finally:
+            sys.setprofile(None)
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert len(crossed) > 15, "calls are seen"
+    way = ARCHITECTURE.read_text(encoding="utf-8").partition("\n## A request\n")[2].partition("\n## ")[0]
+    assert {file for file in crossed if f"`{file}`" not in way} == set()

@@ -140,7 +140,7 @@ def settings_of(flags: list[str], parser: argparse.ArgumentParser) -> dict[str, 
 
 
 def run_alone(module: str) -> str:
-    """Return what a module prints, run in a process that frees the GPU when it ends."""
+    """Return the output of a module, run in a process that frees the GPU when it ends."""
     return subprocess.run([sys.executable, "-m", module], capture_output=True, text=True, check=True).stdout.strip()
 
 

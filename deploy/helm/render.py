@@ -1,4 +1,4 @@
-"""Write what is generated of the Helm chart: `python -m deploy.helm.render`, from the repository's root.
+"""Write the generated files of the Helm chart: `python -m deploy.helm.render`, from the repository's root.
 
 That is the names of settings in values.schema.json and, with helm-python-sdk (Helm's own code), what the chart renders
 with each of deploy/helm/values, into deploy/helm/rendered. Tests compare both.

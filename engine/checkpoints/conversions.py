@@ -1,9 +1,9 @@
 """The cache of converted models: a folder each, made once by one process while the others wait.
 
-Folders made of GGUF files are told apart by the files' digest and name the files in a record, by which they are found
-again without reading the files. A process that uses such a folder locks it as long as it lives. When another
-file is converted, folders that nobody uses are removed if their file is gone or has changed, and the others, those not
-used for longest first, while the disk has no room.
+Folders made of GGUF files are named by the files' digest and name the files in a record, by which they are found again
+without reading the files. A process that uses such a folder locks it as long as it lives. When another file is
+converted, folders that nobody uses are removed if their file is gone or has changed, and the others, those not used for
+longest first, while the disk has no room.
 """
 
 import fcntl
@@ -121,8 +121,8 @@ def source_of(folder: Path) -> Path | None:
 
 
 def make_room(cache_dir: Path, needed: int) -> None:
-    """Remove folders that nobody uses: those that are out of date, then others until `needed` bytes are free. Raises
-    ModelError if that is not enough."""
+    """Remove unused folders: those that are out of date, then others until `needed` bytes are free. Raises ModelError
+    if that is not enough."""
     cache_dir.mkdir(parents=True, exist_ok=True)
     others = sorted(conversions(cache_dir), key=_last_used)
     for stale in [True, False]:

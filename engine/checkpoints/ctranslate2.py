@@ -88,7 +88,7 @@ def _variables(path: Path) -> dict[str, np.ndarray]:
         (version,) = read("I")
         name = text()
         if (version, name) != (_VERSION, "WhisperSpec"):
-            raise ValueError(f"{path} is no Whisper model of CTranslate2 in version {_VERSION} of its format")
+            raise ValueError(f"{path} is not a Whisper model of CTranslate2 in version {_VERSION} of its format")
         _, count = read("II")
         found: dict[str, np.ndarray] = {}
         for _ in range(count):
@@ -152,7 +152,7 @@ def _start(ids: dict[str, int]) -> int:
 
 
 def _generation_config(config: dict[str, Any], own: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
-    """Return what transformers and `engine/embedded/whisper/` read of the special tokens."""
+    """Return the special tokens as transformers and `engine/embedded/whisper/` read them."""
     multilingual = config["vocab_size"] >= 51865  # by which OpenAI's own code tells them from models for English
     tasks = {
         "lang_to_id": {token: ids[token] for token in ids if ids[token] in own["lang_ids"]},

@@ -35,7 +35,7 @@ class ModelFacts:
         self.config = config
         self._generation = generation or {}
         self.folder = folder
-        """Where config.json is, for messages."""
+        """The folder of config.json, for error messages."""
         self.model_type = self._kind(config, "model_type")
         self.family = family_of(self.model_type)
         self._part = next((name for name in _LANGUAGE_PARTS if config.get(name)), "")
@@ -81,7 +81,7 @@ class ModelFacts:
         for token_id in self.eos_token_ids:
             if not 0 <= token_id < (self.vocab_size if "vocab_size" in present else _MOST):
                 raise EngineFailure(
-                    f"eos_token_id of {self.folder} is {token_id}, which is no token of a vocabulary of "
+                    f"eos_token_id of {self.folder} is {token_id}, which is outside a vocabulary of "
                     f"{self.text.get('vocab_size')} (vocab_size in its config.json)"
                 )
 
@@ -172,7 +172,7 @@ class ModelFacts:
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model takes images, whichever engine encodes them."""
+        """Whether the model takes images, encoded by any engine."""
         return "vision_config" in self.config
 
     @property
@@ -195,7 +195,7 @@ class ModelFacts:
 
     @property
     def takes_media(self) -> bool:
-        """Whether the model takes images or audio, whichever engine encodes them."""
+        """Whether the model takes images or audio, encoded by any engine."""
         return self.takes_images or "audio_config" in self.config
 
     @property
@@ -213,7 +213,7 @@ class ModelFacts:
 
     @property
     def image_tokens(self) -> ImageTokens | None:
-        """Which tokens of a prompt are replaced by embeddings of media; None if the model runs without media."""
+        """The prompt tokens that embeddings of media replace; None for a model without media."""
         if (audio := self.family.audio) is not None:
             token_id = self.config.get("audio_token_id", audio.audio_token_id)
             if type(token_id) is not int or token_id < 0:

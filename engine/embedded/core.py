@@ -40,7 +40,8 @@ from engine.types import Delta, FinishReason, Held, Performance, PromptReport, T
 log = logging.getLogger(__name__)
 
 CPU_PROMPT_TOKENS = 64
-"""Most prompt tokens in a step on a CPU, for which every decode waits; larger steps are hardly more efficient there."""
+"""Maximum number of prompt tokens in a step on a CPU, for which every decode waits; larger steps are hardly more
+efficient there."""
 CPU_REST_AFTER = 512
 """Tokens of a prompt on a CPU after which it leaves half of the time to others."""
 
@@ -250,7 +251,7 @@ class EngineCore:
             pool.clear()
 
     def release_memory(self, tags: Collection[Tag], level: int) -> bool:
-        """Give back memory that nobody uses; return False if a sequence has not ended yet, or something is copied."""
+        """Give back unused memory; return False if a sequence has not ended yet, or something is copied."""
         if self._sequences or self.busy:
             return False
         if "kv_cache" in tags:
@@ -483,7 +484,7 @@ class EngineCore:
         return [] if step is None else self._finish(step)
 
     def _finish(self, step: _LaunchedStep) -> Outputs:
-        """Wait for a step and take its tokens into the sequences that are still alive."""
+        """Wait for a step and add its tokens to the sequences that are still alive."""
         assert step.drawn is not None
         note_pending(step.sampling, -1)
         outputs: Outputs = []
@@ -506,7 +507,7 @@ class EngineCore:
         return outputs
 
     def _take(self, step: _LaunchedStep, drawn: Drawn) -> dict[Sequence, _Taken]:
-        """Take what was drawn into the sequences that are still alive.
+        """Add the drawn tokens to the sequences that are still alive.
 
         A drafted token that is the one drawn is in its place already, and the next one is drawn after it, as it would
         be after a step of its own; the first other one ends this. So a draft changes no token.
@@ -540,7 +541,7 @@ class EngineCore:
             drawn = self._sampler.draw(_rows(step.logits, rows), states, slots, rows)
 
     def _verified(self, chunks: list[Chunk], taken: dict[Sequence, _Taken]) -> list[Chunk]:
-        """Return what is left of chunks once it is known which drafted tokens are right."""
+        """Return chunks without their drafted tokens that proved wrong."""
         assert self.speculator is not None
         left: list[Chunk] = []
         for chunk in chunks:
@@ -555,7 +556,7 @@ class EngineCore:
         return left
 
     def _answer(self, sequence: Sequence, taken: _Taken) -> Delta | EngineFailure:
-        """Return what a step gave a sequence as a delta, and take the sequence out of the engine if that ended it."""
+        """Return a step's result for a sequence as a delta, and take the sequence out of the engine if it has ended."""
         if taken.tokens and sequence.sampler.error:
             self.abort(sequence.request.request_id)
             return EngineFailure(sequence.sampler.error)

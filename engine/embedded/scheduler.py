@@ -1,4 +1,4 @@
-"""Which sequences run in the next step, and with how many tokens each.
+"""The choice of sequences for the next step, and of the number of tokens for each.
 
 Running sequences come first: decodes (one token each), then the rest of started prompts, then waiting sequences, all
 within one budget of tokens and in order of rank. A long prompt does not take it all while shorter ones are there: the
@@ -25,7 +25,8 @@ from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.embedded.step import Chunk
 
 PROMPT_LOGPROB_TOKENS = 256
-"""Most tokens in a step for a sequence whose prompt log-probabilities are wanted: each needs a row of logits."""
+"""Maximum number of tokens in a step for a sequence whose prompt log-probabilities are wanted: each needs a row of
+logits."""
 
 
 DECODE_COST = 4
@@ -40,7 +41,7 @@ class Fetch(NamedTuple):
     position: int
     """End of the offer: the first token that is computed here."""
     missing: list[list[int]]
-    """For each group of layers the indices in its table of the blocks to read."""
+    """Blocks to read, as indices in the sequence's table of each group of layers."""
 
 
 class Scheduler:
@@ -59,13 +60,13 @@ class Scheduler:
         offload: Offload | None = None,
     ) -> None:
         """A step takes `max_num_tokens`, at most `max_prompt_tokens` of them of prompts if these are chunked. Chunked
-        prompts rest once `rest_after` of their tokens have been computed; None: they never do. `sources` are asked in
-        this order for prompts that are not in the pools; `offload` is told what has been computed."""
+        prompts rest once `rest_after` of their tokens have been computed; with None they never rest. `sources` are
+        asked in this order for prompts that are not in the pools; `offload` is told what has been computed."""
         self.blocks = blocks
         self.waiting: list[Sequence] = []
-        """In order of rank."""
+        """Waiting sequences by rank."""
         self.running: list[Sequence] = []
-        """In order of rank."""
+        """Running sequences by rank."""
         self.fetching: list[Sequence] = []
         self.held: list[Sequence] = []
         self.held_blocks = 0
@@ -106,7 +107,7 @@ class Scheduler:
         self.held_blocks += self.blocks.count(sequence.tables)
 
     def take_fetches(self) -> list[Fetch]:
-        """Return what is to be read for sequences that have become FETCHING since the last call.
+        """Return the reads for sequences that have become FETCHING since the last call.
 
         The step before must have ended by then: it may still write to blocks that have been given back.
         """
@@ -208,7 +209,8 @@ class Scheduler:
             self.blocks.leave_behind(sequence.tables, end)
 
     def verified(self, chunk: Chunk, taken: int) -> Chunk:
-        """Note that of the tokens drawn after a chunk with a draft, `taken` were taken; return what it has computed.
+        """Note that `taken` of the tokens drawn after a chunk with a draft were accepted; return the chunk without
+        rejected ones.
 
         The last of them has yet to be computed, and what has been computed behind those before it is void: the next
         step writes over it.
@@ -314,7 +316,7 @@ class Scheduler:
         self.add(sequence)
 
     def _admit(self, budget: int, chunks: list[Chunk], decodes: int) -> None:
-        """Start waiting sequences with what is left of the budget, and with half of the largest chunk of a prompt.
+        """Start waiting sequences with the rest of the budget, and with half of the largest chunk of a prompt.
 
         Of that half, a sequence that is not shorter than what remains of the large prompt gets one block, and only to
         make way for a shorter one behind it in the queue.

@@ -8,7 +8,7 @@ import numpy as np
 from blake3 import blake3
 
 from engine.errors import EngineFailure, InvalidRequest
-from engine.visual.base import Picture, Tick
+from engine.visual.base import Picture, Show, Tick, is_previewed
 from engine.visual.types import VisualConfig, VisualInfo
 
 
@@ -31,6 +31,7 @@ class FakePipeline:
             makes=("image", "video"),
             accepts=("negative_prompt", "guidance"),
             edits=True,
+            animates=True,
             inpaints=True,
             width=64,
             height=64,
@@ -39,11 +40,13 @@ class FakePipeline:
             frames=8,
         )
 
-    def generate(self, batch: Sequence[Picture], tick: Tick) -> list[Any]:
+    def generate(self, batch: Sequence[Picture], tick: Tick, show: Show = lambda _: None) -> list[Any]:
         asked = batch[0].request
-        for step in range(asked.steps):
+        for step in range(1, asked.steps + 1):
             time.sleep(self._config.step_seconds)
-            tick(step + 1, asked.steps)
+            tick(step, asked.steps)
+            if is_previewed(asked, step, asked.steps):
+                show([self._pixels(picture) // 2 for picture in batch])
         for picture in batch:
             if picture.request.prompt == "fail":
                 raise EngineFailure("the fake pipeline was told to fail")

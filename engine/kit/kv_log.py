@@ -1,7 +1,7 @@
 """A feed of an engine's KV-cache events that first tells each new consumer what the cache contains.
 
-A router thus learns everything from a publisher that starts long after the engine. While nobody listens, only the
-record of the cache's content takes memory, which is proportional to its number of blocks.
+A router thus learns everything from a publisher that starts long after the engine. Without consumers, only the record
+of the cache's content takes memory, which is proportional to its number of blocks.
 """
 
 from array import array

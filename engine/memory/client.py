@@ -141,7 +141,7 @@ def acquire(
 
 
 def status(address: Path) -> wire.Status:
-    """Return what a service holds. Raises MemoryServiceError."""
+    """Return the memory that a service owns, and its leases. Raises MemoryServiceError."""
     with contextlib.closing(_connect(address)) as connection, _translated():
         wire.send(connection, wire.AskStatus(wire.VERSION))
         return _expect(connection, wire.Status)
@@ -189,7 +189,8 @@ def _close(connection: socket.socket, fd: int) -> None:
 
 
 def _check(lease: MemoryLease, size: int) -> None:
-    """Raises MemoryServiceError unless the descriptor has this size, and sealed contents if they are complete."""
+    """Check a descriptor. Raises MemoryServiceError unless it has this size, and sealed contents if they are
+    complete."""
     sealed = fcntl.fcntl(lease.fd, fcntl.F_GET_SEALS)
     wanted = SEALED | (fcntl.F_SEAL_WRITE if lease.filled else 0)
     if os.fstat(lease.fd).st_size != size or sealed & wanted != wanted:

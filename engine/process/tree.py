@@ -1,4 +1,4 @@
-"""The processes that a host has started, whoever their parents are now.
+"""The processes that a host has started, even if they have other parents now.
 
 A process whose parent has died gets another one, and OpenMPI's daemon leaves the session of the process that starts it
 (`orted --set-sid`). Both keep the environment, so a host has a mark there, which its descendants inherit.

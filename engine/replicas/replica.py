@@ -1,18 +1,53 @@
-"""Another replica, whatever it does for this one: probed while it is in use, and left alone while it fails."""
+"""Another replica, of any role: probed while it is in use, and left alone while it fails."""
 
 import asyncio
 import logging
+import random
 import re
+import time
+from collections.abc import Callable
 from typing import ClassVar
 
 from engine.errors import EngineError, EngineFailure
-from engine.replicas.breaker import Breaker
 from engine.replicas.client import ConnectionFailed, ReplicaClient
 
+FIRST_PAUSE = 0.5
+LONGEST_PAUSE = 30.0
+"""Seconds for which a replica is not asked after its first failure, and at most."""
 _HURRIED_SECONDS = 0.1
 """Pause before a probe that `check` asks for."""
 
 log = logging.getLogger(__name__)
+
+
+class Breaker:
+    """The circuit breaker of one replica. It counts failures in a row, and sets a pause after each, twice as long as
+    the one before.
+
+    During the pause the replica is not asked; then a probe decides.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._next = FIRST_PAUSE
+        self._until = 0.0
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the replica may be probed; 0 if it may be now."""
+        return max(self._until - self._clock(), 0.0)
+
+    def succeed(self) -> None:
+        """Forget all failures, so that the next one counts as the first."""
+        self._next = FIRST_PAUSE
+        self._until = 0.0
+
+    def fail(self) -> None:
+        """Begin a pause. Failures during a pause do not count: a replica that dies with many requests fails once."""
+        if self.pause:
+            return
+        self._until = self._clock() + self._next * random.uniform(0.8, 1.2)
+        self._next = min(2 * self._next, LONGEST_PAUSE)
 
 
 class Replica:
@@ -32,7 +67,7 @@ class Replica:
         self.last_asked = 0
         """Number of the last choice of this replica: the pool counts its choices."""
         self.reason = "one has not answered yet"
-        """Why it is not available, for clients: without addresses, which are secret."""
+        """Reason why it is not available, for clients: without addresses, which are secret."""
         self.probed = asyncio.Event()
         """Set once the first probe has ended."""
         self.left = False

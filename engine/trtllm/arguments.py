@@ -22,9 +22,9 @@ Backend = Literal["pytorch", "_autodeploy"]
 EVENT_BUFFER_SIZE = 100_000
 """Number of KV-cache events that the engine keeps for the publisher, unless set otherwise."""
 KV_TRANSFER_TIMEOUT_MS = 60_000
-"""How long blocks are kept for a decode replica, unless set otherwise: longer than any transfer takes, and as long as a
-request waits for the engine by default (QUEUE_TIMEOUT_SECONDS). Without a limit, prompts whose decode replica was lost
-would keep their blocks.
+"""Default time for which blocks are kept for a decode replica: longer than any transfer takes, and as long as a request
+waits for the engine by default (QUEUE_TIMEOUT_SECONDS). Without a limit, prompts whose decode replica was lost would
+keep their blocks.
 """
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 AUTODEPLOY_REFUSES = (
@@ -74,7 +74,7 @@ ENCODER_DEFAULTS = {"max_batch_size": 1}
 
 
 def defaults(free_gpu_memory_fraction: float) -> dict[str, Any]:
-    """Return what we set for an engine unless overridden. No running request is evicted.
+    """Return our default arguments for an engine. No running request is evicted.
 
     Batch sizes are not tuned at run time: `scheduler_config.dynamic_batch_config` has no effect on the PyTorch backend.
     """
@@ -87,8 +87,8 @@ def defaults(free_gpu_memory_fraction: float) -> dict[str, Any]:
 
 
 def derived(arguments: Mapping[str, Any], backends: Sequence[str] = GUIDED_BACKENDS) -> dict[str, Any]:
-    """Return what we set, unless it is set, because of other arguments and of the guided backends that the model's
-    tokenizer can have.
+    """Return further defaults, which depend on other arguments and on the guided backends that the model's tokenizer
+    supports.
 
     One-model speculation is greedy without `allow_advanced_sampling`. Guides need a tokenizer, and a kind of
     speculation that can follow them: the engine does not start otherwise.
@@ -194,7 +194,7 @@ def taken(effective: Effective, backend: str = "pytorch", *, encoder: bool = Fal
 
 
 def encoder_problems(arguments: Mapping[str, Any]) -> list[str]:
-    """Return what `MultimodalEncoder` refuses in arguments without other `problems`."""
+    """Return a message for each argument that `MultimodalEncoder` refuses, among those without other `problems`."""
     dtype = arguments.get("dtype", "auto")
     return [] if dtype in ENCODER_DTYPES else [f"dtype: an encoder takes {', '.join(ENCODER_DTYPES)}"]
 
@@ -216,7 +216,8 @@ def attention_dp_size(arguments: Mapping[str, Any]) -> int:
 
 
 def processor_problems(arguments: Mapping[str, Any]) -> list[str]:
-    """Return what keeps logits processors from being called for each token, in arguments without other `problems`."""
+    """Return the reasons why logits processors would not be called for each token, in arguments without other
+    `problems`."""
     found = []
     if arguments.get("speculative_config"):
         found.append("speculative_config: TensorRT-LLM calls no logits processors with speculation")
@@ -278,7 +279,7 @@ def _offload_contradictions(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _update(target: dict[str, Any], values: Mapping[str, Any], layer: str, origins: dict[str, str], path: str) -> None:
-    """Merge mappings; an empty one adds nothing. Other values replace, and so does a mapping in the place of another
+    """Merge mappings; an empty one adds nothing. Other values replace, and so does a mapping that replaces another
     value.
     """
     for name, value in values.items():

@@ -338,7 +338,8 @@ def _disaggregated_params(request: GenerateRequest, *, context_only: bool) -> An
 
 
 def _scheduling_params(rank: int | None) -> Any:
-    """Return what pins a request to a rank. Both fields are set: their defaults differ between releases (#14276)."""
+    """Return the scheduling parameters that pin a request to a rank. Both fields are set: their defaults differ between
+    releases (#14276)."""
     if rank is None:
         return None
     from tensorrt_llm.scheduling_params import SchedulingParams  # noqa: PLC0415

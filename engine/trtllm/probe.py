@@ -48,7 +48,7 @@ Note = Callable[[str, Verdict | bool, str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """A fact of the contract, and what this machine says of it."""
+    """The result of checking one fact of the contract on this machine."""
 
     id: str
     fact: str
@@ -118,7 +118,7 @@ async def _ends(work: Awaitable[Any], seconds: float = 0.0) -> str:
 
 
 def _text(file: Path) -> str:
-    """Return what is in a file; nothing if there is none."""
+    """Return the contents of a file; empty without one."""
     return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 

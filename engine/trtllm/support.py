@@ -1,4 +1,4 @@
-"""Which sampling parameters TensorRT-LLM honours: by version, sampler and speculation.
+"""Sampling parameters that TensorRT-LLM honours, by version, sampler and kind of speculation.
 
 `TABLE` feeds the checks of requests, `/server_info` and docs/tensorrt-llm.md; tests/contract/trtllm_behaviours.json has
 the sources. What the engine would ignore is done by logits processors of ours (TRTLLM_SAMPLING=processors), or refused.
@@ -14,8 +14,8 @@ from engine.trtllm.sampling import MASKED
 from engine.types import SamplingParams
 
 Sampler = Literal["TorchSampler", "TRTLLMSampler", "two models", "one model"]
-"""What draws tokens. Speculation has its own: with `two models` the TorchSampler checks drafts; `one model` has the
-drafts in the target's forward pass, which samples, too."""
+"""The part of TensorRT-LLM that draws tokens. Speculation has its own: with `two models` the TorchSampler checks
+drafts; `one model` has the drafts in the target's forward pass, which samples, too."""
 Way = Literal["yes", "no", "advanced", "one end", "one token", "sampled"]
 
 NOTES: Mapping[Way, str] = {
@@ -59,7 +59,7 @@ TABLE: Mapping[str, tuple[Way, ...]] = {
     "processors": ("yes", "yes", "no", "no", "yes", "no", "no"),
     "reasoning_budget": ("no", "no", "no", "no", "no", "no", "no"),
 }
-"""For each parameter, what the columns do with it. `processors` are logits processors, those of this server too."""
+"""Support for each parameter, by column. `processors` are logits processors, those of this server too."""
 
 _NEUTRAL: dict[str, Any] = {
     "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": None,
@@ -112,7 +112,7 @@ class Support:
     def split(
         self, sampling: SamplingParams, eos_token_ids: tuple[int, ...], num_prompt: int | None
     ) -> tuple[SamplingParams, Edits | None]:
-        """Return what the engine is asked for, and what our logits processor does. Raises InvalidRequest.
+        """Return the parameters for the engine, and those for our logits processor. Raises InvalidRequest.
 
         If the processor does anything it does everything from bias to masks, since their order matters.
         """
@@ -239,8 +239,8 @@ def _ends(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> set[int]:
 
 
 def _without(sampling: SamplingParams) -> SamplingParams:
-    """Return what is left to the engine when our logits processor edits the logits: nothing if that draws the token,
-    and the temperature alone if that truncates the distribution."""
+    """Return the parameters for the engine when our logits processor edits the logits: none if it draws the token, and
+    only the temperature if it truncates the distribution."""
     left = replace(sampling, **_NEUTRAL, processors=())
     if draws(sampling) and sampling.seed is not None:
         return replace(left, temperature=0.0)

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.errors import EngineFailure, InvalidRequest
 from engine.trtllm.versions import lacks_visual
-from engine.visual.base import Picture, Tick
+from engine.visual.base import Picture, Show, Tick
 from engine.visual.types import VisualConfig, VisualInfo
 
 _POLL_SECONDS = 0.2
@@ -43,7 +43,7 @@ class TrtllmVisualPipeline:
             raise EngineFailure(f"TensorRT-LLM cannot load {self._config.model}: {error}") from error
         return self._facts()
 
-    def generate(self, batch: Sequence[Picture], tick: Tick) -> list[Any]:
+    def generate(self, batch: Sequence[Picture], tick: Tick, show: Show = lambda _: None) -> list[Any]:
         found = [self._begin(picture) for picture in batch]
         return [self._pixels(one, batch[0].request.steps, tick) for one in found]
 
@@ -59,9 +59,10 @@ class TrtllmVisualPipeline:
             self._generator = None
 
     def _facts(self) -> VisualInfo:
-        """Return what the pipeline declares: a field that it has no default for is one that it does not take."""
+        """Return the facts that the pipeline declares. It takes only fields for which it declares a default."""
         default = self._generator.default_params
         video = default.num_frames is not None
+        takes_image = "image_reference" in self._generator.ref_slot_specs
         return VisualInfo(
             pipeline="VisualGen",
             backend="trtllm",
@@ -69,7 +70,8 @@ class TrtllmVisualPipeline:
             dtype="auto",
             makes=("video",) if video else ("image",),
             accepts=("negative_prompt", *(("guidance",) if default.guidance_scale is not None else ())),
-            edits=not video and "image_reference" in self._generator.ref_slot_specs,
+            edits=not video and takes_image,
+            animates=video and takes_image,
             width=default.width or 1024,
             height=default.height or 1024,
             multiple=_MULTIPLE,
@@ -129,7 +131,7 @@ class TrtllmVisualPipeline:
 
 
 def _in_thread(work: Callable[[], Any]) -> "Future[Any]":
-    """Begin work in a thread that holds up nothing when nobody waits any more."""
+    """Begin work in a daemon thread, which does not delay the end of the process."""
     future: Future[Any] = Future()
 
     def run() -> None:

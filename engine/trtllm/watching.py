@@ -46,7 +46,7 @@ class Watch:
         threading.Thread(target=self._run, name="trtllm-watch", daemon=True).start()
 
     def follow(self, llm: Any, owes: Callable[[], bool], die: Callable[[str], None]) -> None:
-        """Begin to check what has been loaded.
+        """Begin to check the loaded engine.
 
         `owes` says, in the thread, whether an answer is due. `die` gets the reason on the event loop.
         """
@@ -69,7 +69,7 @@ class Watch:
                 return
 
     def _fault(self) -> str:
-        """Return what is wrong, or nothing."""
+        """Return the fault; empty without one."""
         llm = self._llm
         if llm is None:
             self._find_workers()

@@ -16,11 +16,21 @@ class Picture(NamedTuple):
 
 
 class Stopped(Exception):
-    """Nobody waits for the batch any more. `tick` raises it."""
+    """All requests of the batch have been cancelled. `tick` raises it."""
 
 
 Tick = Callable[[int, int], None]
 """Called after each step, with its number and that of all steps, or in between with 0. May raise Stopped."""
+
+
+Show = Callable[[list[Any]], None]
+"""Called with what the pictures of a batch look like so far, as pixels."""
+
+
+def is_previewed(request: VisualRequest, step: int, steps: int) -> bool:
+    """Return whether a preview is due after `step`: they divide the steps evenly, and none is the last."""
+    parts = request.previews + 1
+    return step < steps and step * parts // steps > (step - 1) * parts // steps
 
 
 class VisualPipeline(Protocol):
@@ -30,11 +40,12 @@ class VisualPipeline(Protocol):
     """
 
     def load(self) -> VisualInfo:
-        """Raises EngineFailure."""
+        """Load the model. Raises EngineFailure."""
         ...
 
-    def generate(self, batch: Sequence[Picture], tick: Tick) -> list[Any]:
-        """Return pixels, a numpy array of [frames, height, width, 3] bytes for each picture.
+    def generate(self, batch: Sequence[Picture], tick: Tick, show: Show = lambda _: None) -> list[Any]:
+        """Return pixels, a numpy array of [frames, height, width, 3] bytes for each picture. Where the pipeline can,
+        `show` gets the pictures after the steps that `is_previewed` names.
 
         The requests of a batch agree in all but prompts and seeds; one with a file to change is alone in its batch. A
         picture depends on its prompt and seed, not on the rest of the batch.
@@ -150,7 +161,7 @@ class VisualEngine(Protocol):
 
     @property
     def info(self) -> VisualInfo:
-        """Raises EngineNotReady before the start."""
+        """Facts of the backend. Raises EngineNotReady before the start."""
         ...
 
     @property

@@ -37,6 +37,8 @@ class _Drawing:
     computed: int = 0
     delivered: int = 0
     prompt_tokens: int = 0
+    preview: asyncio.Task[None] | None = None
+    """Writes the newest unfinished picture."""
     alone: bool = False
     """Whether it shares no batch: one in which it was has failed."""
 
@@ -46,7 +48,8 @@ class _Drawing:
         asked = self.request
         if self.alone or asked.image or asked.frames:
             return self
-        return asked.width, asked.height, asked.steps, asked.guidance, asked.negative_prompt is None
+        same = asked.width, asked.height, asked.steps, asked.guidance, asked.previews
+        return *same, asked.negative_prompt is None
 
     def progress(self, share: float) -> int:
         """Return the percentage of the work that is done, with a `share` of the picture that is being computed."""
@@ -70,7 +73,7 @@ class QueuedVisualEngine:
         self._jobs: OrderedDict[_Drawing, None] = OrderedDict()
         """Requests with pictures that wait, in the order of turns."""
         self._streams: set[VisualStream] = set()
-        """Of requests that are not complete."""
+        """Streams of requests that are not complete."""
         self._unwritten = asyncio.Semaphore(2 * config.max_batch)
         """Places for pixels that are not a file yet."""
         self._news = asyncio.Event()
@@ -79,7 +82,7 @@ class QueuedVisualEngine:
         self._closed = False
         self._hangs = False
         self._progress = 0.0
-        """When a step ended last."""
+        """Time at which the last step ended."""
         self._figures = VisualStats()
         self._stats: Latest[VisualStats] = Latest()
 
@@ -178,6 +181,9 @@ class QueuedVisualEngine:
             if all(job.stream.ended for job in jobs):
                 raise Stopped
 
+        def show(pixels: list[Any]) -> None:
+            loop.call_soon_threadsafe(self._show, batch, pixels)
+
         began = time.monotonic()
         error: Exception | None = None
         pixels: list[Any] = []
@@ -186,7 +192,7 @@ class QueuedVisualEngine:
         pictures = [Picture(job.request, job.request.seeds[index]) for job, index in batch]
 
         def work() -> tuple[list[Any], list[int]]:
-            found = self._pipeline.generate(pictures, tick)
+            found = self._pipeline.generate(pictures, tick, show)
             if len(found) != len(pictures):
                 raise EngineFailure(f"the pipeline made {len(found)} pictures instead of {len(pictures)}")
             return found, [self._pipeline.prompt_tokens(picture.request.prompt) for picture in pictures]
@@ -266,6 +272,8 @@ class QueuedVisualEngine:
         finally:
             self._unwritten.release()
             self._note(encoding=-1)
+        if job.preview is not None:
+            await job.preview
         if job.stream.ended:
             self._note(aborted=1)
             return
@@ -275,6 +283,22 @@ class QueuedVisualEngine:
         last = job.delivered == len(job.request.seeds)
         progress = 100 if last else job.progress(0)
         job.stream.put(VisualDelta("file", progress, index, data, last, job.prompt_tokens, seconds))
+
+    def _show(self, batch: Batch, pixels: list[Any]) -> None:
+        for (job, index), frames in zip(batch, pixels, strict=True):
+            job.preview = self._spawn(self._preview(job, index, frames, job.preview))
+
+    async def _preview(self, job: _Drawing, index: int, frames: Any, before: asyncio.Task[None] | None) -> None:
+        """Write the file of an unfinished picture, and deliver it after the one `before` it."""
+        loop = asyncio.get_running_loop()
+        try:
+            data = await loop.run_in_executor(self._encoders, encode, frames, job.request, lambda: not job.stream.ended)
+        except Exception:
+            log.exception("a preview could not be written")
+            return
+        if before is not None:
+            await before
+        job.stream.put(VisualDelta("preview", job.progress(0), index, data))
 
     def _stepped(self, jobs: set[_Drawing], share: float) -> None:
         self._note(steps=1)
@@ -296,7 +320,8 @@ class QueuedVisualEngine:
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

@@ -13,12 +13,12 @@ from PIL import Image
 from engine.visual.types import VisualRequest
 
 _BEST_CRF, _WORST_CRF = 15, 55
-"""Of libvpx-vp9, for the qualities 100 and 0."""
+"""Constant rate factors of libvpx-vp9 for the qualities 100 and 0."""
 
 
 def encode(pixels: Any, request: VisualRequest, going_on: Callable[[], bool]) -> bytes:
-    """Return the file of [frames, height, width, 3] bytes, in the format of its request. Ends early, with what there
-    is, once `going_on` says no.
+    """Return the file of [frames, height, width, 3] bytes, in the format of its request. Ends early, with the frames so
+    far, once `going_on` returns False.
     """
     if request.format == "webm":
         return encode_video(pixels, request.fps, request.quality, going_on)

@@ -1,11 +1,12 @@
-"""A pipeline of `diffusers`, whichever a folder's model_index.json names. Its weights must be safetensors."""
+"""The pipeline of `diffusers` that a folder's model_index.json names. Its weights must be safetensors."""
 
 import io
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 import diffusers
@@ -13,16 +14,17 @@ import numpy as np
 import torch
 import transformers
 from diffusers.hooks import FirstBlockCacheConfig, HookRegistry, apply_first_block_cache
-from PIL import Image
+from PIL import Image, ImageOps
 
 from engine.errors import EngineFailure, InvalidRequest
 from engine.kit.image_file import decode, limit_pixels
 from engine.media import MediaInput
-from engine.visual.base import Picture, Tick
+from engine.visual.base import Picture, Show, Tick, is_previewed
 from engine.visual.types import VisualConfig, VisualInfo, VisualRequest
 
 _FRAMES = ("num_frames", "video_length")
 """Names of the parameter of pipelines that make videos."""
+_OF_IMAGES = re.compile("ToVideo|ToWorld|I2V")
 _SIDE = 512
 _CLIP = 16
 """Default side and number of frames of a pipeline that has none."""
@@ -39,6 +41,7 @@ class DiffusersPipeline:
         self._config = config
         self._pipe: Any = None
         self._edit: Any = None
+        """Pipeline that changes pictures, or makes videos of them."""
         self._inpaint: Any = None
         self._parameters: dict[str, Any] = {}
         """Parameters of a call, with their defaults."""
@@ -68,20 +71,31 @@ class DiffusersPipeline:
         self._parameters = _parameters(self._pipe)
         if "prompt" not in self._parameters:
             raise EngineFailure(f"{type(self._pipe).__name__} of {config.model} takes no prompt")
-        self._edit = _counterpart(diffusers.AutoPipelineForImage2Image, self._pipe)
-        self._inpaint = _counterpart(diffusers.AutoPipelineForInpainting, self._pipe)
+        if not self._makes_videos:
+            self._edit = _counterpart(diffusers.AutoPipelineForImage2Image, self._pipe)
+            self._inpaint = _counterpart(diffusers.AutoPipelineForInpainting, self._pipe)
+        elif "image" in self._parameters:
+            self._edit = self._pipe
+        elif isinstance(self._pipe, diffusers.LTXPipeline):  # the only one whose weights do both
+            self._edit = _counterpart(diffusers.LTXImageToVideoPipeline, self._pipe)
         self._prepare_steps()
         self._info = self._facts(device, dtype)
         return self._info
 
-    def generate(self, batch: Sequence[Picture], tick: Tick) -> list[Any]:
+    def generate(self, batch: Sequence[Picture], tick: Tick, show: Show = lambda _: None) -> list[Any]:
         asked = batch[0].request
         pipe = self._pipe
         arguments = self._arguments(batch)
         if asked.image:
             pipe = self._inpaint if asked.mask else self._edit
             arguments = self._with_image(asked, arguments, _parameters(pipe))
-        arguments |= _reporting(_parameters(pipe), tick, asked.steps)
+
+        def stepped(step: int, steps: int, latents: Any) -> None:
+            tick(step, steps)
+            if is_previewed(asked, step, steps) and (pixels := _seen(pipe, latents, asked)) is not None:
+                show(pixels)
+
+        arguments |= _reporting(_parameters(pipe), stepped, asked.steps)
         try:
             with torch.inference_mode(), self._fresh_cache():
                 found = pipe(**arguments)
@@ -117,6 +131,7 @@ class DiffusersPipeline:
             "width": asked.width,
             "height": asked.height,
             **{name: asked.frames for name in _FRAMES if asked.frames},
+            "frame_rate": asked.fps,
             **_FIXED,
         }
         if asked.guidance is not None:
@@ -135,7 +150,11 @@ class DiffusersPipeline:
         self, asked: VisualRequest, arguments: dict[str, Any], parameters: dict[str, Any]
     ) -> dict[str, Any]:
         size = asked.width, asked.height
-        image = decode(MediaInput(asked.image), self._config.max_image_pixels).resize(size)
+        try:
+            image = decode(MediaInput(asked.image), self._config.max_image_pixels)
+        except InvalidRequest as error:
+            raise error.at("input_reference" if asked.frames else "image") from error
+        image = ImageOps.fit(image, size) if asked.frames else image.resize(size)
         changed: dict[str, Any] = {**arguments, "image": image, "width": asked.width, "height": asked.height}
         if asked.mask:
             changed["mask_image"] = _mask(asked.mask, self._config.max_image_pixels).resize(size)
@@ -178,6 +197,10 @@ class DiffusersPipeline:
             registry.reset_stateful_hooks(recurse=True)
 
     @property
+    def _makes_videos(self) -> bool:
+        return any(name in self._parameters for name in _FRAMES)
+
+    @property
     def denoiser(self) -> Any:
         """The network whose steps remove noise."""
         found = getattr(self._pipe, "transformer", None) or getattr(self._pipe, "unet", None)
@@ -187,7 +210,9 @@ class DiffusersPipeline:
 
     def _facts(self, device: str, dtype: str) -> VisualInfo:
         config, parameters = self._config, self._parameters
-        scale = int(getattr(self._pipe, "vae_scale_factor", 0) or getattr(self._pipe, "vae_scale_factor_spatial", 8))
+        scale = _first_of(
+            self._pipe, 8, "vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio"
+        )
         sizes = self.denoiser.config
         patch = sizes.get("patch_size", 1)
         sample = sizes.get("sample_size")
@@ -204,7 +229,9 @@ class DiffusersPipeline:
             dtype=dtype,
             makes=("video",) if frames else ("image",),
             accepts=tuple(name for name, own in accepts.items() if own in parameters),
-            edits=self._edit is not None,
+            edits=self._edit is not None and not frames,
+            animates=self._edit is not None and frames is not None,
+            needs_image=frames is not None and _needs_image(self._pipe),
             inpaints=self._inpaint is not None,
             width=side or parameters.get("width") or _SIDE,
             height=side or parameters.get("height") or _SIDE,
@@ -213,8 +240,22 @@ class DiffusersPipeline:
             guidance=config.guidance if config.guidance >= 0 else parameters.get("guidance_scale"),
             frames=(fixed or parameters[frames] or _CLIP) if frames else 1,
             frames_fixed=bool(fixed),
-            frames_step=int(getattr(self._pipe, "vae_scale_factor_temporal", 1) or 1),
+            frames_step=_first_of(self._pipe, 1, "vae_scale_factor_temporal", "vae_temporal_compression_ratio"),
+            fps=parameters.get("frame_rate") or VisualInfo.fps,
         )
+
+
+def _first_of(pipe: Any, default: int, *names: str) -> int:
+    """Return the first of the attributes that a pipeline has."""
+    return next((int(found) for name in names if (found := getattr(pipe, name, None))), default)
+
+
+def _needs_image(pipe: Any) -> bool:
+    """Return whether a pipeline makes no video without a picture: by its call, or by its name, since some calls have
+    a default that they then refuse.
+    """
+    default = _parameters(pipe).get("image")
+    return default is Parameter.empty or bool(_OF_IMAGES.search(type(pipe).__name__))
 
 
 def _parameters(pipe: Any) -> dict[str, Any]:
@@ -232,17 +273,31 @@ def _counterpart(family: Any, pipe: Any) -> Any:
     return found
 
 
-def _reporting(parameters: dict[str, Any], tick: Tick, steps: int) -> dict[str, Any]:
-    """Return the arguments by which a pipeline calls `tick`, in the way that it has."""
+def _seen(pipe: Any, latents: Any, request: VisualRequest) -> list[Any] | None:
+    """Return what latents look like, with the noise that is left in them; None for autoencoders that nobody has tried.
+    It costs as much as the decoding of the finished pictures.
+    """
+    vae = getattr(pipe, "vae", None)
+    if latents is None or not isinstance(vae, diffusers.AutoencoderKL):
+        return None
+    if latents.ndim == 3:  # Flux' are packed
+        latents = pipe._unpack_latents(latents, request.height, request.width, pipe.vae_scale_factor)
+    scaled = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0)
+    pixels = vae.decode(scaled.to(vae.dtype), return_dict=False)[0]
+    return _bytes_of([image[None] for image in pipe.image_processor.postprocess(pixels, output_type="np")])
+
+
+def _reporting(parameters: dict[str, Any], stepped: Callable[[int, int, Any], None], steps: int) -> dict[str, Any]:
+    """Return the arguments by which a pipeline calls `stepped`, in the way that it has."""
 
     def at_step_end(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        tick(step + 1, max(getattr(pipe, "num_timesteps", steps), step + 1))
+        stepped(step + 1, max(getattr(pipe, "num_timesteps", steps), step + 1), tensors.get("latents"))
         return {}
 
     if "callback_on_step_end" in parameters:
         return {"callback_on_step_end": at_step_end}
     if "callback" in parameters:
-        return {"callback": lambda step, _timestep, _latents: tick(step + 1, steps), "callback_steps": 1}
+        return {"callback": lambda step, _timestep, latents: stepped(step + 1, steps, latents), "callback_steps": 1}
     return {}
 
 
@@ -296,6 +351,6 @@ def _bytes_of(videos: Any) -> list[Any]:
     for frames in videos:
         array = np.stack([np.asarray(frame, dtype=np.float32) for frame in frames])
         if not np.isfinite(array).all():
-            raise EngineFailure("the model has computed something that is no picture: try another DTYPE")
+            raise EngineFailure("the model has computed values that are not a picture: try another DTYPE")
         made.append((array.clip(0, 1) * 255).round().astype(np.uint8))
     return made

@@ -23,7 +23,7 @@ class Item:
     """One item, as far as it has come. APIs put their own prefixes before its `id`."""
 
     place: int
-    """Which item of the answer, from 0."""
+    """Index of the item in the answer."""
     id: str
     """Unique among the items of all answers."""
     kind: ItemKind
@@ -103,7 +103,7 @@ class Reducer:
         return TokenUsage(choice.prompt_tokens, choice.cached_tokens, choice.completion_tokens, choice.reasoning_tokens)
 
     def feed(self, piece: Piece) -> list[Happening]:
-        """Return what the next piece makes happen."""
+        """Return the events of the next piece."""
         self._logprobs += piece.logprobs
         found: list[Happening] = []
         for part in piece.parts:

@@ -129,7 +129,8 @@ def _block(item: Item) -> dict[str, Any]:
 
 
 def _signature(text: str) -> str:
-    """Return what a client has to send back with reasoning. It is not secret: a client may change its own prompts."""
+    """Return the signature that a client has to send back with reasoning. It is not secret: a client may change its own
+    prompts."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

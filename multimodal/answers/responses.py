@@ -59,7 +59,7 @@ class ResponsesShape(Shape):
         self.asked = asked or Asked(unique=context.request_id)
         self.id = self.asked.id
         self.ended = False
-        """Whether the response has come to its end, whichever."""
+        """Whether the response has ended, with any status."""
         self._reducer = Reducer(context.choices[0], self.asked.unique)
         self._model = context.model
         self._tokenizer = context.tokenizer
@@ -119,7 +119,7 @@ class ResponsesShape(Shape):
         return orjson.dumps(self.response())
 
     def response(self) -> dict[str, Any]:
-        """Return the response as far as it has come."""
+        """Return the response so far."""
         incomplete = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         return {
             "id": self.id,
@@ -157,7 +157,7 @@ class ResponsesShape(Shape):
         }
 
     def _take(self, happening: Happening) -> str:
-        """Note what happened; return what is new in the text of its item."""
+        """Note an event; return the new text of its item."""
         match happening:
             case Added(item, text, _):
                 return self._inputs[item.place].feed(text) if item.place in self._inputs else text
@@ -269,7 +269,7 @@ class _CustomInput:
         """Characters of the arguments that have been looked at; 0 before the text begins."""
 
     def feed(self, arguments: str) -> str:
-        """Return what is new in the text."""
+        """Return the new part of the text."""
         self._raw += arguments
         if not self._read:
             if (begin := _INPUT.match(self._raw)) is None:

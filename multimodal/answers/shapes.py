@@ -39,7 +39,7 @@ class AnswerContext:
 
 @dataclass(slots=True)
 class _Whole:
-    """A choice as far as it has come, for an answer that is not streamed."""
+    """The contents of a choice so far, for an answer that is not streamed."""
 
     parts: list[Part] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -128,7 +128,7 @@ class ChoicesShape(Shape):
         """
 
     def prefix(self, choice: Choice, report: PromptReport) -> tuple[list[Part], dict[str, Any] | None]:
-        """Return what a choice repeats of its prompt, and the log-probabilities of that."""
+        """Return the text of the prompt that a choice repeats, and its log-probabilities."""
         return [], None
 
     def finish_reason(self, piece: Piece) -> str | None:
@@ -207,7 +207,7 @@ class ChoicesShape(Shape):
         return [] if opening is None else [self._chunk([opening | choice_fields], **answer_fields)]
 
     def _prompt_fields(self, choice: Choice, report: PromptReport) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what is said of the prompt when asked for: fields of the answer, and fields of the choice."""
+        """Return the requested fields about the prompt: those of the answer, and those of the choice."""
         fields: dict[str, Any] = {}
         if self._token_ids:
             fields["prompt_token_ids"] = choice.request.prompt_token_ids

@@ -14,6 +14,8 @@ MIN_SIDE = 4
 """Pixels per side. Code that guesses the order of an array's axes takes a smaller side for colour channels."""
 MAX_SIDE = 65_535
 """The limit of JPEG."""
+_ORIENTATION = 0x0112
+"""The tag of EXIF that says how a photo is turned."""
 _MAX_STEPS = 4096
 """Maximum number of chunks, segments or blocks before the first pixel."""
 _MAX_SCANS = 100
@@ -26,13 +28,13 @@ class _Broken(Exception):
 
 
 def check_image(data: bytes, max_pixels: int) -> tuple[int, int]:
-    """Return width and height of an image file; of an animation, those of its first frame.
+    """Return width and height of an image file, a photo turned upright; of an animation, those of its first frame.
 
     Raises UnsupportedMedia and InvalidMedia.
     """
     reader = next((reader for magic, reader in _READERS.items() if data.startswith(magic)), None)
     if reader is None or (reader is _webp and data[8:12] != b"WEBP"):
-        raise UnsupportedMedia(f"An image's format is none of {_SUPPORTED}.")
+        raise UnsupportedMedia(f"Unsupported image format. Supported formats are {_SUPPORTED}.")
     try:
         width, height = reader(data)
     except (_Broken, IndexError, struct.error) as error:
@@ -55,7 +57,7 @@ def check_video(data: bytes) -> None:
         or data.startswith(b"\x1a\x45\xdf\xa3")
         or (data.startswith(b"RIFF") and data[8:12] == b"AVI ")
     ):
-        raise UnsupportedMedia("A video's format is none of MP4, WebM, Matroska and AVI.")
+        raise UnsupportedMedia("Unsupported video format. Supported formats are MP4, WebM, Matroska and AVI.")
 
 
 def _png(data: bytes) -> tuple[int, int]:
@@ -77,6 +79,7 @@ def _png(data: bytes) -> tuple[int, int]:
 def _jpeg(data: bytes) -> tuple[int, int]:
     """The one frame header before the first scan: baseline, extended or progressive."""
     at, size = 2, None
+    turned: bool | None = None
     for _ in range(_MAX_STEPS):
         if data[at] != 0xFF:
             raise _Broken
@@ -87,16 +90,35 @@ def _jpeg(data: bytes) -> tuple[int, int]:
         if marker == 0xDA:
             if size is None or data.count(b"\xff\xda", at) > _MAX_SCANS:
                 raise _Broken
-            return size
+            return size[::-1] if turned else size
         length, _, height, width = struct.unpack_from(">HBHH", data, at + 2)
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             if marker > 0xC2 or size is not None:
                 raise _Broken
             size = width, height
+        if marker == 0xE1 and turned is None and data.startswith(b"Exif\0\0", at + 4):
+            turned = _turns_sides(data[at + 10 : at + 2 + length])
         if length < 2 or marker < 0xC0 or 0xD0 <= marker <= 0xD9:  # no segment belongs here
             raise _Broken
         at += 2 + length
     raise _Broken
+
+
+def _turns_sides(exif: bytes) -> bool:
+    """Return whether EXIF has a photo turned by 90 degrees; what cannot be read turns nothing."""
+    order = {b"II*": "<", b"MM\0": ">"}.get(exif[:3])
+    if order is None:
+        return False
+    try:
+        (start,) = struct.unpack_from(f"{order}I", exif, 4)
+        (entries,) = struct.unpack_from(f"{order}H", exif, start)
+        for place in range(start + 2, start + 2 + 12 * entries, 12):
+            tag, _, _, value = struct.unpack_from(f"{order}HHIH", exif, place)
+            if tag == _ORIENTATION:
+                return value in range(5, 9)
+    except struct.error:
+        pass
+    return False
 
 
 def _gif(data: bytes) -> tuple[int, int]:
@@ -114,7 +136,7 @@ def _gif(data: bytes) -> tuple[int, int]:
 
 
 def _after_blocks(data: bytes, at: int) -> int:
-    """Where a GIF's chain of blocks, each with its length before it, ends."""
+    """Return the offset after a GIF's chain of blocks, each of which begins with its length."""
     for _ in range(_MAX_STEPS):
         if not data[at]:
             return at + 1

@@ -67,7 +67,7 @@ class ControlTokens:
         return literal
 
     def resolve(self, rendered: str) -> str:
-        """Return what a template with marked literals has rendered, with marks around control tokens only."""
+        """Return the output of a template with marked literals, with marks around control tokens only."""
         text = self._whole.sub(lambda match: match[0] if match[1] else "", rendered)
         if _EDGE in text:
             text = self._composed.sub(lambda match: f"{MARK}{match[1]}{MARK}" if match[1] else "", text)

@@ -8,14 +8,13 @@ from typing import Any, Protocol
 
 from engine.errors import ContextOverflow
 from engine.kit.work import off_loop
-from engine.media import PromptMedia
+from engine.media import MediaKind, PromptMedia
 from engine.types import EngineInfo
 from multimodal.errors import RequestError
 from multimodal.request import Ask, Conversation, Limits, MediaRef
 from multimodal.text.control import unmarked
-from multimodal.text.slices import Encode, encoded
 from multimodal.text.templates import ChatTemplate, check_forged, template_variables
-from multimodal.text.tokenizer import Tokenizer
+from multimodal.text.tokenizer import Encode, Tokenizer, encoded
 
 Tokenise = Callable[[str], Awaitable[list[int]]]
 """Return the token ids of a prompt's text, within the limits of its request."""
@@ -39,12 +38,17 @@ class MediaPrompts(Protocol):
 
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
         """Return the prompt of a chat that the template has rendered as `text`, with the marks of its control tokens;
-        so many choices will read it.
+        this many choices will read it.
         """
         ...
 
     async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
         """Return the token ids of that prompt, as far as they are known before the engine."""
+        ...
+
+    @property
+    def kinds(self) -> Sequence[MediaKind]:
+        """Kinds of media that requests may bring."""
         ...
 
     @property
@@ -116,8 +120,7 @@ class Prompts:
             )
         variables = template_variables(chat, limits.chat_template_kwargs)
         control = template.control
-
-        if self.images is not None and self.images.video_part != "video":
+        if self.images is not None and any(ref.kind == "video" for ref in chat.media):
             chat = replace(chat, messages=[_with_videos_as(self.images.video_part, entry) for entry in chat.messages])
 
         def render() -> tuple[str, str]:
@@ -149,7 +152,7 @@ class Prompts:
         return _last(await encoded(self.tokenizer, text, ask.add_special_tokens, encode=encode, last=keep), keep)
 
     def _encode_of(self, ask: Ask) -> Encode:
-        """Return what tokenises the prompt: that of a chat has marks around its control tokens."""
+        """Return the function that tokenises the prompt: a chat's prompt has marks around its control tokens."""
         control = self.template.control if self.template is not None else None
         return (control if control is not None and isinstance(ask.prompt, Conversation) else self.tokenizer).encode
 
@@ -177,7 +180,7 @@ def _with_videos_as(part: str, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _opening(template: ChatTemplate, text: str, chat: Conversation, variables: dict[str, Any]) -> str:
-    """Return what a rendered chat has more than without the answer's beginning."""
+    """Return the text that begins the answer in a rendered chat."""
     messages = chat.messages[:-1] if chat.continue_final_message else chat.messages
     before = ""
     if messages:

@@ -1,1 +1,1 @@
-"""Batches of messages: routes, what is stored, and what works through them."""
+"""Batches of messages: routes, store and worker."""

@@ -1,4 +1,4 @@
-"""Where batches of messages are kept: one file for all processes that serve a model on this machine."""
+"""Storage of batches of messages: one file for all processes that serve a model on this machine."""
 
 import asyncio
 import sqlite3
@@ -10,9 +10,9 @@ from typing import Literal
 import msgspec
 
 from engine.errors import QueueFull
-from multimodal.errors import RequestError
+from multimodal.errors import RequestError, shown
 from routers.database import Database
-from routers.errors import BatchNotFound
+from routers.errors import NotFound
 
 Outcome = Literal["succeeded", "errored", "canceled", "expired"]
 OUTCOMES: tuple[Outcome, ...] = ("succeeded", "errored", "canceled", "expired")
@@ -23,7 +23,7 @@ KEEP_SECONDS = 29 * 24 * 3600.0
 PAGE = 100
 """Results that are read at once."""
 _OVERHEAD = 256
-"""Bytes that a row counts besides its contents."""
+"""Bytes that a row counts in addition to its contents."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS batches (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, created REAL NOT NULL,
@@ -52,7 +52,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     total: int
     """Number of its requests."""
     counts: dict[str, int]
-    """How many of its requests have come to each outcome; empty until it has ended."""
+    """Number of requests by outcome; empty until the batch has ended."""
 
 
 class BatchJob(msgspec.Struct, frozen=True):
@@ -98,14 +98,14 @@ class BatchStore:
         return record
 
     async def get(self, owner: str, batch: str) -> BatchRecord:
-        """Raises BatchNotFound."""
+        """Return a batch. Raises NotFound."""
         return await self._database.run(lambda db: _record(db, owner, batch))
 
     async def page(
         self, owner: str, limit: int, after: str | None, before: str | None
     ) -> tuple[list[BatchRecord], bool]:
         """Return batches, the newest first, and whether there are more in that direction: those after or before one, if
-        it is named. Raises BatchNotFound.
+        it is named. Raises NotFound.
         """
 
         def work(db: sqlite3.Connection) -> tuple[list[BatchRecord], bool]:
@@ -120,7 +120,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def cancel(self, owner: str, batch: str) -> BatchRecord:
-        """Cancel what has not begun. Raises BatchNotFound."""
+        """Cancel what has not begun. Raises NotFound."""
 
         def work(db: sqlite3.Connection) -> BatchRecord:
             record = _record(db, owner, batch)
@@ -134,7 +134,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def delete(self, owner: str, batch: str) -> None:
-        """Raises BatchNotFound, and RequestError for a batch that has not ended."""
+        """Delete a batch. Raises NotFound, and RequestError for a batch that has not ended."""
 
         def work(db: sqlite3.Connection) -> None:
             record = _record(db, owner, batch)
@@ -189,7 +189,7 @@ class BatchStore:
         await self._database.run(work)
 
     async def finish(self, job: BatchJob, outcome: Outcome, result: bytes) -> bool:
-        """Store what has become of a request; return False if there is no room for that, even without the oldest of the
+        """Store the outcome of a request; return False if there is no room for that, even without the oldest of the
         batches that have ended. There always is for an error, which is short: else the request would be done again.
         """
 
@@ -219,7 +219,7 @@ class BatchStore:
 def _record(db: sqlite3.Connection, owner: str, batch: str) -> BatchRecord:
     row = db.execute(f"SELECT {_COLUMNS} FROM batches WHERE id=? AND owner=?", (batch, owner)).fetchone()
     if row is None:
-        raise BatchNotFound(batch)
+        raise NotFound(f"There is no batch '{shown(batch)}'.", "message_batch_id", "batch_not_found")
     number, _, created, canceled, ended, total = row
     query = "SELECT state, count(*) FROM requests WHERE batch=? GROUP BY state"
     counts = dict(db.execute(query, (number,)).fetchall()) if ended is not None else {}

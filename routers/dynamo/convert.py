@@ -1,4 +1,5 @@
-"""From Dynamo's requests to the engine's, and from deltas to Dynamo's outputs. Needs no package of Dynamo's."""
+"""Conversion of Dynamo's requests into the engine's, and of deltas into Dynamo's outputs. Needs none of Dynamo's
+packages."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ _IMAGES = "image_url"
 
 
 def read_request(body: object) -> DynamoRequest:
-    """Read what the frontend sent. Raises RequestError for what no worker of this version can take."""
+    """Read a request of the frontend. Raises RequestError for one that no worker of this version can take."""
     try:
         request = msgspec.convert(body, DynamoRequest)
     except msgspec.ValidationError as error:
@@ -182,7 +183,7 @@ class GraphOutputs:
         return not self._running
 
     def of(self, delta: Delta, index: int = 0) -> dict[str, Any]:
-        """Return the output that says what `delta` says of choice `index`."""
+        """Return the output for `delta` of choice `index`."""
         if delta.prompt is not None:
             self._note(delta.prompt)
         self._completion_tokens += len(delta.token_ids)

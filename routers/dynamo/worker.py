@@ -68,14 +68,15 @@ _TYPES: Mapping[WorkerRole, tuple[WorkerType, list[list[WorkerType]]]] = {
     "decode": (WorkerType.Decode, [[WorkerType.Prefill]]),
     "encode": (WorkerType.Encode, [[WorkerType.Prefill, WorkerType.Decode], [WorkerType.Aggregated]]),
 }
-"""The type of a worker with each role, and the types that the graph needs besides it."""
+"""The type of a worker with each role, and the other types that the graph needs."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
-    """Where the graph is, and how its workers are found and asked; the fields mean the same as the settings."""
+    """Location of the graph, and the means by which its workers are found and asked. Fields mean the same as the
+    settings."""
 
     namespace: str
     component: str
@@ -167,7 +168,7 @@ def _parser(asked: str, own: str, known: list[str], what: str) -> str:
 Served = tuple[Endpoint, Callable[..., AsyncGenerator[Any, None]], dict[str, Any] | None]
 """An endpoint, its handler, and the request that checks its health."""
 Duty = tuple[str, Coroutine[Any, Any, None]]
-"""What a worker does besides serving, and its name."""
+"""A background task of a worker, and its name."""
 
 
 class GraphWorker(ABC):
@@ -226,19 +227,19 @@ class GraphWorker(ABC):
 
     @abstractmethod
     def _facts(self, facts: ModelRuntimeConfig) -> tuple[ModelType, int | None]:
-        """Fill in what the model card says; return what the model serves, and the tokens of a KV block."""
+        """Fill in the model card; return the kinds of requests that the model serves, and the tokens of a KV block."""
 
     def _further(self) -> tuple[Served, ...]:
-        """Return the endpoints besides `generate`."""
+        """Return the endpoints other than `generate`."""
         return ()
 
     def _duties(self) -> tuple[Duty, ...]:
-        """Return what is done besides serving."""
+        """Return the background tasks."""
         return ()
 
     @abstractmethod
     async def _release(self) -> None:
-        """Give up what is held for other workers, and what was opened for this one."""
+        """Release resources that are held for other workers, and those of this one."""
 
     async def close(self) -> None:
         """Leave the graph and end the runtime."""
@@ -251,7 +252,7 @@ class GraphWorker(ABC):
             await asyncio.wait(self._served, timeout=self._drain_seconds)
 
     def failure(self) -> str:
-        """Return why the worker is of no use to the graph any more; empty if it is."""
+        """Return the reason why the graph can no longer use the worker; empty if it can."""
         for task in self._tasks:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 return f"{task.get_name()} has ended: {error}"
@@ -626,7 +627,7 @@ async def _merged(streams: list[DeltaStream]) -> AsyncGenerator[tuple[int, Delta
 
 
 def _closing_with(context: Context, streams: list[DeltaStream]) -> "asyncio.Future[bool]":
-    """Have streams closed when the frontend stops the request. Return what is done then; cancel it at the end."""
+    """Close streams when the frontend stops the request. Return the future that does so; cancel it at the end."""
     stopped: asyncio.Future[bool] = context.async_killed_or_stopped()
     stopped.add_done_callback(lambda done: None if done.cancelled() else _close(streams))
     return stopped

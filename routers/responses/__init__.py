@@ -1,1 +1,1 @@
-"""OpenAI's Responses: routes, conversion, what is stored, and what runs in the background."""
+"""OpenAI's Responses: routes, conversion, store, and responses in the background."""

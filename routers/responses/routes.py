@@ -230,7 +230,7 @@ async def input_items(
     if after is not None:
         start = next((place for place, item in enumerate(items, 1) if item["id"] == after), None)
         if start is None:
-            raise RequestError("'after' names none of the items.", "after")
+            raise RequestError("'after' must be the id of an item.", "after")
         items = items[start:]
     page = items[:limit]
     return wire.ItemList(
@@ -313,8 +313,8 @@ def failure(state: State, scope: Scope, error: Exception) -> dict[str, Any]:
 
 
 async def _fitting(make: Any, ask: Ask) -> Generation:
-    """Prepare a request without as few of its oldest messages as fit the context; what came first from the system
-    stays, and what is left begins with a user's message.
+    """Prepare a request, and leave out as few of its oldest messages as necessary to fit the context. System messages
+    at the beginning stay, and the rest begins with a user's message.
     """
     try:
         generation: Generation = await make(ask)

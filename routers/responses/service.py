@@ -19,16 +19,16 @@ from multimodal.errors import RequestError, shown
 from multimodal.processor import Generation
 from protocol.responses import ContextFields, InputItem
 from routers.database import StoreUnavailable
-from routers.errors import ResponseNotFound
+from routers.errors import NotFound
 from routers.responses.convert import conversation_of, items_of
 from routers.responses.store import FINAL, Record, ResponseStore
 
 FLUSH_SECONDS = 0.05
-"""How often the events of a background response are stored."""
+"""Seconds between writes of a background response's events."""
 BEAT_SECONDS = 1.0
-"""How often its process shows that it lives, and looks whether it is cancelled elsewhere."""
+"""Seconds between heartbeats of its process, which also looks whether it was cancelled elsewhere."""
 STALE_SECONDS = 30.0
-"""Silence after which its process is taken for dead."""
+"""Seconds without a heartbeat after which its process is considered dead."""
 _POLL_SECONDS = 0.2
 _SHUT_DOWN = {"code": "server_error", "message": "The server was shut down."}
 _LAST = frozenset({"response.completed", "response.incomplete", "response.failed"})
@@ -50,7 +50,7 @@ class History:
     previous: str | None
     """The response that it continues."""
     records: Sequence[Record] = ()
-    """That response after those before it."""
+    """The responses that precede it, oldest first, and the previous response."""
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ class Responses:
 
     store: ResponseStore | None = None
     max_bytes: int = 64 << 20
-    """Most bytes of the items that a request continues, and of those that it refers to."""
+    """Maximum number of bytes of the items that a request continues, and of those that it refers to."""
     _runs: dict[str, BackgroundRun] = field(default_factory=dict, init=False)
 
     def stored(self) -> ResponseStore:
@@ -81,7 +81,7 @@ class Responses:
         return self.store
 
     async def history(self, owner: str, body: ContextFields, kept: Kept | None = None) -> History:
-        """Return what comes before a request, on a connection that has `kept` responses. Raises RequestError."""
+        """Return the conversation before a request, on a connection that has `kept` responses. Raises RequestError."""
         kept = kept or {}
         previous, conversation = body.previous_response_id, conversation_of(body)
         if previous is not None and conversation is not None:
@@ -96,24 +96,24 @@ class Responses:
         return History(earlier, own, previous, records)
 
     async def get(self, owner: str, response: str) -> Record:
-        """Return a stored response; one whose process has died meanwhile has failed. Raises ResponseNotFound."""
+        """Return a stored response; one whose process has died meanwhile has failed. Raises NotFound."""
         record = await self.stored().get(owner, response)
         if record is None:
-            raise ResponseNotFound(response)
+            raise _not_found(response)
         return await self._current(record)
 
     async def items(self, owner: str, response: str) -> list[dict[str, Any]]:
         """Return the items that a stored response was made of, oldest first, as far as they are still stored. Raises
-        ResponseNotFound.
+        NotFound.
         """
         records = await self.stored().chain(owner, response, self.max_bytes)
         if not records:
-            raise ResponseNotFound(response)
+            raise _not_found(response)
         *earlier, record = records
         return await off_loop(size_of(records), lambda: [*_items(earlier), *orjson.loads(record.items)])
 
     async def save(self, record: Record, shape: ResponsesShape) -> bool:
-        """Store what has become of a response, and return whether that succeeded."""
+        """Store the final state of a response, and return whether that succeeded."""
         if self.store is None:
             return False
         try:
@@ -151,7 +151,7 @@ class Responses:
         return queued
 
     async def follow(self, owner: str, response: str, after: int) -> AsyncGenerator[bytes]:
-        """Yield the events of a background response that come after one, to its end. Raises ResponseNotFound, and
+        """Yield the events of a background response that come after one, to its end. Raises NotFound, and
         RequestError if none can come.
         """
         store = self.stored()
@@ -194,10 +194,10 @@ class Responses:
         return record
 
     async def delete(self, owner: str, response: str) -> None:
-        """Delete a response, and end it if it runs. Raises ResponseNotFound."""
+        """Delete a response, and end it if it runs. Raises NotFound."""
         store = self.stored()
         if not await store.delete(owner, response):
-            raise ResponseNotFound(response)
+            raise _not_found(response)
         if (run := self._runs.get(response)) is not None:
             run.cancelled = True
             run.stop.set()
@@ -323,7 +323,7 @@ class Responses:
 
 
 def recorded(record: Record, shape: ResponsesShape) -> Record:
-    """Return what has become of a response."""
+    """Return the current record of a response."""
     response = shape.response()
     return replace(record, status=response["status"], response=orjson.dumps(response))
 
@@ -376,3 +376,7 @@ def _stored(item: InputItem, unique: str) -> dict[str, Any]:
         if part["type"] == "input_image":
             part.setdefault("detail", "auto")
     return found
+
+
+def _not_found(response: str) -> NotFound:
+    return NotFound(f"Response with id '{shown(response)}' not found.", "response_id", "response_not_found")

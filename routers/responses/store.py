@@ -1,4 +1,4 @@
-"""Where responses are kept: the seam, and SQLite behind it.
+"""Storage of responses: the seam, and SQLite behind it.
 
 One file serves all API processes of this machine, and outlives them. Other databases need the methods of
 `ResponseStore`, nothing else.
@@ -52,7 +52,7 @@ class Record(msgspec.Struct, frozen=True):
     items: bytes
     """The input items, as a JSON array; each has an id."""
     beat: float = 0.0
-    """When the process that runs it was last known to live."""
+    """Time at which the process that runs it was last known to live."""
     cancelled: bool = False
     """Whether somebody has asked to cancel it."""
 
@@ -66,7 +66,7 @@ class ResponseStore(Protocol):
     """Keeps responses. All methods see only what `owner` owns."""
 
     async def put(self, record: Record) -> None:
-        """Store a response, or what has become of it. One of the background stays deleted if it was meanwhile."""
+        """Store a response, or its new state. A background response that was deleted meanwhile stays deleted."""
         ...
 
     async def get(self, owner: str, response: str) -> Record | None: ...
@@ -87,8 +87,8 @@ class ResponseStore(Protocol):
 
     async def append(self, response: str, first: int, events: Sequence[bytes], ended: Record | None = None) -> bool:
         """Store events of a response that runs in the background, the first with number `first`, and note that its
-        process lives. Return whether it goes on: nobody has cancelled or deleted it. What has become of it is stored
-        together with its last events, so that who sees these finds it `ended`.
+        process lives. Return whether it goes on: it has been neither cancelled nor deleted. Its final state is stored
+        together with its last events, so that a reader who sees these finds it `ended`.
         """
         ...
 
@@ -97,7 +97,7 @@ class ResponseStore(Protocol):
         ...
 
     async def cancel(self, owner: str, response: str) -> None:
-        """Ask whoever runs a response to cancel it."""
+        """Ask the process that runs a response to cancel it."""
         ...
 
     async def close(self) -> None: ...

@@ -1,1 +1,1 @@
-"""Pictures and videos: routes, what is kept of them, and what works through the jobs of videos."""
+"""Pictures and videos: routes, store of files, and the worker for jobs of videos."""

@@ -1,4 +1,4 @@
-"""From the fields of a body to the request that the engine takes."""
+"""Conversion of the fields of a body into the engine's request."""
 
 import re
 import secrets
@@ -17,7 +17,7 @@ _QUALITIES = {"low": 0.5, "high": 1.5, "hd": 1.5}
 _MAX_SIDE = 16_383
 """Pixels per side: the limit of WebP."""
 _SEED_BITS = 32
-"""Of seeds that are drawn here: any client can read the number."""
+"""Bits of seeds that are drawn here: any client can represent the number."""
 _DEFAULT_QUALITY = 90
 
 
@@ -45,6 +45,9 @@ def image_request(
     count = body.n or 1
     if count > limits.visual_max_images:
         raise RequestError(f"'n' may be {limits.visual_max_images} at most (VISUAL_MAX_IMAGES).", "n")
+    if body.stream and (count > 1 or body.response_format == "url"):
+        name = "n" if count > 1 else "response_format"
+        raise RequestError(f"'{name}': a stream has one picture, as b64_json.", name, "unsupported_parameter")
     width, height = _size(body, info, limits, edited)
     compression = body.output_compression
     return VisualRequest(
@@ -59,6 +62,7 @@ def image_request(
         format=body.output_format or "png",
         quality=_DEFAULT_QUALITY if compression is None else compression,
         strength=body.strength if isinstance(body, ImageEditRequest) else None,
+        previews=(body.partial_images or 0) if body.stream else 0,
     )
 
 

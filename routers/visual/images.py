@@ -3,8 +3,9 @@
 import asyncio
 import time
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Annotated, Any
 
 import orjson
@@ -18,18 +19,31 @@ from engine.kit.work import NATIVE
 from engine.visual.types import MEDIA_TYPES, VisualDelta, VisualRequest
 from multimodal.errors import DeadlineExceeded, InvalidMedia, RequestError
 from multimodal.media.sniff import check_image
-from protocol.visual import ImageEditRequest, ImageFields, ImageRequest, ImagesAnswer
+from protocol.visual import CompletedImage, ImageEditRequest, ImageFields, ImageRequest, ImagesAnswer, PartialImage
 from routers.body import json_body, request_body, while_connected
+from routers.endpoint import EventStream, NamedEvents
 from routers.forms import read_form
-from routers.state import Owner, RequestId, VisualService, VisualServiceDep
+from routers.state import Owner, RequestId, State, StateDep, VisualService, VisualServiceDep
 from routers.visual.drawing import image_request
 
 PATHS = ("/v1/images/generations", "/v1/images/edits")
 BODIES = (ImageRequest, ImageEditRequest)
+EVENTS = (PartialImage, CompletedImage)
 FILES_PATH = "/v1/images/files"
 _PATCH = 16 * 16
 """Pixels that usage counts as a token."""
 
+
+class ImageEvents(NamedEvents):
+    """Events of a picture that is made; an error has a type, too."""
+
+    def event(self, payload: bytes) -> bytes:
+        if payload.startswith(b'{"error"'):
+            payload = b'{"type":"error",' + payload[1:]
+        return super().event(payload)
+
+
+FRAMING = ImageEvents()
 router = APIRouter(tags=["pictures and videos"])
 
 
@@ -41,14 +55,17 @@ router = APIRouter(tags=["pictures and videos"])
 )
 async def generate(
     request: Request,
+    state: StateDep,
     service: VisualServiceDep,
     owner: Owner,
     request_id: RequestId,
     body: Annotated[ImageRequest, Depends(json_body(ImageRequest))],
 ) -> Response:
-    """Make pictures of a prompt."""
+    """Make pictures of a prompt. With `stream` one comes as server-sent events, unfinished ones before it."""
     service.fields.check(body)
     asked = image_request(body, service.engine.info, service.limits, request_id)
+    if body.stream:
+        return _stream(state, _events(service, body, asked, "image_generation"))
     return await while_connected(request, _answer(request, service, owner, body, asked))
 
 
@@ -63,7 +80,9 @@ async def generate(
         }
     },
 )
-async def edit(request: Request, service: VisualServiceDep, owner: Owner, request_id: RequestId) -> Response:
+async def edit(
+    request: Request, state: StateDep, service: VisualServiceDep, owner: Owner, request_id: RequestId
+) -> Response:
     """Change a picture, or the part of it that is transparent in a mask, as a prompt says."""
     form = await read_form(request)
     body = form.parsed(ImageEditRequest)
@@ -80,11 +99,13 @@ async def edit(request: Request, service: VisualServiceDep, owner: Owner, reques
             what,
             "unsupported_parameter",
         )
-    size = _checked(image, "image", service)
-    if mask is not None and _checked(mask, "mask", service) != size:
+    size = checked(image, "image", service)
+    if mask is not None and checked(mask, "mask", service) != size:
         raise RequestError("'mask' must be as large as 'image'.", "mask")
     asked = image_request(body, info, service.limits, request_id, size)
     asked = replace(asked, image=bytes(image), mask=bytes(mask or b""))
+    if body.stream:
+        return _stream(state, _events(service, body, asked, "image_edit", size))
     return await while_connected(request, _answer(request, service, owner, body, asked, size))
 
 
@@ -102,15 +123,54 @@ async def made(service: VisualService, asked: VisualRequest) -> list[VisualDelta
     """Return the files of a request, in the order of its seeds. Raises what the engine raises, with the names that
     fields have in bodies, and DeadlineExceeded.
     """
-    files: list[VisualDelta] = []
-    attributes = {"trellis.pictures": len(asked.seeds), "trellis.steps": asked.steps, "trellis.frames": asked.frames}
-    try:
-        with trace.span("generate", attributes):
-            async with asyncio.timeout(service.timeout_seconds), aclosing(service.engine.generate(asked)) as news:
-                files = [delta async for delta in news if delta.stage == "file"]
-    except TimeoutError:
-        raise DeadlineExceeded(service.timeout_seconds) from None
+    async with aclosing(_news(service, asked)) as news:
+        files = [delta async for delta in news if delta.stage == "file"]
     return sorted(files, key=lambda delta: delta.index)
+
+
+async def _news(service: VisualService, asked: VisualRequest) -> AsyncGenerator[VisualDelta]:
+    """Yield the engine's news, until the request has taken too long: then raises DeadlineExceeded."""
+    attributes = {"trellis.pictures": len(asked.seeds), "trellis.steps": asked.steps, "trellis.frames": asked.frames}
+    deadline = asyncio.get_running_loop().time() + service.timeout_seconds
+    with trace.span("generate", attributes):
+        async with aclosing(service.engine.generate(asked)) as news:
+            while True:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        delta = await anext(news, None)
+                except TimeoutError:
+                    raise DeadlineExceeded(service.timeout_seconds) from None
+                if delta is None:
+                    return
+                yield delta
+
+
+def _stream(state: State, events: AsyncGenerator[bytes]) -> EventStream:
+    return EventStream(events, FRAMING, state["http"].ping_interval, state["render_error"])
+
+
+async def _events(
+    service: VisualService, body: ImageFields, asked: VisualRequest, kind: str, edited: tuple[int, int] = (0, 0)
+) -> AsyncGenerator[bytes]:
+    """Yield the events of a stream: previews, then the picture."""
+    shown = 0
+    async with aclosing(_news(service, asked)) as news:
+        async for delta in news:
+            if delta.stage not in ("preview", "file"):
+                continue
+            event: dict[str, Any] = {"type": f"{kind}.completed"}
+            if delta.stage == "preview":
+                event = {"type": f"{kind}.partial_image", "partial_image_index": shown}
+                shown += 1
+            event |= _facts(asked) | {"created_at": int(time.time()), "seed": asked.seeds[0]}
+            event |= {"quality": body.quality or "auto"}
+            if delta.stage == "file":
+                event["usage"] = _usage(asked, [delta], edited)
+            yield await NATIVE.run(partial(_with_file, event, delta.data))
+
+
+def _with_file(event: dict[str, Any], data: bytes) -> bytes:
+    return orjson.dumps(event | {"b64_json": b64encode(data).decode()})
 
 
 async def _answer(
@@ -140,27 +200,32 @@ async def _answer(
 def _described(
     asked: VisualRequest, files: Sequence[VisualDelta], places: Sequence[dict[str, Any]], edited: tuple[int, int]
 ) -> dict[str, Any]:
+    return {
+        "created": int(time.time()),
+        "data": [
+            place | {"revised_prompt": None, "seed": seed} for place, seed in zip(places, asked.seeds, strict=True)
+        ],
+        **_facts(asked),
+        "usage": _usage(asked, files, edited),
+    }
+
+
+def _facts(asked: VisualRequest) -> dict[str, str]:
+    return {"background": "opaque", "output_format": asked.format, "size": f"{asked.width}x{asked.height}"}
+
+
+def _usage(asked: VisualRequest, files: Sequence[VisualDelta], edited: tuple[int, int]) -> dict[str, Any]:
     text, image = max(found.prompt_tokens for found in files), edited[0] * edited[1] // _PATCH
     patches = len(files) * asked.width * asked.height // _PATCH
-    usage = {
+    return {
         "input_tokens": text + image,
         "input_tokens_details": {"text_tokens": text, "image_tokens": image},
         "output_tokens": patches,
         "total_tokens": text + image + patches,
     }
-    return {
-        "created": int(time.time()),
-        "background": "opaque",
-        "data": [
-            place | {"revised_prompt": None, "seed": seed} for place, seed in zip(places, asked.seeds, strict=True)
-        ],
-        "output_format": asked.format,
-        "size": f"{asked.width}x{asked.height}",
-        "usage": usage,
-    }
 
 
-def _checked(data: memoryview, field: str, service: VisualService) -> tuple[int, int]:
+def checked(data: memoryview, field: str, service: VisualService) -> tuple[int, int]:
     """Return the size of a picture by its header. Raises MediaError."""
     limits = service.limits
     if len(data) > limits.max_image_bytes:

@@ -8,10 +8,12 @@ from typing import Any, Literal
 from uuid import uuid4
 
 import msgspec
+from msgspec.structs import replace
 
 from engine.errors import QueueFull
 from engine.visual.types import VisualRequest
-from routers.errors import VideoNotFound
+from multimodal.errors import shown
+from routers.errors import NotFound
 from routers.visual.media import MediaStore
 
 State = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
@@ -33,6 +35,7 @@ class VideoRecord(msgspec.Struct, frozen=True):
     progress: int
     ended: float | None
     request: VisualRequest
+    """Its picture is there in what `take` returns alone."""
     error: bytes | None
     """Envelope of the error, as JSON."""
     file: str | None
@@ -58,7 +61,7 @@ class VideoJobs:
     async def create(self, owner: str, request: VisualRequest) -> VideoRecord:
         """Add a job. Raises QueueFull."""
         job = f"video_{uuid4().hex}"
-        encoded = msgspec.msgpack.encode(request)
+        encoded = msgspec.msgpack.encode(replace(request, image=b""))
 
         def work(db: sqlite3.Connection) -> VideoRecord:
             self._forget(db)
@@ -66,7 +69,9 @@ class VideoJobs:
             if open_ >= self._max_open:
                 raise QueueFull("too many videos wait already (VIDEO_MAX_JOBS)")
             query = "INSERT INTO videos (id, owner, created, state, request) VALUES (?, ?, ?, 'queued', ?)"
-            db.execute(query, (job, owner, time.time(), encoded))
+            number = db.execute(query, (job, owner, time.time(), encoded)).lastrowid
+            if request.image:
+                db.execute("INSERT INTO video_images VALUES (?, ?)", (number, request.image))
             return _record(db, owner, job)
 
         record = await self._database.run(work)
@@ -74,11 +79,11 @@ class VideoJobs:
         return record
 
     async def get(self, owner: str, job: str) -> VideoRecord:
-        """Raises VideoNotFound."""
+        """Return a job. Raises NotFound."""
         return await self._database.run(lambda db: _record(db, owner, job))
 
     async def page(self, owner: str, limit: int, after: str | None, ascending: bool) -> tuple[list[VideoRecord], bool]:
-        """Return jobs, and whether there are more after them. Raises VideoNotFound."""
+        """Return jobs, and whether there are more after them. Raises NotFound."""
 
         def work(db: sqlite3.Connection) -> tuple[list[VideoRecord], bool]:
             order, sign = ("ASC", ">") if ascending else ("DESC", "<")
@@ -90,7 +95,7 @@ class VideoJobs:
         return await self._database.run(work)
 
     async def cancel(self, owner: str, job: str) -> VideoRecord:
-        """Cancel a job that has not ended. Raises VideoNotFound."""
+        """Cancel a job that has not ended. Raises NotFound."""
 
         def work(db: sqlite3.Connection) -> VideoRecord:
             record = _record(db, owner, job)
@@ -103,7 +108,7 @@ class VideoJobs:
         return record
 
     async def delete(self, owner: str, job: str) -> None:
-        """Remove a job and its file; one that has not ended is cancelled. Raises VideoNotFound."""
+        """Remove a job and its file; one that has not ended is cancelled. Raises NotFound."""
 
         def work(db: sqlite3.Connection) -> None:
             record = _record(db, owner, job)
@@ -128,8 +133,10 @@ class VideoJobs:
             if row is None:
                 return None
             record = _decoded(row)
-            db.execute("UPDATE videos SET state='in_progress', stage='generating' WHERE number=?", (record.number,))
-            return record
+            key = (record.number,)
+            db.execute("UPDATE videos SET state='in_progress', stage='generating' WHERE number=?", key)
+            (image,) = db.execute("SELECT image FROM video_images WHERE number=?", key).fetchone() or (b"",)
+            return replace(record, request=replace(record.request, image=image))
 
         return await self._database.run(work)
 
@@ -146,13 +153,14 @@ class VideoJobs:
     async def changed(self, seconds: float) -> None:
         """Return when a client may have changed something: at once if it was in this process, else after `seconds`."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), seconds)
+            async with asyncio.timeout(seconds):  # asyncio.wait_for of Python 3.11 may swallow a cancellation
+                await self._news.wait()
         self._news.clear()
 
     async def end(
         self, number: int, state: State, file: str | None = None, error: bytes | None = None, progress: int = 0
     ) -> None:
-        """Note the end of a job, or that it waits again. The file of one that nobody wants any more is removed."""
+        """Note the end of a job, or that it waits again. The file of a cancelled or deleted job is removed."""
 
         def work(db: sqlite3.Connection) -> None:
             ended = None if state == "queued" else time.time()
@@ -175,7 +183,7 @@ class VideoJobs:
 def _record(db: sqlite3.Connection, owner: str, job: str) -> VideoRecord:
     row = db.execute(f"SELECT {_COLUMNS} FROM videos WHERE id=? AND owner=?", (job, owner)).fetchone()
     if row is None:
-        raise VideoNotFound(job)
+        raise NotFound(f"There is no video '{shown(job)}'.", "video_id", "video_not_found")
     return _decoded(row)
 
 

@@ -12,8 +12,9 @@ from uuid import uuid4
 
 from engine.errors import EngineFailure
 from engine.kit.work import FILES
+from multimodal.errors import shown
 from routers.database import Database, StoreUnavailable
-from routers.errors import MediaNotFound
+from routers.errors import NotFound
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -26,9 +27,14 @@ CREATE TABLE IF NOT EXISTS videos (
     error BLOB, file TEXT
 );
 CREATE INDEX IF NOT EXISTS videos_state ON videos (state, number);
+CREATE TABLE IF NOT EXISTS video_images (number INTEGER PRIMARY KEY, image BLOB NOT NULL);
+CREATE TRIGGER IF NOT EXISTS video_ended AFTER UPDATE OF ended ON videos WHEN NEW.ended IS NOT NULL
+BEGIN DELETE FROM video_images WHERE number=NEW.number; END;
+CREATE TRIGGER IF NOT EXISTS video_deleted AFTER DELETE ON videos
+BEGIN DELETE FROM video_images WHERE number=OLD.number; END;
 PRAGMA user_version = 1;
 """
-"""Of files and of the jobs of videos (`jobs.py`)."""
+"""Schema of the files, and of the video jobs (`jobs.py`). Their reference images are kept until a job ends."""
 _STRAY_SECONDS = 3600.0
 """Age from which a file that the database does not know is removed: its process ended while it wrote."""
 
@@ -80,13 +86,13 @@ class MediaStore:
         return StoredFile(name, path)
 
     async def get(self, owner: str, name: str) -> StoredFile:
-        """Raises MediaNotFound."""
+        """Return a file. Raises NotFound."""
         query = "SELECT 1 FROM files WHERE name=? AND owner=? AND created>?"
         key = (name, owner, time.time() - self.max_seconds)
         path = self._folder / name
         known = await self.database.run(lambda db: db.execute(query, key).fetchone() is not None)
         if not known or not await FILES.run(path.is_file):
-            raise MediaNotFound(name)
+            raise no_file(name)
         return StoredFile(name, path)
 
     def remove(self, db: sqlite3.Connection, name: str) -> None:
@@ -130,3 +136,8 @@ async def clean_for_ever(store: MediaStore, pause: float = 600.0) -> None:
         with suppress(StoreUnavailable):  # it is logged
             await store.clean()
         await asyncio.sleep(pause)
+
+
+def no_file(name: str) -> NotFound:
+    """Return the error for a file that is not stored, or no longer."""
+    return NotFound(f"There is no file '{shown(name)}' (any more).", "file", "file_not_found")

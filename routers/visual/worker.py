@@ -45,7 +45,7 @@ class VideoWorker:
     """Whether jobs are done one at a time, since the engine died of one of several."""
 
     async def run(self) -> None:
-        """Work for ever. Raises nothing but CancelledError."""
+        """Work until cancelled. Raises only CancelledError."""
         path = self.jobs.media.database.path
         while True:
             try:
@@ -81,7 +81,7 @@ class VideoWorker:
             await cancel(running)
 
     async def _do(self, job: VideoRecord) -> None:
-        """Do a job, and store what has become of it. Raises StoreUnavailable."""
+        """Do a job, and store its outcome. Raises StoreUnavailable."""
         try:
             try:
                 async with asyncio.timeout(self.timeout_seconds):

@@ -150,7 +150,7 @@ def _limits(settings: Settings) -> Limits:
 
 
 async def _prompts(to: Composition, folder: Path, encoder: Encoder | None, max_encoded: int = 0) -> MediaPrompts | None:
-    """Return what puts images into prompts, for a role that gets none but in a graph."""
+    """Return the object that puts images into prompts, for a role that gets images only in a graph."""
     tokenizer, template = await in_thread(lambda: load_text(to.settings, folder))
     control = None if template is None else template.control
     if control is None:

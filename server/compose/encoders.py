@@ -1,5 +1,5 @@
-"""Compose what encodes images (an encoder here, encode replicas, and the service for other replicas) and what puts them
-into prompts.
+"""Compose the encoding of images (an encoder here, encode replicas, and the service for other replicas) and their
+insertion into prompts.
 """
 
 import json
@@ -69,7 +69,7 @@ async def start_encoders(to: Composition, folder: Path | None) -> Encoders:
     service = _service(to, encoder)
     to.stack.push_async_callback(service.close)
     if not to.role.has_engine:
-        await _add_canary(to, service, encoder if sleeper is None else sleeper.inner, folder)
+        await _add_canary(to, service, encoder, folder)
     if sleeper is not None:
         sleeper.caches.append(service.store.trim)
         await follow_sleep(to, sleeper)
@@ -97,22 +97,11 @@ def image_prompts(
     control: ControlTokens,
     max_encoded: int = 0,
 ) -> BackendPrompts | EncodedPrompts | None:
-    """Return what puts images into the prompts of this replica, whose engine and encoders have started. None if the
-    model takes no images. `max_encoded` is the engine's `max_encoded_images`.
+    """Return the object that puts images into the prompts of this replica, whose engine and encoders have started. None
+    if the model takes no images. `max_encoded` is the engine's `max_encoded_images`.
     """
     settings, encoder = to.settings, encoders.encoder
-    limits = MediaLimits(
-        max_image_bytes=int(settings.max_image_mb * (1 << 20)),
-        max_image_pixels=settings.max_image_pixels,
-        max_video_bytes=int(settings.max_video_mb * (1 << 20)),
-        max_audio_bytes=int(settings.max_audio_mb * (1 << 20)),
-        max_audio_seconds=settings.max_audio_seconds,
-        timeout_seconds=settings.media_timeout_seconds,
-        concurrency=settings.media_concurrency,
-        allowed_hosts=settings.media_allowed_hosts,
-        allow_private=settings.media_allow_private,
-        local_folder=settings.allowed_local_media_path,
-    )
+    limits = media_limits(settings)
     if encoder is not None and not encoder.info.needs_prompt:
         hidden_size = encoder.info.hidden_size
         cache = EmbeddingCache(int(settings.embedding_cache_mb * (1 << 20)), hidden_size)
@@ -129,7 +118,8 @@ def image_prompts(
             settings.max_videos,
             settings.max_audios,
         )
-    if settings.engine == "trtllm" and folder is not None and read_model_facts(folder).takes_media:
+    facts = read_model_facts(folder) if settings.engine == "trtllm" and folder is not None else None
+    if facts is not None and facts.takes_media:
         return BackendPrompts(
             MediaLoader(limits),
             settings.max_images,
@@ -139,8 +129,28 @@ def image_prompts(
             max_encoded,
             settings.max_videos,
             settings.max_audios,
+            [
+                *(("image", "video") if facts.takes_images else ()),
+                *(("audio",) if "audio_config" in facts.config else ()),
+            ],
         )
     return None
+
+
+def media_limits(settings: Settings) -> MediaLimits:
+    """Return the limits of files that requests bring."""
+    return MediaLimits(
+        max_image_bytes=int(settings.max_image_mb * (1 << 20)),
+        max_image_pixels=settings.max_image_pixels,
+        max_video_bytes=int(settings.max_video_mb * (1 << 20)),
+        max_audio_bytes=int(settings.max_audio_mb * (1 << 20)),
+        max_audio_seconds=settings.max_audio_seconds,
+        timeout_seconds=settings.media_timeout_seconds,
+        concurrency=settings.media_concurrency,
+        allowed_hosts=settings.media_allowed_hosts,
+        allow_private=settings.media_allow_private,
+        local_folder=settings.allowed_local_media_path,
+    )
 
 
 def _has_tower(settings: Settings, folder: Path | None) -> bool:
@@ -153,8 +163,8 @@ def _has_tower(settings: Settings, folder: Path | None) -> bool:
 
 
 def _encoder(to: Composition, folder: Path | None) -> Encoder | None:
-    """Return what encodes images, not yet started: an encoder here, or encode replicas. None if the model takes no
-    images, or the backend encodes them itself.
+    """Return the encoder of images, not yet started: one here, or encode replicas. None if the model takes no images,
+    or the backend encodes them itself.
     """
     settings = to.settings
     asks_replicas = bool(settings.encode_urls) and not to.role.serves_encodings
@@ -216,7 +226,7 @@ def _service(to: Composition, encoder: Encoder) -> EncodeService:
 
 
 def _tower(settings: Settings, folder: Path | None) -> Encoder:
-    """Return what encodes media in this replica."""
+    """Return the encoder of media in this replica."""
     if settings.engine == "fake":
         from engine.fake.encoder import FakeEncoder  # noqa: PLC0415 - other engines do without
 
@@ -242,7 +252,7 @@ async def _add_canary(to: Composition, service: EncodeService, encoder: Encoder,
     if prompt is None:
         log.warning("no canary: the model's chat template shows no image")
         return
-    # That an idle replica checks itself must not keep it awake.
+    # The canary of an idle replica must not keep it awake.
     encode = partial(encoder.encode, counts=False) if isinstance(encoder, SleepingEncoder) else encoder.encode
     probe = encoder_probe(encode, prompt, audio=encoder.info.audio)
     await to.health.add_canary(probe, lambda: service.served, lambda: _is_awake(to, service), to.stack)

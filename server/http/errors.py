@@ -32,15 +32,7 @@ from engine.kit.logs import printable
 from multimodal.errors import DeadlineExceeded, MediaTimeout, ModelNotFound, UnsupportedMedia
 from protocol.errors import ErrorBody, ErrorEnvelope, MissingPart, NotReadyBody, NotReadyEnvelope
 from protocol.messages import MessagesError, MessagesErrorEnvelope
-from routers.errors import (
-    BatchNotFound,
-    MediaNotFound,
-    NotReady,
-    ReplicasDiffer,
-    ResponseNotFound,
-    VideoNotFound,
-    WrongReplica,
-)
+from routers.errors import NotFound, NotReady, ReplicasDiffer, WrongReplica
 from server.http.routes import explained, is_anthropic
 from server.http.validation import sentences
 
@@ -67,10 +59,7 @@ _INTERNAL = Rule(500, "server_error", "internal_error", retry=False, message="Th
 _RULES: dict[type[Exception], Rule] = {
     RequestValidationError: Rule(400, "invalid_request_error"),
     ModelNotFound: Rule(404, "not_found_error"),
-    BatchNotFound: Rule(404, "not_found_error"),
-    MediaNotFound: Rule(404, "not_found_error"),
-    VideoNotFound: Rule(404, "not_found_error"),
-    ResponseNotFound: Rule(404, "not_found_error"),
+    NotFound: Rule(404, "not_found_error"),
     WrongReplica: Rule(404, "not_found_error", "wrong_replica"),
     ReplicasDiffer: Rule(409, "invalid_request_error", "replicas_differ"),
     MediaTimeout: Rule(408, "invalid_request_error", retry=False),

@@ -79,7 +79,7 @@ def _document(app: FastAPI, settings: Settings, info: EngineInfo | None) -> dict
     app.openapi_schema = None  # it is changed below
     document = app.openapi()
     named: dict[str, type[BaseModel]] = {endpoint.chunk: getattr(chunks, endpoint.chunk) for endpoint in ENDPOINTS}
-    sent: tuple[type[BaseModel], ...] = (*named.values(), *transcriptions.EVENTS)
+    sent: tuple[type[BaseModel], ...] = (*named.values(), *transcriptions.EVENTS, *images.EVENTS)
     _, definitions = models_json_schema(
         [*((body, "validation") for body in _BODIES), *((model, "serialization") for model in sent)],
         ref_template=_REFERENCE,
@@ -96,9 +96,14 @@ def _document(app: FastAPI, settings: Settings, info: EngineInfo | None) -> dict
             choices = [{"$ref": _REFERENCE.format(model=name)} for name in (endpoint.chunk, endpoint.error.__name__)]
             content = path["post"]["responses"]["200"]["content"]
             content["text/event-stream"] = {"schema": {"anyOf": choices, "description": endpoint.framing.described}}
-    if (path := document["paths"].get(transcriptions.PATHS[0])) is not None:
-        names = (*(event.__name__ for event in transcriptions.EVENTS), "ErrorEnvelope")
-        choices = [{"$ref": _REFERENCE.format(model=name)} for name in names]
-        content = path["post"]["responses"]["200"]["content"]
-        content["text/event-stream"] = {"schema": {"anyOf": choices, "description": OPENAI.described}}
+    streams: list[tuple[str, tuple[type[BaseModel], ...], str]] = [
+        (transcriptions.PATHS[0], transcriptions.EVENTS, OPENAI.described),
+        *((path, images.EVENTS, images.FRAMING.described) for path in images.PATHS),
+    ]
+    for place, events, described in streams:
+        if (path := document["paths"].get(place)) is not None:
+            names = (*(event.__name__ for event in events), "ErrorEnvelope")
+            choices = [{"$ref": _REFERENCE.format(model=name)} for name in names]
+            content = path["post"]["responses"]["200"]["content"]
+            content["text/event-stream"] = {"schema": {"anyOf": choices, "description": described}}
     return document

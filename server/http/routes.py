@@ -1,4 +1,4 @@
-"""Paths of requests: what they name, and what to say of those that name nothing or take another method."""
+"""Paths of requests: the routes that they name, and messages for unknown paths and wrong methods."""
 
 from difflib import get_close_matches
 from http import HTTPStatus
@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from multimodal.errors import shown
+from routers.page import CHAT, DOCS, STATIC
 
 INTERNAL = frozenset({"/prefill", "/encode", "/reset_prefix_cache", "/start_profile", "/stop_profile"})
 """Routes for replicas and operators, never for outside clients."""
@@ -37,6 +38,11 @@ def route_path(scope: Scope) -> str:
     return path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path
 
 
+def opens_page(path: str) -> bool:
+    """Tell whether a browser opens this path before it knows a key: a page, or a file of one."""
+    return path in (CHAT, DOCS) or path.startswith(STATIC)
+
+
 def is_anthropic(scope: Scope) -> bool:
     """Tell whether a path is one of Anthropic's API, whose errors have an envelope of their own."""
     return f"{route_path(scope)}/".startswith(_MESSAGES)
@@ -57,7 +63,7 @@ def explained(error: HTTPException, request: Request) -> HTTPException:
 
 
 def _unknown(path: str, request: Request) -> str:
-    """Return what to say of a path that no route has."""
+    """Return the message for an unknown path."""
     paths = (str(context.path) for context in iter_route_contexts(request.app.routes))
     known = {_core(path): path for path in paths if "{" not in path and path not in INTERNAL | ADMIN}
     if path in ADMIN:

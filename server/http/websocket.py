@@ -1,14 +1,26 @@
-"""A WebSocket connection of uvicorn (websockets) that bounds what it holds for its client, and how long."""
+"""WebSockets: a connection of uvicorn (websockets) that bounds what it holds for its client, and how long; and requests
+that come on it as messages, measured and traced as those of HTTP are.
+"""
 
 import asyncio
+import time
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import HTTPException
+from prometheus_fastapi_instrumentator.metrics import Info
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import Scope
 from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from engine import trace
+from routers.state import GONE
 from server.http.connection import rendered
 
+METHOD = "WEBSOCKET"
+"""Stands for the method of HTTP in metrics and traces."""
 _POLICY_VIOLATION = 1008
 
 
@@ -89,3 +101,41 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self.transport.write(b"".join(self.conn.data_to_send()))
         self.close_sent = True
         self.transport.close()
+
+
+class WebSocketRequest:
+    """The `routers.state.MessageClock` of one request, `size` bytes on the connection of `scope`."""
+
+    def __init__(
+        self,
+        measure: Callable[[Info], None],
+        traced: Callable[[str, Headers], trace.Span] | None,
+        scope: Scope,
+        request_id: str,
+        size: int,
+    ) -> None:
+        self._measure = measure
+        self._scope = scope
+        self._request_id = request_id
+        self._size = size
+        self._started = time.perf_counter()
+        self._path: str = scope["route"].path
+        self.status = GONE
+        self.span = traced(f"{METHOD} {self._path}", Headers(scope=scope)) if traced is not None else None
+
+    def end(self) -> None:
+        """See `MessageClock`."""
+        head = {"type": "http", "headers": [(b"content-length", b"%d" % self._size)]}
+        seconds = time.perf_counter() - self._started
+        self._measure(Info(Request(head), None, METHOD, self._path, f"{self.status // 100}xx", seconds))
+        if self.span is not None:
+            self.span.set(
+                {
+                    "http.route": self._path,
+                    "http.request.method": METHOD,
+                    "http.response.status_code": self.status,
+                    "url.scheme": self._scope["scheme"],
+                    "trellis.request_id": self._request_id,
+                }
+            )
+            self.span.end()

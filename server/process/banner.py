@@ -31,7 +31,7 @@ def on_terminal(settings: Settings) -> bool:
 
 
 def summary(settings: Settings, replica: ReplicaState) -> str:
-    """Return what the replica computes with, and how much it holds."""
+    """Return a summary of the replica's capacity and processes."""
     return f"{_capacity(replica)}{_processes(settings)}"
 
 

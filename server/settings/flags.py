@@ -154,7 +154,7 @@ def _flags(name: str, info: FieldInfo) -> list[str]:
 
 
 def _kind(name: str, annotation: Any) -> str:
-    """Return what a flag takes: its values, or its unit or type."""
+    """Return the placeholder for a flag's value: its choices, or its unit or type."""
     if get_origin(annotation) is Literal:
         return "|".join(map(str, get_args(annotation)))
     if unit := _UNITS.get(name.rpartition("_")[2]):

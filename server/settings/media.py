@@ -38,7 +38,7 @@ class MediaSettings(Section):
     """Frames that are taken of each second of a video, if the request does not say; 0 leaves it to the model's files,
     or takes two."""
     video_num_frames: int = Field(VIDEOS.sampling.num_frames, ge=0)
-    """Frames that are taken of a video in all, if the request does not say; with VIDEO_FPS, no more than these."""
+    """Number of frames taken of a video if the request does not say; with VIDEO_FPS, the maximum number."""
     max_audios: int = Field(MAX_AUDIOS, ge=0)
     """Maximum number of recordings in a chat; 0 refuses audio."""
     max_audio_mb: float = Field(MediaLimits.max_audio_bytes / (1 << 20), gt=0)
@@ -76,7 +76,8 @@ class EncodeSettings(Section):
     encode_urls: Urls = ()
     """Comma-separated encode replicas that encode images for this one: http://host:port, or dns+http://name:port."""
     encode_fallback: Literal["local", "refuse"] = "local"
-    """When no encode replica answers: local encodes images here (and loads the encoder), refuse answers 503."""
+    """Fallback when no encode replica answers: local encodes images here (and loads the encoder), refuse answers
+    503."""
     encode_attempts: int = Field(3, ge=1)
     """Maximum number of encode replicas tried for an image, one after another."""
     encode_inline_kb: int = Field(1024, ge=0, le=1 << 15)

@@ -88,11 +88,11 @@ class LoadClient(Protocol):
     checks_prompts: bool
 
     def warm_up(self, points: Sequence[Point]) -> None:
-        """Raises MeasurementFailed."""
+        """Send requests to warm up. Raises MeasurementFailed."""
         ...
 
     def measure(self, point: Point, seed: str, folder: Path) -> Measurement:
-        """Raises MeasurementFailed. `folder` may keep what the client writes."""
+        """Measure a point; `folder` may keep the client's files. Raises MeasurementFailed."""
         ...
 
 
@@ -180,7 +180,7 @@ class AiperfClient:
 
 
 def read_records(file: Path) -> Measurement:
-    """Return what aiperf recorded of each request. The seconds are those from the first request to the last end."""
+    """Return aiperf's records of each request. The seconds are those from the first request to the last end."""
     samples: list[Sample] = []
     times: list[tuple[int, int]] = []
     for line in file.read_text(encoding="utf-8").splitlines():

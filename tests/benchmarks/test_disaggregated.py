@@ -26,7 +26,7 @@ def test_both_sides_are_measured(tmp_path: Path) -> None:
         "--repeats",
         "1",
         "--mix",
-        "2:40:100:600:0.1",
+        "2:40:60:200:0.1",
         "--output",
         str(tmp_path),
     ]

@@ -33,7 +33,7 @@ class Launch:
 
     def __init__(self, command: Sequence[str]) -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
-        environment = {**os.environ, "PORT": str(port), "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PORT": str(port), "PYTHONPATH": str(ROOT), "API_KEYS": "secret"}
         self.process = subprocess.Popen(
             [sys.executable, *command, "--engine", "fake"],
             cwd=ROOT,
@@ -86,7 +86,9 @@ class Launch:
             time.sleep(0.05)
 
     def chat(self) -> int:
-        return httpx.post(f"{self.url}/v1/chat/completions", json={**CHAT, "model": "fake"}, timeout=20).status_code
+        key = {"authorization": "Bearer secret"}
+        body = {**CHAT, "model": "fake"}
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, headers=key, timeout=20).status_code
 
 
 @contextmanager

@@ -111,7 +111,7 @@ def test_each_part_is_refused_by_its_name(servers: list[ServerProcess]) -> None:
     good = spoken(sound_bytes(0.5), "wav")
     url = f"data:audio/mpeg;base64,{base64.b64encode(b'ID3' + bytes(50)).decode()}"
     cases = (
-        (spoken(b"nothing", "wav"), "input_audio", 415, "none of WAV, FLAC"),
+        (spoken(b"nothing", "wav"), "input_audio", 415, "Supported formats are WAV, FLAC"),
         (spoken(sound_bytes(21), "wav"), "input_audio", 400, "21 seconds"),
         (spoken(sound_bytes(0.01), "ogg"), "input_audio", 400, "too short"),
         ({"type": "audio_url", "audio_url": {"url": url}}, "audio_url", 400, "cannot be read"),

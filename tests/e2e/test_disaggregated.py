@@ -36,7 +36,7 @@ EMBEDDED = (
     "13",
 )
 """A cache of 46 blocks, and steps so small that most prompts take several."""
-LAYERS = 6
+LAYERS = 2
 CASES = cases()
 STREAMS = 8
 

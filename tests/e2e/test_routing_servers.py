@@ -2,10 +2,7 @@
 
 import asyncio
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import yaml
 
@@ -170,30 +166,6 @@ def test_without_any_replica_requests_are_refused_until_one_is_back(cluster: Rep
     assert (
         httpx.post(f"{cluster.router.url}/v1/completions", json={"prompt": "hello"}).headers["x-trellis-replica"] == "2"
     )
-
-
-def test_the_starter_serves_and_leaves_nothing_behind() -> None:
-    port = free_port()
-    command = [sys.executable, str(ROOT / "deploy/routed.py"), "--engine", "fake", "--api-keys", "secret"]
-    environment = {**os.environ, "PORT": str(port), "API_KEYS": "secret"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-    ) as starter:
-        try:
-            assert starter.stdout is not None
-            assert starter.stdout.readline() == f"ready: http://127.0.0.1:{port}/v1\n"
-            children = psutil.Process(starter.pid).children(recursive=True)
-            answer = httpx.post(
-                f"http://127.0.0.1:{port}/v1/completions",
-                json={"prompt": "hi"},
-                headers={"authorization": "Bearer secret"},
-            )
-            assert answer.status_code == 200
-        finally:
-            starter.send_signal(signal.SIGINT)
-            code = starter.wait(20)
-    assert code == 0
-    assert psutil.wait_procs(children, timeout=20)[1] == []
 
 
 def test_the_composed_router_finds_its_replicas_and_their_events() -> None:

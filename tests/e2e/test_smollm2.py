@@ -25,10 +25,9 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module")
 def server(smollm2: object) -> Iterator[ServerProcess]:
-    """One server for the module; every test must leave it idle."""
-    with serving("--engine", "embedded") as process:
+    """One server for the module; the last test ends it."""
+    with serving("--engine", "embedded", "--shutdown-grace-seconds", "60") as process:
         yield process
-        process.wait_metric("trtllm_kv_cache_used_blocks", 0)
 
 
 @pytest.fixture
@@ -77,8 +76,9 @@ class Forecast(BaseModel):
     days: int
 
 
-@pytest.mark.parametrize("temperature", [0, 0.7])
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Forecast"}}])
+@pytest.mark.parametrize(
+    ("choice", "temperature"), [("required", 0), ({"type": "function", "function": {"name": "Forecast"}}, 0.7)]
+)
 def test_a_small_model_calls_a_tool_by_its_schema(client: openai.OpenAI, choice: Any, temperature: float) -> None:
     asked: Any = {
         "model": MODEL,
@@ -269,30 +269,30 @@ async def _streams(url: str, count: int, max_tokens: int) -> list[asyncio.Task[s
     return tasks
 
 
-async def test_kill_9_of_the_engine_under_load_is_an_error_event_and_a_restart(smollm2: object) -> None:
-    with serving("--engine", "embedded") as server:
-        tasks = await _streams(server.url, 8, 2000)
-        server.child("engine.process.host").send_signal(signal.SIGKILL)
-        outcomes = await asyncio.wait_for(asyncio.gather(*tasks), 30)
-        assert all(outcome not in ("length", "None") for outcome in outcomes)
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
-            assert (await client.get("/health/ready")).status_code == 503
-            refused = await client.post("/v1/completions", json={"prompt": "x"})
-            assert refused.status_code == 503 and "retry-after" in refused.headers
-            deadline = time.monotonic() + 60
-            while (await client.get("/health/ready")).status_code != 200:
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.1)
-            assert (await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})).status_code == 200
+async def test_kill_9_of_the_engine_under_load_is_an_error_event_and_a_restart(server: ServerProcess) -> None:
+    await asyncio.to_thread(server.wait_metric, "trtllm_kv_cache_used_blocks", 0.0)
+    tasks = await _streams(server.url, 8, 2000)
+    server.child("engine.process.host").send_signal(signal.SIGKILL)
+    outcomes = await asyncio.wait_for(asyncio.gather(*tasks), 30)
+    assert all(outcome not in ("length", "None") for outcome in outcomes)
+    async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+        assert (await client.get("/health/ready")).status_code == 503
+        refused = await client.post("/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        deadline = time.monotonic() + 60
+        while (await client.get("/health/ready")).status_code != 200:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.1)
+        assert (await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})).status_code == 200
 
 
-async def test_sigterm_under_load_lets_streams_finish(smollm2: object) -> None:
-    with serving("--engine", "embedded", "--shutdown-grace-seconds", "60") as server:
-        tasks = await _streams(server.url, 8, 100)
-        server.process.send_signal(signal.SIGTERM)
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
-            while (await client.get("/health/ready")).status_code == 200:  # noqa: ASYNC110 - another process
-                await asyncio.sleep(0.05)
-            assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 503
-        assert await asyncio.wait_for(asyncio.gather(*tasks), 60) == ["length"] * 8
-        assert await asyncio.to_thread(server.wait, 30) == 0
+async def test_sigterm_under_load_lets_streams_finish(server: ServerProcess) -> None:
+    """The last test: afterwards there is no server."""
+    tasks = await _streams(server.url, 8, 100)
+    server.process.send_signal(signal.SIGTERM)
+    async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+        while (await client.get("/health/ready")).status_code == 200:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.05)
+        assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 503
+    assert await asyncio.wait_for(asyncio.gather(*tasks), 60) == ["length"] * 8
+    assert await asyncio.to_thread(server.wait, 30) == 0

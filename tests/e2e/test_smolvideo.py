@@ -22,7 +22,7 @@ def smolvideo(smollm2: object) -> Iterator[ServerProcess]:
         yield running
 
 
-ASKED = {"mover": "mp4", "direction": "webm", "appears": "mp4", "colour": "webm", "count": "mp4"}
+ASKED = {"mover": "mp4", "direction": "webm", "count": "mp4"}
 """Kinds of questions, each about a clip in a file of this kind."""
 
 

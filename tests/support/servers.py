@@ -21,6 +21,7 @@ from routers.state import ReplicaState
 from server.app import create_app
 from server.process.serving import listen, url_of, uvicorn_config
 from server.settings import Settings
+from tests.support.forks import Forked, fork
 
 ROOT = Path(__file__).resolve().parents[2]
 READY = re.compile(r"ready: (http://\S+)/(?:v1|prefill|encode) serves")
@@ -45,10 +46,13 @@ async def application(wait: bool = True, **settings: Any) -> AsyncIterator[tuple
 
 
 class ServerThread:
-    """A ready server on the fake engine, in a thread of this process, for tests that need its connections alone."""
+    """A ready server, on the fake engine by default, in a thread of this process, for tests that need its connections
+    alone.
+    """
 
     def __init__(self, **settings: Any) -> None:
-        self._server = uvicorn.Server(uvicorn_config(Settings(engine="fake", engine_process=False, **settings)))
+        settings = {"engine": "fake", "engine_process": False} | settings
+        self._server = uvicorn.Server(uvicorn_config(Settings(**settings)))
         self._listener = listen("127.0.0.1", 0)
         self.url = url_of(self._listener)
         self.port = int(self._listener.getsockname()[1])
@@ -73,16 +77,22 @@ class ServerThread:
 
 
 class ServerProcess:
-    """`python -m server` with its log; `url` once it is ready."""
+    """`python -m server` with its log; `url` once it is ready. It is forked, unless something has to come before it."""
 
     def __init__(
         self, *flags: str, environment: dict[str, str] | None = None, preexec_fn: Callable[[], None] | None = None
     ) -> None:
-        command = [sys.executable, "-m", "server", "--port", "0", "--engine", "fake", *flags]
+        arguments = ["--port", "0", "--engine", "fake", *flags]
         variables = {**os.environ, **(environment or {})}
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=variables, preexec_fn=preexec_fn
-        )
+        read, write = os.pipe()
+        self.process: Forked | subprocess.Popen[bytes]
+        if preexec_fn is None and "LD_PRELOAD" not in variables:
+            self.process = fork(arguments, variables, write)
+        else:
+            command = [sys.executable, "-m", "server", *arguments]
+            self.process = subprocess.Popen(command, cwd=ROOT, stderr=write, env=variables, preexec_fn=preexec_fn)
+        os.close(write)
+        self._stderr = os.fdopen(read)
         self.lines: list[str] = []
         self.url = ""
         self._ready = threading.Event()
@@ -90,8 +100,7 @@ class ServerProcess:
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
-        with self.process.stderr as stderr:
+        with self._stderr as stderr:
             for line in stderr:
                 self.lines.append(line)
                 if match := READY.search(line):
@@ -111,8 +120,7 @@ class ServerProcess:
             self.process.kill()
             raise
         self._reader.join(5)
-        assert self.process.stderr is not None
-        self.process.stderr.close()
+        self._stderr.close()
         return code
 
     @property

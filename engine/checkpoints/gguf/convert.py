@@ -16,7 +16,7 @@ from engine.errors import EngineFailure
 _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 """Names of special tokens in Hugging Face files, and in GGUF metadata."""
 _WEIGHTS_AT_ONCE = 1 << 24
-"""Most weights that are dequantised at a time, in tensors of which rows do not change places."""
+"""Maximum number of weights that are dequantised at a time, in tensors of which rows do not change places."""
 
 
 def convert(file: GgufFile, folder: Path, progress: Progress) -> None:

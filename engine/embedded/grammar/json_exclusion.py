@@ -28,7 +28,8 @@ class Exclusion:
         self._root = root
 
     def narrowing(self, schema: Any, other: Any, depth: int = 0) -> Schema | None:
-        """Return what to require of values that match `schema` so that none matches `other`; None if that is beyond us.
+        """Return a schema that excludes `other` from the values that match `schema`; None if this code cannot express
+        it.
 
         It may exclude more than is needed. An empty schema says that nothing matches both.
         """
@@ -114,7 +115,7 @@ class Exclusion:
     def _merged(self, schema: Any) -> Schema | None:
         """Return a schema with its references and `allOf` merged into it, in part; None if nothing matches it.
 
-        What is left out only makes the result accept more.
+        Omissions only make the result accept more.
         """
         return _merge(self._root, schema, _DEPTH)
 

@@ -61,7 +61,7 @@ class LeaseWords:
             self._put(lease.place, 0)
 
     def read(self, lease: LeaseWord, region: int) -> Read:
-        """Return what reads another replica's word, in the region of the table."""
+        """Return a reader of another replica's word, in the region of the table."""
         place = _PLACES + self._read % _PLACES
         self._read += 1
         return Read(region, lease.place * _BYTES, place * _BYTES, _BYTES)

@@ -29,11 +29,11 @@ from engine.media import MmKeys
 
 FORMAT = b"trlskv01"
 HEADER_LIMIT = 64 << 10
-"""Most bytes of a header. A block whose header would be larger is not stored."""
+"""Maximum number of bytes of a header. A block whose header would be larger is not stored."""
 _FIXED = struct.Struct("<8sIIQ32s32s")
 """Format, size of the header, of its description and of the block, hash of the block and of the header."""
 _STALE_SECONDS = 600.0
-"""Age of an unfinished file from which on nobody writes to it any more."""
+"""Age from which an unfinished file is considered abandoned."""
 _SCAN_SECONDS = 30.0
 _IDLE_SECONDS = 3600.0
 """Age from which on files of other models make way for ours."""
@@ -291,7 +291,7 @@ class DiskTier:
         self._delete(names)
 
     def give_up(self) -> None:
-        """Use the tier no more. The files stay."""
+        """Stop using the tier. The files stay."""
         self.broken = True
         for name in list(self._files):
             self._forget(name)
@@ -408,7 +408,7 @@ class DiskTier:
         return head[: before + 32] + own + head[_FIXED.size :]
 
     def _check(self, name: Name, head: bytes) -> tuple[Description, int, bytes] | None:
-        """Return what a header says, its size and the hash of the block; None unless it is this block's."""
+        """Return a header's description, its size and the hash of the block; None unless it is this block's."""
         if len(head) < _FIXED.size:
             return None
         form, header, said, size, digest, _ = _FIXED.unpack_from(head)
@@ -489,8 +489,8 @@ class DiskTier:
         self._reports.put(lambda: self._note_scan(found, known - present, others))
 
     def _trim_others(self) -> int:
-        """Delete files of other models that nobody has used for long, until an eighth is free; return the bytes that
-        are left of others."""
+        """Delete files of other models, the least recently used first, until an eighth is free; return the bytes that
+        others still use."""
         files = []
         for folder in os.scandir(self.folder.parent):
             if folder.is_dir(follow_symlinks=False) and folder.name != self.folder.name:
@@ -526,8 +526,8 @@ def _modified(entry: "os.DirEntry[str]") -> float:
 
 
 def digest_of(folder: Path, *configuration: str) -> bytes:
-    """Return a hash over all weights of a model, its config.json, and what else its keys and values depend on. Raises
-    OSError."""
+    """Return a hash over all weights of a model, its config.json, and everything else on which its keys and values
+    depend. Raises OSError."""
     digest = blake3(max_threads=blake3.AUTO)
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.gguf")]):
         if path.stat().st_size:

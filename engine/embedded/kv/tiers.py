@@ -71,7 +71,7 @@ class _BlockLoad(NamedTuple):
     """Address on the device."""
     size: int
     slot: Slot | None
-    """Where it is on the host; None if it is on the disk."""
+    """Its place in host memory; None if it is on the disk."""
     header: int
     """Bytes of its file's header."""
 
@@ -96,7 +96,7 @@ class _Figures:
 
 
 class _TierReading:
-    """Blocks on their way to the device, in order, by threads that share the list of what is left."""
+    """Blocks on their way to the device, in order, by threads that share the list of remaining blocks."""
 
     def __init__(self, tiers: "Tiers", sequence: Prompt, items: list[_BlockLoad]) -> None:
         self.num_bytes = sum(item.size for item in items)
@@ -195,7 +195,7 @@ class Tiers:
             found.append(TierStats("disk", 0 if disk.broken else disk.max_bytes, disk.used, len(disk), **figures))
         return tuple(found)
 
-    # What the scheduler says.
+    # Calls of the scheduler.
 
     def admitted(self, sequence: Prompt) -> None:
         """Count a request for the blocks of a sequence that runs from now on, and keep those that it has."""
@@ -236,14 +236,14 @@ class Tiers:
             self._saving.update((save.name, saving) for save in begun)
 
     def offer(self, sequence: Prompt) -> int:
-        """Offer the prefix that saves most time, whatever of it is on the device already."""
+        """Offer the prefix that saves most time, including blocks that are already on the device."""
         if sequence.request.request_id in self._refused:
             return 0
         size = self._blocks.block_size
         keys = sequence.extend_keys(size)[: (len(sequence.tokens) - 1) // size]
         groups = range(len(self._sizes))
         seconds: list[list[float]] = [[0.0] for _ in groups]
-        """For each group the time to load its blocks up to each index."""
+        """Seconds to load each group's blocks up to each index."""
         runs, device_runs = [0] * len(self._sizes), [0] * len(self._sizes)
         """Blocks up to each index that some level has, and that the device has, without a gap."""
         present = usable = count = 0
@@ -308,7 +308,7 @@ class Tiers:
                 self._figures[level].avoided_blocks += count
         self._touch(sequence.keys)
 
-    # What the core says.
+    # Calls of the core.
 
     def poll(self) -> bool:
         """Take note of what threads have done; return whether there was anything."""
@@ -458,7 +458,7 @@ class Tiers:
         return DISK if self.disk is not None and name in self.disk else DEVICE
 
     def _lost(self, level: int, name: Name) -> None:
-        """Publish that a tier has a block no more, unless a faster one has it."""
+        """Publish that a tier no longer has a block, unless a faster one has it."""
         pool = self._blocks.pools[name[0]]
         if name[1] not in pool and not (level == DISK and self.host.has(name)):
             below = DISK if level == HOST and self.disk is not None and name in self.disk else DEVICE

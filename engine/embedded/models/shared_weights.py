@@ -36,7 +36,7 @@ class SharedWeights:
         self.bytes = 0
         """Bytes of weights that the service owns."""
         self.failure = ""
-        """Why the service could not be used; empty if it could, or if none is configured."""
+        """Reason why the service could not be used; empty if it could, or if none is configured."""
 
     def pages(self, size: int, device: torch.device, *layout: object) -> Pages | None:
         """Return memory on a device for weights in a layout; None if this process has to allocate it."""
@@ -66,7 +66,7 @@ class SharedWeights:
             self.give_up(str(failure))
 
     def _leased(self, size: int, device: torch.device, layout: str) -> Pages:
-        """Raises MemoryServiceError."""
+        """Lease weights from the memory service. Raises MemoryServiceError."""
         service, folder = Path(self._service), self._folder
         try:
             facts = _facts(folder)
@@ -90,7 +90,7 @@ class SharedWeights:
 
 
 Move = Callable[[Callable[[torch.Tensor], torch.Tensor]], None]
-"""Has each of some tensors replaced by what a function returns for it, always in the same order."""
+"""Replaces each of some tensors by the result of a function for it, always in the same order."""
 
 
 class TensorLayout:
@@ -134,14 +134,14 @@ class _DeviceBytes:
 
 
 def bytes_at(address: int, size: int, device: torch.device) -> torch.Tensor:
-    """Return memory as uint8 [size]; whoever uses it keeps it mapped."""
+    """Return memory as uint8 [size]. The caller keeps it mapped."""
     if device.type == "cpu":
         return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
     return torch.as_tensor(_DeviceBytes(address, size), device=device)
 
 
 def _facts(folder: Path) -> bytes:
-    """Return what differs once a file of the weights, or config.json, has been written to. Raises OSError."""
+    """Return facts that change when a file of the weights, or config.json, is written. Raises OSError."""
     paths = sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.gguf")])
     stats = [(path.name, path.stat()) for path in paths]
     facts = [(name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]

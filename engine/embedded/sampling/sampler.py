@@ -117,7 +117,7 @@ class Drawn:
         self._done = _recorded(tokens.device)
 
     def results(self) -> list[Sampled]:
-        """Return what was sampled for each sequence, in the order of rows."""
+        """Return the sampled tokens of each sequence, in the order of rows."""
         if self._done is not None:
             self._done.synchronize()
         tokens: list[int] = self._on_host.tolist()

@@ -64,8 +64,8 @@ def race(weights: torch.Tensor, rows: Sequence[int], keys: Sequence[tuple[int, i
 
 
 def _invert(weights: torch.Tensor, quantiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index of each row of `weights`, float64 [N, M], at each quantile, and the quantile of what is left
-    within that index."""
+    """Return the index of each row of `weights`, float64 [N, M], at each quantile, and the remaining quantile within
+    that index."""
     cumulative = weights.cumsum(dim=1)
     total = cumulative[:, -1:]
     # Strictly below the total, so that the first index with more cumulative weight exists and has weight.
@@ -149,7 +149,7 @@ def largest(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _descending(rows: torch.Tensor) -> torch.Tensor:
-    """Sort each row. On a CPU by NumPy, which sorts float32 fifteen times as fast as torch 2.13."""
+    """Sort each row, on a CPU by NumPy, which sorts float32 fifteen times as fast as torch 2.13."""
     if rows.device.type == "cpu":
         return torch.from_numpy(np.sort(rows.numpy(), axis=1)).flip(1)
     return rows.sort(dim=1, descending=True).values

@@ -17,7 +17,7 @@ _COUNTED = 32
 
 
 class Automaton:
-    """Answers so far, and how often what follows what."""
+    """A suffix automaton of the answers so far, with counts of the tokens that follow each text."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -69,8 +69,8 @@ class Automaton:
         return self._next[state][token], length + 1
 
     def match(self, state: int, length: int, limit: int, least: int) -> Match:
-        """Return what has most often followed the longest end of a text that anything has followed, if `least` of its
-        tokens are matched."""
+        """Return the most frequent continuation of the longest known end of a text, if at least `least` of its tokens
+        match."""
         while not self._next[state] and self._link[state] >= 0:
             state = self._link[state]
             length = self._length[state]

@@ -25,13 +25,14 @@ from engine.errors import EngineFailure
 log = logging.getLogger(__name__)
 
 _CATCH_UP = 64
-"""Most tokens of a sequence that are computed in one step before it is drafted for: a prompt is read bit by bit."""
+"""Maximum number of tokens of a sequence that are computed in one step before it is drafted for: a prompt is read bit
+by bit."""
 _CONTEXT = 4096
 """Tokens for each place of the batch that the draft model's KV cache has room for, if the context is longer."""
 
 
 class _Drafted:
-    """What the draft model has computed of a sequence."""
+    """The draft model's KV cache of a sequence."""
 
     def __init__(self, admission: int) -> None:
         self.admission = admission
@@ -113,8 +114,8 @@ class DraftModel:
         return True
 
     def _compute(self, sequences: Many[Sequence], fresh: dict[int, list[int]]) -> tuple[list[int], list[int]]:
-        """Compute new tokens of sequences; return what the model expects next, and how surely, in order of the number
-        of new tokens: those of one come first."""
+        """Compute new tokens of sequences; return the model's most likely next tokens and their classes of confidence,
+        in order of the number of new tokens: those of one come first."""
         ordered = sorted(fresh.items(), key=_by_length)
         readers = [self._readers[sequences[index]] for index, _ in ordered]
         starts = [len(reader.tokens) for reader in readers]

@@ -18,7 +18,7 @@ class Draft(NamedTuple):
 
     tokens: list[int]
     classes: list[int]
-    """For each token its class of confidence, given that those before it are right: 0 is the lowest."""
+    """Confidence class of each token, given that the tokens before it are right; 0 is the lowest."""
 
 
 NOTHING = Draft([], [])
@@ -29,8 +29,8 @@ class HiddenStatesReader(Protocol):
     """A drafter that reads the model's hidden states."""
 
     def read(self, chunks: Many[Chunk], hidden: torch.Tensor) -> None:
-        """Take what a step computed: hidden states [tokens, size] of its chunks, one after another. The next step may
-        overwrite them."""
+        """Read the hidden states [tokens, size] of a step's chunks, one after another. The next step may overwrite
+        them."""
         ...
 
 
@@ -54,7 +54,7 @@ class Drafter(Protocol):
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """Give up what is kept for a sequence that has ended; it may be unknown here."""
+        """Drop the state of a sequence that has ended; the sequence may be unknown here."""
         ...
 
 
@@ -68,5 +68,5 @@ def class_of_probability(value: float) -> int:
 
 
 def class_of_match(length: int) -> int:
-    """Return the class of a token that follows a match of so many tokens."""
+    """Return the class of a token that follows a match of this many tokens."""
     return min(max(length.bit_length() - 2, 0), CLASSES - 1)

@@ -101,7 +101,7 @@ class Lookup:
         return [draft_of(self.match(sequence, limit)) for sequence, limit in zip(sequences, limits, strict=True)]
 
     def match(self, sequence: Sequence, limit: int) -> Match:
-        """Return what follows the longest match of the sequence's end."""
+        """Return the tokens after the longest match of the sequence's end."""
         if (entry := self._texts.get(sequence)) is None:
             text, known = KnownText(sequence.request.prediction, self._least), sequence.num_prompt
             text.append(sequence.tokens[:known], follow=False)

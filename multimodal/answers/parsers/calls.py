@@ -52,6 +52,8 @@ class CallState:
         self.id_length = id_length
         self.id = ""
         self.name: str | None = None
+        self.possible = ""
+        """A name that is one if arguments follow."""
         self.arguments: list[str] = []
         self.given = False
 
@@ -101,7 +103,7 @@ class CallReader:
         return compiled(source, self._stand_ins)
 
     def _take(self, end: int) -> str:
-        """Read the buffer up to `end`; return what is seen of it."""
+        """Read the buffer up to `end`; return the text that is shown."""
         text = self._buffer[self._position : end]
         self._position = end
         if self._silent:
@@ -193,7 +195,7 @@ class CallReader:
                 self._end()
             yield from self._leave_out(self._pattern(tools.end))
         except Malformed:
-            self._break()
+            self._break(other=known and self._call.name is None)
             return False
         finally:
             self._record = self._list = None
@@ -240,9 +242,9 @@ class CallReader:
         self._spaces.clear()
         self._parts.extend(calls)
 
-    def _break(self) -> None:
-        """Give a call that is none back as text, as far as it was not passed on."""
-        self.malformed += 1
+    def _break(self, other: bool = False) -> None:
+        """Pass on the text of a malformed call, as far as it has not been passed on; `other`: of text that was none."""
+        self.malformed += not other
         record, self._record = self._record, None
         if self._list is not None:
             self._index -= len(self._list)
@@ -293,9 +295,17 @@ class CallReader:
             name = yield from self._word()
             if not name or (known and name not in self._schemas):
                 raise Malformed
-            self._begin(name)
+            if known and not self._call.given:
+                self._call.possible = name
+            else:
+                self._begin(name)
         elif key in content.arguments and not self._call.given:
+            possible = self._call.possible
+            if possible and (yield from self._next()) == "{":
+                self._begin(possible)
             yield from self._arguments()
+            if possible and self._call.name is None:
+                self._begin(possible)
         elif known and key not in ("id", "type"):
             raise Malformed
         else:

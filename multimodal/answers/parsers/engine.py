@@ -60,7 +60,7 @@ class FamilyParser(CallReader):
         return self._feed(self._tokens.place(token_ids, text))
 
     def finish(self) -> list[Part]:
-        """Return what was held back. Nothing more comes."""
+        """Return the parts that were held back. The output has ended."""
         self._final = True
         return self._feed(self._tokens.rest())
 
@@ -175,6 +175,8 @@ class FamilyParser(CallReader):
                 yield from self._section(tools, found)
             elif groups.get("call") is not None and tools is not None:
                 yield from self._calls(tools, found)
+            elif groups.get("loose") is not None and tools is not None:
+                yield from self._calls(tools, found, known=True)
             else:
                 self._interrupted &= groups.get("close") is None
                 self._skip(found)
@@ -336,6 +338,8 @@ def _anchors(family: OutputFormat, tools: ToolFormat | None, stray: bool) -> str
             found.append(f"(?P<section>{tools.section[0]})")
         elif tools.begin:
             found.append(f"(?P<call>{tools.begin})")
+        if tools.loose:
+            found.append(f"(?P<loose>{tools.loose})")
         if tools.markup:
             found.append(f"(?P<drop>{tools.markup})")
     if reasoning is not None and stray:

@@ -13,6 +13,7 @@ from multimodal.answers.parsers.formats import (
     ToolFormat,
 )
 
+_OBJECTS = r"(?=\{|\[\s{0,16}\{)"
 _QWEN_PARAMETER = r"«<parameter=»(?P<key>[^>\n]{1,256})>"
 _FUNCTION = r"«<function=»(?P<name>[^>\n]{1,256})>"
 
@@ -77,9 +78,10 @@ TOOLS = (
     ToolFormat(
         name="hermes",
         begin=rf"«<tool_call>»{SPACE}(?=[\[{{])",
-        bare=r"\s{0,64}(?:```(?:json)?\s{0,16})?(?=\{)",  # as small models write, Qwen2.5-Coder's too
+        bare=rf"\s{{0,64}}{_OBJECTS}",
+        loose=rf"(?:```(?:json|xml)?|<tools>|<function_call>){SPACE}{_OBJECTS}",  # Qwen2.5-Coder, say
         content=JsonCall(),
-        end=rf"{SPACE}(?:«</tool_call>»|```)",
+        end=rf"{SPACE}(?:«</tool_call>»|```|</tools>|</function_call>)",
         marker="«<tool_call>»",
         write='<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>',
         separator="\n",

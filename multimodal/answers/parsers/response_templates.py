@@ -34,8 +34,8 @@ Field = Mapping[str, Any]
 def family_of(template: Any) -> OutputFormat:
     """Return the family that a response template describes. Raises ValueError if it cannot be understood.
 
-    Its fields `content`, `tool_calls` and `reasoning_content` (or `thinking`) are the parts of an answer. What it
-    says of other fields is dropped from the answer, as is text outside any field if `content` has markers.
+    Its fields `content`, `tool_calls` and `reasoning_content` (or `thinking`) are the parts of an answer. Its other
+    fields are dropped from the answer, as is text outside any field if `content` has markers.
     """
     if not isinstance(template, dict) or not isinstance(template.get("fields"), dict):
         raise ValueError("a response template is an object with fields")
@@ -107,7 +107,7 @@ def _tools(field: Field) -> ToolFormat:
 
 
 def _reader(field: Field) -> Callable[[str, Mapping[str, str]], list[tuple[str, dict[str, Any]]]]:
-    """Return what reads the text of a field: its content parser, then its transform."""
+    """Return the reader of a field's text: its content parser, then its transform."""
     kind, arguments = str(field.get("content", "text")), dict(field.get("content_args", {}))
     transform, each = field.get("transform"), bool(field.get("transform_each"))
     if kind not in _PARSERS:

@@ -30,7 +30,7 @@ class Tag:
     schema: Schema
     end: str
     style: str
-    """How the arguments are written: "json", or one of xgrammar's other styles."""
+    """Notation of the arguments: "json", or one of xgrammar's other styles."""
     number: str | None = None
     """Text behind a number that follows `begin`, where the model counts its calls."""
     text: TextGrammar | None = None
@@ -60,9 +60,9 @@ class StructuralTags:
     triggers: tuple[str, ...]
     tags: tuple[Tag, ...]
     begin: str = ""
-    """Before all calls."""
+    """Text before all calls."""
     end: str = ""
-    """After all calls."""
+    """Text after all calls."""
     separator: str = ""
 
     def xgrammar(self, at_least_one: bool = False, stop_after_first: bool = False) -> dict[str, Any]:
@@ -94,8 +94,8 @@ class StructuralTags:
 def structural_tags(
     family: OutputFormat, tools: Mapping[str, Schema], texts: Mapping[str, TextGrammar] = _NO_TEXTS
 ) -> StructuralTags | None:
-    """Return what calls of these tools look like; None if no grammar describes how the family writes arguments. `texts`
-    are grammars of tools with one argument, the text `input`.
+    """Return the structural tags of calls of these tools; None if no grammar describes how the family writes arguments.
+    `texts` are grammars of tools with one argument, the text `input`.
     """
     form = family.tools or family.messages
     if form is None or not form.xgrammar or not form.write:

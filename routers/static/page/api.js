@@ -52,8 +52,9 @@ export async function* streamed(response) {
     const events = (rest + read.value).split("\n\n");
     rest = events.pop();
     for (const event of events) {
-      if (!event.startsWith("data: ")) continue; // a comment that keeps the connection alive
-      const data = event.slice("data: ".length);
+      const line = event.split("\n").find((one) => one.startsWith("data: "));
+      if (!line) continue; // a comment that keeps the connection alive
+      const data = line.slice("data: ".length);
       if (data === "[DONE]") return;
       yield data;
       // The server ends a stream that fails with an event that has an error, and nothing after it.

@@ -247,6 +247,6 @@ async def test_a_second_service_does_not_start_and_a_killed_ones_socket_is_repla
 async def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_text("weights")
-    with pytest.raises(OSError, match="no socket"):
+    with pytest.raises(OSError, match="not a socket"):
         MemoryService(path).start()
     assert path.read_text() == "weights"

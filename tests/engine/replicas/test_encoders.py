@@ -16,7 +16,7 @@ from engine.errors import EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.fake.encoder import FakeEncoder
 from engine.media import EncodedMedia, MediaInput
 from engine.replicas import ask as client
-from engine.replicas import breaker
+from engine.replicas import replica as replica_module
 from engine.replicas.encode_answers import encode_info
 from routers.state import ReplicaState
 from tests.support.disaggregated import SECRET, SOON, answer_of, replica, servers
@@ -90,7 +90,7 @@ async def dying_peer(probe: bytes, after: float = 0.0) -> AsyncIterator[str]:
 
 
 async def test_a_replica_that_dies_is_asked_no_more_and_another_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breaker, "FIRST_PAUSE", 60.0)
+    monkeypatch.setattr(replica_module, "FIRST_PAUSE", 60.0)
     async with (
         replica("encode") as (good, _),
         dying_peer(await probed(good)) as bad,
@@ -103,7 +103,7 @@ async def test_a_replica_that_dies_is_asked_no_more_and_another_encodes(monkeypa
 
 
 async def test_a_replica_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breaker, "FIRST_PAUSE", 60.0)
+    monkeypatch.setattr(replica_module, "FIRST_PAUSE", 60.0)
     monkeypatch.setattr(client, "SILENCE_SECONDS", 1.0)
     async with (
         replica("encode") as (good, _),

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from engine.errors import ContextOverflow, EngineNotReady, EngineUnavailable, InvalidRequest, QueueFull
 from engine.fake.engine import FakeEngine
 from engine.replicas import ask as client
-from engine.replicas import breaker
+from engine.replicas import replica as replica_module
 from engine.types import Guide
 from protocol.frames import frame
 from tests.support.disaggregated import (
@@ -213,7 +213,7 @@ async def test_without_the_secret_nothing_is_computed() -> None:
 async def test_a_peer_that_hangs_or_talks_nonsense_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, after: bytes, outcome: str
 ) -> None:
-    monkeypatch.setattr(breaker, "FIRST_PAUSE", 60.0)
+    monkeypatch.setattr(replica_module, "FIRST_PAUSE", 60.0)
     monkeypatch.setattr(client, "SILENCE_SECONDS", 1.0)
     async with bare_peer(after) as bad, prefill_replica() as (good, _, _), decode_engine([bad, good]) as (engine, seen):
         replica_at(engine.pool, good).last_asked = 1  # so that the other one is asked first

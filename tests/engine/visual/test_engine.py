@@ -14,7 +14,7 @@ from PIL import Image
 
 from engine.errors import EngineFailure, EngineNotReady, InvalidRequest, QueueFull
 from engine.fake.visual import FakePipeline
-from engine.visual.base import Picture, Tick
+from engine.visual.base import Picture, Show, Tick
 from engine.visual.engine import QueuedVisualEngine
 from engine.visual.files import encode
 from engine.visual.types import VisualConfig, VisualRequest, VisualStats
@@ -39,7 +39,7 @@ class Recording(FakePipeline):
         self.go = threading.Event()
         self.steps = 0
 
-    def generate(self, batch: Sequence[Picture], tick: Tick) -> list[Any]:
+    def generate(self, batch: Sequence[Picture], tick: Tick, show: Show = lambda _: None) -> list[Any]:
         self.batches.append([(picture.request.prompt, picture.seed) for picture in batch])
 
         def noted(step: int, steps: int) -> None:
@@ -49,7 +49,7 @@ class Recording(FakePipeline):
                 self.go.wait(60)
             tick(step, steps)
 
-        return super().generate(batch, noted)
+        return super().generate(batch, noted, show)
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ async def test_a_failure_is_of_the_request_that_caused_it(
 
 async def test_a_bug_of_the_pipeline_fails_one_request(pipeline: Recording, caplog: pytest.LogCaptureFixture) -> None:
     class Wrong(Recording):
-        def generate(self, batch: Sequence[Picture], tick: Tick) -> list[Any]:
+        def generate(self, batch: Sequence[Picture], tick: Tick, show: Show = lambda _: None) -> list[Any]:
             raise ZeroDivisionError
 
     async with running(Wrong()) as engine:
@@ -217,7 +217,7 @@ async def test_a_bug_of_the_pipeline_fails_one_request(pipeline: Recording, capl
 
 async def test_pictures_that_do_not_come_fail() -> None:
     class Short(Recording):
-        def generate(self, batch: Sequence[Picture], tick: Tick) -> list[Any]:
+        def generate(self, batch: Sequence[Picture], tick: Tick, show: Show = lambda _: None) -> list[Any]:
             return super().generate(batch, tick)[1:]
 
     async with running(Short()) as engine, asyncio.timeout(20 * slowness()):

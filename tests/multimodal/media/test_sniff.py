@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from engine.kit.image_file import decode
+from engine.media import MediaInput
 from multimodal.errors import InvalidMedia, MediaError, UnsupportedMedia
 from multimodal.media.sniff import MAX_SIDE, MIN_SIDE, check_image
 from tests.support.media import image_file, png, png_chunk
@@ -43,6 +45,16 @@ ANIMATED = {form: _animated(form) for form in ("GIF", "WEBP", "PNG")}
 def test_sizes_are_those_that_pillow_decodes(data: bytes) -> None:
     with Image.open(io.BytesIO(data)) as image:
         assert check_image(data, PIXELS) == image.size
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_photos_are_as_large_as_decoded_upright(order: str) -> None:
+    """Their sides are swapped by the half of EXIF's orientations that turn them."""
+    head = b"II*\0" if order == "<" else b"MM\0*"
+    tiffs = [head + struct.pack(f"{order}IHHHIHH", 8, 1, 0x0112, 3, 1, turned, 0) + bytes(4) for turned in range(10)]
+    for tiff in tiffs:
+        photo = image_file("JPEG", (40, 20), exif=b"Exif\0\0" + tiff)
+        assert check_image(photo, PIXELS) == decode(MediaInput(photo), PIXELS).size, tiff
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "WEBP"])

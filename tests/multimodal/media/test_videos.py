@@ -48,12 +48,16 @@ async def test_a_video_is_encoded_once_for_each_choice_of_frames() -> None:
     ("url", "code", "said"),
     [
         ("http://images.test/missing", "invalid_video_url", "answered with status 404"),
-        ("http://images.test/a.png", "invalid_video_format", "none of MP4, WebM, Matroska and AVI"),
+        (
+            "http://images.test/a.png",
+            "invalid_video_format",
+            "formats are MP4, WebM, Matroska and AVI",
+        ),
         ("http://images.test/large", "invalid_video", "more than 67108864 bytes"),
         ("http://internal.test/a.mp4", "invalid_video_url", "no address that this server may fetch from"),
         ("file:///etc/passwd", "invalid_video_url", "http, https or data URL"),
-        (data_url(PNG), "invalid_video_format", "none of video/mp4"),
-        (data_url(b"#EXTM3U\nfile:///etc/passwd", "video/mp4"), "invalid_video_format", "none of MP4"),
+        (data_url(PNG), "invalid_video_format", "Supported types are video/mp4"),
+        (data_url(b"#EXTM3U\nfile:///etc/passwd", "video/mp4"), "invalid_video_format", "Unsupported video format"),
     ],
 )
 async def test_refusals_name_the_part(url: str, code: str, said: str) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import struct
 import zlib
 from base64 import b64decode
@@ -14,10 +15,12 @@ import pytest
 from PIL import Image
 
 from engine.errors import EngineFailure
-from protocol.visual import ImagesAnswer
+from protocol.visual import CompletedImage, ImagesAnswer, PartialImage
 from routers.database import StoreUnavailable
+from routers.errors import NotFound
 from routers.state import VisualService
 from routers.visual import media as media_module
+from routers.visual.images import FRAMING
 from routers.visual.media import MediaStore
 from tests.support.servers import application
 from tests.support.waiting import slowness, until
@@ -94,7 +97,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"response_format": "file"}, "response_format"),
     ({"output_format": "gif"}, "output_format"),
     ({"output_compression": 101}, "output_compression"),
-    ({"stream": True}, "stream"),
+    ({"stream": True, "n": 2}, "n"),
+    ({"stream": True, "response_format": "url"}, "response_format"),
+    ({"partial_images": 4}, "partial_images"),
     ({"background": "transparent"}, "background"),
     ({"quality": "best"}, "quality"),
 ]
@@ -185,7 +190,7 @@ async def test_files_outlive_a_restart_and_expire(tmp_path: Path, monkeypatch: p
 async def test_the_oldest_files_make_room(tmp_path: Path) -> None:
     store = MediaStore(tmp_path, 100, 60)
     first, second = await store.put("me", b"1" * 60, "png"), await store.put("me", b"2" * 60, "png")
-    with pytest.raises(media_module.MediaNotFound):
+    with pytest.raises(NotFound):
         await store.get("me", first.name)
     assert (await store.get("me", second.name)).path.read_bytes() == b"2" * 60
     with pytest.raises(EngineFailure, match="MEDIA_STORE_MB"):
@@ -242,11 +247,41 @@ async def test_a_client_that_leaves_ends_the_work(tmp_path: Path) -> None:
         assert now.steps < 200
 
 
+def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream, whose names are their types."""
+    assert answer.status_code == 200, answer.text
+    *events, last = answer.text.strip().split("\n\n")
+    found = [event.split("\n") for event in events]
+    loaded = [json.loads(data.removeprefix("data: ")) for _, data in found]
+    assert [name for name, _ in found] == [f"event: {event['type']}" for event in loaded]
+    assert last == "data: [DONE]"
+    return loaded
+
+
+async def test_pictures_are_streamed_unfinished(client: httpx.AsyncClient) -> None:
+    asked = BODY | {"seed": 7, "size": "32x16"}
+    (whole,) = (await client.post(NEW, json=asked)).json()["data"]
+    body = asked | {"stream": True, "partial_images": 3, "num_inference_steps": 3}  # after the last there is none
+    *previews, last = events_of(await client.post(NEW, json=body))
+    assert [PartialImage.model_validate(event).partial_image_index for event in previews] == [0, 1]
+    assert {event["type"] for event in previews} == {"image_generation.partial_image"}
+    assert previews[0]["b64_json"] != (completed := CompletedImage.model_validate(last)).b64_json
+    assert (completed.b64_json, completed.seed, completed.usage.total_tokens) == (whole["b64_json"], 7, 5)
+    (only,) = events_of(await client.post(NEW, json=asked | {"stream": True}))
+    assert only["type"] == "image_generation.completed"
+    form = {"prompt": "blue", "model": "fake", "stream": "true", "partial_images": "1"}
+    changed = events_of(await client.post(CHANGED, data=form, files={"image": ("a.png", picture(), "image/png")}))
+    assert [event["type"] for event in changed] == ["image_edit.partial_image", "image_edit.completed"]
+    refusal(await client.post(NEW, json=body | {"prompt": "refuse", "partial_images": 0}))
+    assert FRAMING.event(b'{"error":{}}') == b'event: error\ndata: {"type":"error","error":{}}\n\n'
+
+
 async def test_a_request_has_a_deadline(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"fake_token_delay_ms": 20, "request_timeout_seconds": 0.05}
     async with application(modality="visual", cache_dir=tmp_path, **settings) as (client, _):
-        answer = await client.post(NEW, json=BODY | {"num_inference_steps": 200})
-        assert refusal(answer, 504)[1] == "deadline_exceeded"
+        for stream in (False, True):
+            answer = await client.post(NEW, json=BODY | {"num_inference_steps": 200, "stream": stream})
+            assert refusal(answer, 504)[1] == "deadline_exceeded"
 
 
 async def test_routes_say_what_the_model_makes(client: httpx.AsyncClient) -> None:
@@ -255,6 +290,7 @@ async def test_routes_say_what_the_model_makes(client: httpx.AsyncClient) -> Non
     assert "makes pictures" in answer.text
     runtime = (await client.get("/v1/models")).json()["data"][0]["runtime"]
     assert (runtime["pipeline"], runtime["makes"]) == ("FakePipeline", ["image", "video"])
+    assert runtime["takes"] == ["text", "image"]
     document = (await client.get("/openapi.json")).json()
     assert {"/v1/images/generations", "/v1/images/edits", "/v1/videos"} <= document["paths"].keys()
     assert "prompt" in document["components"]["schemas"]["ImageEditRequest"]["properties"]
@@ -262,3 +298,5 @@ async def test_routes_say_what_the_model_makes(client: httpx.AsyncClient) -> Non
         answer = await text.post(NEW, json=BODY)
         assert answer.status_code == 404
         assert "makes text" in answer.text
+        takes = (await text.get("/v1/models")).json()["data"][0]["runtime"]["takes"]
+        assert takes == ["text", "image", "video"]

@@ -27,6 +27,9 @@ def test_pictures_and_videos_by_the_sdk(tmp_path: Path) -> None:
             assert (image.format, image.size) == ("WEBP", (256, 256))
         changed = client.images.edit(model="fake", prompt="blue", image=("a.png", picture()), mask=("m.png", picture()))
         assert changed.data
+        streamed = client.images.generate(model="fake", prompt="a", stream=True, partial_images=1)
+        kinds = ["image_generation.partial_image", "image_generation.completed"]
+        assert [event.type for event in streamed] == kinds
         with pytest.raises(BadRequestError, match="VISUAL_MAX_IMAGES") as refused:
             client.images.generate(model="fake", prompt="a", n=11)
         assert refused.value.param == "n"
@@ -37,6 +40,7 @@ def test_pictures_and_videos_by_the_sdk(tmp_path: Path) -> None:
                 prompt="a red circle",
                 seconds="4",
                 size="64x128",
+                input_reference=("a.png", picture()),
                 poll_interval_ms=20,  # type: ignore[arg-type]
             )
             assert (video.status, video.progress, video.seconds, video.size) == ("completed", 100, "4", "64x128")

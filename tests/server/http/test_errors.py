@@ -282,10 +282,7 @@ async def _pieces(piece: bytes, count: int) -> AsyncIterator[bytes]:
 
 STATUS: dict[type[Exception], tuple[int, bool]] = {
     engine.errors.InvalidRequest: (400, False),
-    routers.errors.BatchNotFound: (404, False),
-    routers.errors.ResponseNotFound: (404, False),
-    routers.errors.MediaNotFound: (404, False),
-    routers.errors.VideoNotFound: (404, False),
+    routers.errors.NotFound: (404, False),
     engine.errors.ContextOverflow: (400, False),
     engine.errors.EngineUnavailable: (503, True),
     engine.errors.EngineNotReady: (503, True),

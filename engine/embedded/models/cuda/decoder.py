@@ -55,7 +55,7 @@ class LlamaDecoder:
     """All layers of a transformers model of the Llama kind, over flat tokens. Takes the weights out of the model's own
     layers.
 
-    `most_shown`: embeddings that can be shown at a time, in the place of tokens'. They lie behind those of the
+    `most_shown`: maximum number of embeddings that can replace those of tokens at a time. They lie behind those of the
     vocabulary, as if they were of more tokens, so that a CUDA graph takes them too.
     """
 

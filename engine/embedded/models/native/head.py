@@ -11,7 +11,15 @@ from torch.nn import functional
 from engine.checkpoints.eagle import EagleHead
 from engine.embedded.models.heads import HeadOutput, HeadStep, load_tensors
 from engine.embedded.models.native.rotary import frequencies
-from engine.embedded.models.native.structures import Kind, NativeLayer, NativeMatrix, NativeModel, NativeStep
+from engine.embedded.models.native.structures import (
+    BLOCK,
+    BLOCK_BYTES,
+    Kind,
+    NativeLayer,
+    NativeMatrix,
+    NativeModel,
+    NativeStep,
+)
 from engine.embedded.models.native.weights import zeros
 from engine.errors import EngineFailure
 
@@ -19,7 +27,8 @@ _TAIL = 64
 
 
 class NativeHead:
-    """A `HeadRunner`: panels of bfloat16, the target's embedding, and a KV cache of float32."""
+    """A `HeadRunner`: panels of 8 bits, since drafts need not be exact, the target's embedding, and a KV cache of
+    float32."""
 
     def __init__(
         self, head: EagleHead, code: ctypes.CDLL, embedding: NativeMatrix, output: torch.Tensor, blocks: int,
@@ -105,15 +114,18 @@ class NativeHead:
         panel = int(self._code.panel_size())
         padded = -(-len(weights[0]) // panel) * panel
         inputs = weights[0].shape[1]
-        size = len(weights) * (padded // panel) * int(self._code.panel_bytes(Kind.BFLOAT16, inputs))
+        size = len(weights) * (padded // panel) * int(self._code.panel_bytes(Kind.Q8_0, inputs))
         panels = self._keep(torch.zeros(size, dtype=torch.uint8))
+        blocks = -(-inputs // BLOCK)
         for index, weight in enumerate(weights):
-            if len(weights) > 1:
-                weight = functional.pad(weight, (0, 0, 0, padded - len(weight)))
-            whole = weight.bfloat16().contiguous()
-            self._code.pack(whole.data_ptr(), *whole.shape, panels, index, len(weights))
+            lacking = padded - len(weight) if len(weights) > 1 else 0
+            whole = functional.pad(weight.float(), (0, 0, 0, lacking)).contiguous()
+            raw = torch.empty((len(whole), blocks * BLOCK_BYTES[Kind.Q8_0]), dtype=torch.uint8)
+            if not self._code.quantize(whole.data_ptr(), *whole.shape, raw.data_ptr()):
+                raise EngineFailure("the EAGLE-3 head has values that are not finite")
+            self._code.pack_blocks(Kind.Q8_0, raw.data_ptr(), len(raw), blocks, panels, index, len(weights))
         outputs = len(weights[0]) if len(weights) == 1 else len(weights) * padded
-        return NativeMatrix(panels, None, outputs, inputs, Kind.BFLOAT16)
+        return NativeMatrix(panels, None, outputs, inputs, Kind.Q8_0)
 
     def _vector(self, values: torch.Tensor) -> int:
         return self._keep(values.float().contiguous())

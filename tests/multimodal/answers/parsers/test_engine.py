@@ -294,13 +294,23 @@ def test_a_family_without_formats_passes_text_on() -> None:
         ('{"name": "other", "arguments": {"text": "a"}}', 0, None),
         ('{"text": "write"}', 0, None),
         ('```json\n{"name": "Ana"}\n```', 0, None),
-        ('So:\n```json\n{"name": "write", "arguments": {"text": "a"}}\n```', 0, None),
+        ('So:\n```json\n{"name": "write", "arguments": {"text": "a"}}\n```\nDone.', 1, "So:\nDone."),
+        ('So:\n```\n{"arguments": {"text": "a"}, "name": "write"}\n```', 1, "So:"),
+        ('```json\n[{"name": "write", "arguments": {}}, {"name": "write", "arguments": {}}]\n```', 2, ""),
+        ('Now.\n<tools>\n{"name": "write", "arguments": "{}"}\n</tools>', 1, "Now."),
+        ('So:\n```json\n{"name": "write", "description": "a tool"}\n```', 0, None),
+        ('So:\n```json\n{"name": "other", "arguments": {}}\n```', 0, None),
+        ('So:\n```json\n[{"text": "a"}, 1]\n```\n', 0, None),
+        ("So:\n```python\n{}\n```", 0, None),
+        ('So, {"name": "write", "arguments": {"text": "a"}} is a call.', 0, None),
     ],
 )
 def test_hermes_without_markers(written: str, calls: int, text: str | None, whole_calls: bool) -> None:
-    """As small models write calls: only where the answer begins, and of a tool."""
+    """As small models write calls: bare where the answer begins, or between other brackets; always of a tool."""
     for size in (1, 3, 100):
         pieces = [written[start : start + size] for start in range(0, len(written), size)]
-        parts = read(parser(whole_calls=whole_calls), *pieces)
+        found = parser(whole_calls=whole_calls)
+        parts = read(found, *pieces)
         assert len([name for name, _ in names_and_arguments(parts) if name]) == calls
         assert "".join(part.text for part in parts if isinstance(part, Text)) == (written if text is None else text)
+        assert found.malformed == 0

@@ -1,6 +1,6 @@
 """The circuit breaker."""
 
-from engine.replicas.breaker import LONGEST_PAUSE, Breaker
+from engine.replicas.replica import LONGEST_PAUSE, Breaker
 
 
 def test_the_breaker_waits_longer_after_each_failure_until_a_success() -> None:
