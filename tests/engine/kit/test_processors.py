@@ -107,7 +107,7 @@ def test_wrong_arguments_stop_the_start(arguments: dict[str, Any]) -> None:
         create("wrong")
 
 
-@pytest.mark.parametrize("kind", ["embedded", "embedded-host", "trtllm", "trtllm-host"])
+@pytest.mark.parametrize("kind", ["embedded", "trtllm"])  # hosted: `hello_server`
 async def test_processors_of_the_configuration_work_where_the_engine_runs(kind: str, tiny_model: Path) -> None:
     base = config_of(kind, tiny_model)
     assert isinstance(base, EmbeddedConfig | TrtllmConfig)
