@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from engine.process.sockets import free_port
-from tests.support.servers import ROOT
+from tests.support.servers import ROOT, metric
 from tests.support.storm import SEEDS, TEXT, right
 from tests.support.waiting import slowness
 
@@ -42,7 +42,7 @@ def started(port: int, arguments: list[str], folder: Path) -> Iterator[subproces
     ):
         try:
             deadline = time.monotonic() + 30 * slowness()
-            while sum(map(accepts, listening(process))) < 2 or not all(ready(port) for _ in range(12)):
+            while sum(map(accepts, listening(process))) < 2 or not ready(port):
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.1)
             yield process
@@ -63,8 +63,10 @@ def accepts(process: psutil.Process) -> bool:
 
 
 def ready(port: int) -> bool:
+    """Whether all processes take requests, whichever of them is asked."""
+    url = f"http://127.0.0.1:{port}"
     with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"http://127.0.0.1:{port}/health/ready").status_code == 200
+        return httpx.get(f"{url}/health/ready").status_code == 200 and metric(url, "trellis_ready") == 1
     return False
 
 

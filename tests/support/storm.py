@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -48,6 +49,9 @@ async def connected(url: str, window: int = 0) -> AsyncIterator[tuple[asyncio.St
 
 
 async def right(client: httpx.AsyncClient) -> bool:
-    """Whether a plain request gets the right answer."""
+    """Whether a plain request gets the right answer; another one is logged."""
     answer = await client.post("/v1/completions", json={"model": "fake", "prompt": TEXT, "max_tokens": 16})
-    return answer.status_code == 200 and TEXT.startswith(answer.json()["choices"][0]["text"])
+    if answer.status_code == 200 and TEXT.startswith(answer.json()["choices"][0]["text"]):
+        return True
+    logging.getLogger(__name__).error("%d: %s", answer.status_code, answer.text)
+    return False
