@@ -66,7 +66,8 @@ def shown(urls: Sequence[str]) -> dict[str, object]:
 
 
 def attacks(context: int, slow: str, images: bool = True, model: str = "") -> dict[str, tuple[str, list[bytes]]]:
-    """Return the path and the bodies of each attack on a model with a context of so many tokens, by its name.
+    """Return the path and the bodies of each attack on a model with a context of this many tokens, by the attack's
+    name.
 
     Making the images takes seconds. `slow` is the address of a server that answers a byte a second.
     """
@@ -172,7 +173,7 @@ def slow_server() -> Iterator[str]:
 
 
 def lags(client: httpx.Client) -> dict[float, float]:
-    """Return how often the event loop was late by at most so many seconds."""
+    """Return how often the event loop was late by at most this many seconds."""
     page = client.get("/metrics").text
     return {
         float(bound): float(number)

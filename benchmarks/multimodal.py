@@ -56,7 +56,7 @@ CLIP_SIDES = (256, 720)
 AUDIO_SECONDS = (2, 10, 60)
 LLAVA_7B = "llava-7b"
 CLIP_SECONDS, CLIP_FPS, CLIP_FRAMES = 4, 24, 8
-"""Of the clips that are measured, and the frames that are taken of each."""
+"""Length of the measured clips in seconds, their frames per second, and the number of frames taken of each."""
 QUESTIONS = ("What is in this image?", "Which colours do you see?")
 Rows = dict[str, float]
 

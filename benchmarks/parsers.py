@@ -18,9 +18,10 @@ from tokenizers import AddedToken
 
 from benchmarks.report import table
 from engine.checkpoints.store import resolve_model
+from multimodal.answers.formats import PlainText
 from multimodal.answers.parsers.choose import family
 from multimodal.answers.parsers.engine import FamilyParser
-from multimodal.answers.parts import Parser, PlainText
+from multimodal.answers.parts import Parser
 from multimodal.text.tokenizer import Detokenizer, Tokenizer
 from server.bench.machine import describe_machine
 
@@ -116,7 +117,7 @@ def main() -> int:
                 *(
                     f"{measure(make, deltas, args.rounds):.2f}"
                     for make in (
-                        partial(PlainText, tokenizer),
+                        PlainText,
                         partial(FamilyParser, found, SCHEMAS, tokenizer=tokenizer),
                         partial(FamilyParser, found, SCHEMAS, tokenizer=tokenizer, whole_calls=True),
                     )

@@ -32,7 +32,7 @@ NAP = 0.002
 
 
 class Unread:
-    """In place of a poller: reads nothing."""
+    """A stand-in for a poller that reads nothing."""
 
     async def stop(self) -> None:
         pass

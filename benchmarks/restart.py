@@ -1,8 +1,9 @@
 """Measure what a dead engine costs: `python -m benchmarks.restart`.
 
 The engine's process is killed at random times while clients stream: as the server is, with the memory service
-(`trellis memory`), and with a standby process as well. It prints the seconds from a kill to the next first token, of a
-request that was sent after the kill, and the memory of one and of two replicas, before and after the kills.
+(`trellis memory`), and with a standby process as well, which has imported the engine's code or loaded the model. It
+prints the seconds from a kill to the next first token, of a request that was sent after the kill, and the memory of one
+and of two replicas, before and after the kills.
 """
 
 import argparse
@@ -27,7 +28,8 @@ from benchmarks.servers import ROOT, Server, Spec, serving
 from engine.memory.client import status
 from engine.memory.wire import MemoryServiceError
 
-SETUPS = ("nothing", "memory service", "standby")
+SETUPS = {"nothing": "auto", "memory service": "false", "imports": "imports", "standby": "true"}
+"""ENGINE_STANDBY of each; all but the first have a memory service."""
 _HOST = "engine.process.host"
 _PAUSE = 0.01
 _LONGEST = 120.0
@@ -116,8 +118,7 @@ def spec(options: argparse.Namespace, setup: str, socket: Path) -> Spec:
     ]
     if setup != "nothing":
         flags += ["--memory-service", str(socket)]
-    if setup == "standby":
-        flags += ["--engine-standby", "true"]
+    flags += ["--engine-standby", SETUPS[setup]]
     return Spec("trellis", (sys.executable, "-m", "server", "--port", "{port}", *flags), "/health/ready")
 
 
@@ -190,13 +191,13 @@ def measure(options: argparse.Namespace, setup: str) -> None:
         socket = Path(folder) / "memory.sock"
         service = stack.enter_context(memory_service(socket)) if setup != "nothing" else None
         first = stack.enter_context(serving(spec(options, setup, socket), log=options.log))
-        if setup == "standby":
+        if setup in ("imports", "standby"):
             wait_for_standby(first)
         print(f"ready after {first.ready_seconds:.2f} s")
         print(f"one replica: {memory_mb([first], service, options.device)}")
         if options.second:
             with serving(spec(options, setup, socket)) as second:
-                if setup == "standby":
+                if setup in ("imports", "standby"):
                     wait_for_standby(second)
                 print(f"two replicas: {memory_mb([first, second], service, options.device)}", flush=True)
         clients = Clients(first, options.clients)
@@ -207,11 +208,11 @@ def measure(options: argparse.Namespace, setup: str) -> None:
         seconds = []
         for number in range(options.kills):
             time.sleep(random.uniform(*options.between))
-            if setup == "standby":
+            if setup in ("imports", "standby"):
                 wait_for_standby(first)
             seconds.append(kill(first, clients))
             print(f"kill {number + 1}: first token after {seconds[-1]:.2f} s", flush=True)
-        if setup == "standby":
+        if setup in ("imports", "standby"):
             wait_for_standby(first)
         time.sleep(options.settle)
         print(f"under load, before the kills: {before}")
@@ -240,7 +241,7 @@ def _value(page: str, name: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--setups", nargs="+", choices=SETUPS, default=SETUPS)
+    parser.add_argument("--setups", nargs="+", choices=SETUPS, default=list(SETUPS))
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")

@@ -29,7 +29,7 @@ STOP_SECONDS = 40.0
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """How to start a server.
+    """The command that starts a server, and facts about it.
 
     `argv` contains `{port}`. `model` is the name in requests; if empty, the first that the server lists. `port` is
     reserved by the caller, or 0. `answers` is false for a server that clients do not use.

@@ -171,7 +171,7 @@ class Bench:
         print(f"| no | {median(rates[False]):.1f} |\n| yes | {median(rates[True]):.1f} |\n\nratio {ratio:.2f}")
 
     async def nothing(self, block_mb: float) -> None:
-        """Measure the time of prompts that nobody has asked before."""
+        """Measure the time of prompts that are new to the server."""
         length, output = self.options.length, 16
         device = 4 * (length + 64)
         times: dict[bool, list[float]] = {False: [], True: []}

@@ -44,7 +44,7 @@ class AdmissionEngine(EngineAround):
         self._inside = 0
         """Number of sequences in the engine."""
         self._queue: list[_Waiting] = []
-        """In order of rank, of equals in order of arrival."""
+        """Waiting requests by rank; equal ranks in order of arrival."""
         self._waiting_bytes = 0
         self._groups = WeakValueDictionary[str, _Group]()
         """Kept alive by their sequences, waiting or inside."""

@@ -21,7 +21,7 @@ Tag = Literal["weights", "kv_cache"]
 
 
 class SleepConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine sleeps (`engine/sleep.py`)."""
+    """Configuration of sleep (`engine/sleep.py`)."""
 
     idle_seconds: float = 0.0
     """Seconds without a request after which the engine falls asleep by itself; 0 is never."""
@@ -38,16 +38,17 @@ class VideoOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_pixels: int = 1 << 23
     """Pixels of a frame; 4K has fewer."""
     max_frames: int = 64
-    """Most frames that are taken of a video."""
+    """Maximum number of frames that are taken of a video."""
     decode_seconds: float = 30.0
     """Seconds that decoding a video may take."""
     sampling: FrameSampling = FrameSampling()
-    """Before the model's own; zeros leave it to that."""
+    """Frames to take where a request does not say, in preference to the model's own choice; zeros leave it to the
+    model."""
 
 
 class _BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     sleep: SleepConfig | None = None
-    """None for an engine that never sleeps."""
+    """Configuration of sleep; None for an engine that never sleeps."""
     extra_stop_seconds: ClassVar[float] = 0.0
     """Seconds that this engine may take to stop, beyond those of other engines."""
     hang_seconds: float = 0.0
@@ -71,7 +72,8 @@ class FakeConfig(_BackendConfig, frozen=True, kw_only=True, tag="fake"):
 
 
 class _ModelConfig(_BackendConfig, frozen=True, kw_only=True):
-    """How PyTorch runs a model, or its vision tower. The fields mean what the settings of the same names say."""
+    """Options for running a model, or its vision tower, with PyTorch. Each field means the same as the setting of its
+    name."""
 
     model: str
     """Folder with config.json, safetensors and tokenizer.json; for a vision tower also the configuration of its image
@@ -113,24 +115,25 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     speculative_model: str = ""
     """Folder of the draft model, or of the EAGLE-3 head."""
     speculative_tokens: int = 16
-    """Most drafted tokens of a sequence in a step."""
+    """Maximum number of drafted tokens of a sequence in a step."""
     speculative_min_match: int = 2
     """Tokens that must be found again before what followed them is drafted."""
     speculative_answer_tokens: int = 32768
     """Tokens of answers that `suffix` keeps."""
     speculative_min_speedup: float = 1.1
-    """Drafts are computed if they are expected to make a step so many times as fast; 0 computes all of them."""
+    """Expected speed-up of a step from which on drafts are computed; 0 computes all of them."""
     guide_timeout_seconds: float = 15.0
     guide_workers: int = 2
     """Processes that compile grammars, for each library."""
     kv_transfer: Literal["", "auto", "shared_memory", "cuda_ipc", "nixl", "tcp"] = ""
-    """How KV blocks move between replicas; empty if they do not."""
+    """Transport of KV blocks between replicas; empty for none."""
     kv_transfer_port: int = 0
     """TCP port on which KV blocks are served; 0 takes a free one."""
     transfer_timeout_seconds: float = 5.0
     """Seconds that reading a prompt's KV blocks may take before the prompt is computed here."""
     kv_memory_later: bool = False
-    """Only reserve addresses for KV blocks on a GPU until the engine starts: another one has their memory so long."""
+    """Whether to only reserve addresses for KV blocks on a GPU until the engine starts: another engine has the memory
+    until then."""
     memory_service: str = ""
     """Socket of the memory service that owns the weights; empty for weights of this engine's own."""
     cache_dir: str = ""
@@ -176,7 +179,7 @@ class TrtllmConfig(_BackendConfig, frozen=True, kw_only=True, tag="trtllm"):
     """
 
     extra_stop_seconds: ClassVar[float] = 10.0
-    """It has worker processes to end."""
+    """Additional seconds to stop, in which its worker processes end."""
 
 
 class TrtllmEncoderConfig(TrtllmConfig, frozen=True, kw_only=True, tag="trtllm_encoder"):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from engine.base import Engine
 from engine.checkpoints.facts import transcribes
-from engine.config import EngineConfig, FakeConfig, TrtllmConfig
+from engine.config import EmbeddedConfig, EngineConfig, FakeConfig, TrtllmConfig
 from engine.kit.processors import register_all
 from engine.sleep import ReleasableEngine, SleepingEngine
 
@@ -13,6 +13,14 @@ def create_engine(config: EngineConfig) -> Engine:
     """Return the engine for `config`, not yet started."""
     backend = _backend(config)
     return backend if config.sleep is None else SleepingEngine(backend, config.sleep)
+
+
+def preload(config: EngineConfig) -> None:
+    """Import what the engine imports when it starts, in so far as that takes long."""
+    if isinstance(config, EmbeddedConfig) and not transcribes(Path(config.model)):
+        from engine.embedded.models.load import import_runner  # noqa: PLC0415
+
+        import_runner(config)
 
 
 def _backend(config: EngineConfig) -> ReleasableEngine:

@@ -26,8 +26,8 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
     image_token_id: int = -1
     """The token whose embeddings are replaced."""
     video_placeholder: str = ""
-    """As `placeholder`, for one video. Empty for a model whose templates know no videos: one is shown as an image is,
-    and becomes several."""
+    """The same for one video. Empty for a model whose templates know no videos: a video is then shown as several
+    images."""
     video_token_id: int = -1
     """The token whose embeddings are replaced by those of videos."""
     audio: bool = False

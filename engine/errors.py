@@ -52,7 +52,7 @@ class ContextOverflow(InvalidRequest):
 
 
 class EngineUnavailable(EngineError):
-    """Nothing is wrong with the request: another attempt may succeed."""
+    """The engine cannot serve the request now; another attempt may succeed."""
 
 
 class EngineNotReady(EngineUnavailable):
@@ -68,7 +68,7 @@ class EngineDied(EngineUnavailable):
 
 
 class QueueFull(EngineUnavailable):
-    """As many requests wait for the engine as may."""
+    """The queue of waiting requests is full."""
 
 
 class QueueTimeout(EngineUnavailable):
@@ -80,7 +80,7 @@ class EngineWoken(EngineError):
 
 
 class NotSupported(EngineError):
-    """This backend cannot do what was asked of it, or not as it was started."""
+    """The backend does not support the operation, or was not started for it."""
 
 
 class EngineFailure(EngineError):

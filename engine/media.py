@@ -21,16 +21,16 @@ ITEM_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class FrameSampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Which frames of a video are taken; 0 leaves either to the server's settings, and these to the model's folder."""
+    """The frames to take of a video. If both fields are 0, the server's settings decide, or else the model's folder."""
 
     fps: float = 0.0
-    """Frames of a second of the video."""
+    """Frames per second of the video."""
     num_frames: int = 0
     """Frames in all, spread evenly; with `fps`, no more than these."""
 
 
 ANY_FRAMES = FrameSampling()
-"""What asks for nothing."""
+"""No preference: the settings of the server or the model decide."""
 
 
 class MediaInput(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -42,13 +42,13 @@ class MediaInput(msgspec.Struct, frozen=True, omit_defaults=True):
 
     data: bytes
     detail: Detail = "auto"
-    """For images: `low` scales one down to at most 512 pixels a side before the model's own processing; the others
-    leave it as it is."""
+    """Resolution of an image: `low` scales it down to at most 512 pixels a side before the model's own processing; the
+    others leave it as it is."""
     kind: MediaKind = "image"
     pixels: int = 0
     """Number of pixels of an image, read from its header; 0 if it has not been read."""
     sampling: FrameSampling = ANY_FRAMES
-    """For videos."""
+    """Frames to take of a video."""
 
 
 class EncodedMedia(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -86,7 +86,7 @@ class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Contiguous [rows, hidden size] of `dtype`; empty where the prompt's keys and values come from elsewhere
     (`handoff`)."""
     grid: tuple[int, int, int] = (0, 0, 0)
-    """As `EncodedMedia` has it."""
+    """The same as in `EncodedMedia`."""
     interval: float = 1.0
     """Likewise."""
     kind: MediaKind = "image"
@@ -117,7 +117,7 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     prompt: str
     """The text that the media were encoded for, with their placeholders."""
     state: bytes
-    """Where the embeddings are, in the backend's own terms."""
+    """Location of the embeddings, in the backend's own format."""
 
 
 class Speech(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="speech"):
@@ -158,7 +158,7 @@ def attach_media(media: Sequence[MediaInput], parts: Sequence[Data]) -> list[Med
 
 
 MmKeys = tuple[dict[str, int | str], ...]
-"""The media in a block, as KV events name them: block keys and KV events depend on them besides tokens."""
+"""The media in a block, as KV events name them: block keys and KV events depend on them as well as on tokens."""
 
 
 class Overlap(NamedTuple):

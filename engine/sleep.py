@@ -20,6 +20,7 @@ from engine.base import DeltaStream, Engine, EngineAround, Latest, Preparable
 from engine.config import SleepConfig, Tag
 from engine.encoder import Encoded, Encoder, EncoderInfo
 from engine.errors import EngineAsleep, EngineError, EngineFailure, EngineNotReady, EngineWoken, NotSupported
+from engine.kit.tasks import cancel
 from engine.media import MediaInput
 from engine.types import CANARY_SALT, GenerateRequest
 
@@ -56,7 +57,7 @@ class SleepState(msgspec.Struct, frozen=True):
 
     @property
     def obstacle(self) -> str:
-        """Why requests are refused; empty if they are not."""
+        """Reason why requests are refused; empty if they are not."""
         if self.phase == "awake" or self.on_demand:
             return ""
         if self.phase == "asleep":
@@ -90,7 +91,7 @@ class Sleeper(Protocol):
 
 
 class Releasable(Protocol):
-    """A backend whose memory can be released. It is told one thing at a time, and only while nothing runs."""
+    """A backend whose memory can be released. Its methods are called one at a time, and only while nothing runs."""
 
     def sleep_obstacle(self, level: int) -> str:
         """Return why memory cannot be released at a level; empty if it can."""
@@ -110,7 +111,7 @@ class ReleasableEngine(Engine, Releasable, Protocol):
 
 
 class ReleasableEncoder(Encoder, Protocol):
-    """An encoder whose weights can be given back. It is told so only while nothing is encoded."""
+    """An encoder whose weights can be given back. Its methods are called only while nothing is encoded."""
 
     async def release_weights(self) -> None: ...
 
@@ -125,7 +126,7 @@ class _Abortable(Protocol):
 
 
 class _Resumable(Protocol):
-    """What waits until the backend is awake."""
+    """A request that waits until the backend is awake."""
 
     def enter(self) -> None:
         """Go on."""
@@ -176,7 +177,8 @@ class _SleepControl(ABC):
         self._turn = asyncio.Lock()
         self._accepts = True
         """Whether requests reach the backend: while awake, and while it waits for running ones."""
-        self._running: set[_Abortable] = set()
+        self._running: dict[_Abortable, bool] = {}
+        """Whether each keeps the backend awake: a canary does not."""
         self._quiet = asyncio.Event()
         """Set while nothing runs."""
         self._quiet.set()
@@ -205,11 +207,9 @@ class _SleepControl(ABC):
     async def _end(self) -> None:
         """End orders, and what waits."""
         self._closed = True
-        tasks = [*self._orders, *([self._idle] if self._idle is not None else [])]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        if self._idle is not None:
+            await cancel([self._idle])  # first, since it would try again when its order has ended
+        await cancel(self._orders)
         self._fail_held(EngineNotReady("the engine is closing"))
         self._states.close()
 
@@ -222,13 +222,17 @@ class _SleepControl(ABC):
         if not self._woken.is_set() and self.state.phase != "waking":
             self._order(self._wake(TAGS))
 
-    def _begun(self, running: _Abortable) -> None:
-        self._running.add(running)
+    def _takes(self, *, counts: bool) -> bool:
+        """Return whether a request reaches the backend now. A canary does not while the backend falls asleep: canaries
+        that follow each other would delay that for ever."""
+        return self._accepts and (counts or self.state.phase == "awake")
+
+    def _begun(self, running: _Abortable, *, counts: bool) -> None:
+        self._running[running] = counts
         self._quiet.clear()
 
-    def _ended(self, running: _Abortable, *, counts: bool = True) -> None:
-        self._running.discard(running)
-        if counts:
+    def _ended(self, running: _Abortable) -> None:
+        if self._running.pop(running):
             self._active_at = asyncio.get_running_loop().time()
         if not self._running:
             self._quiet.set()
@@ -380,7 +384,8 @@ class _SleepControl(ABC):
         order = SleepOrder(self._config.idle_level, "wait", on_demand=self._config.wake_on_demand)
         loop = asyncio.get_running_loop()
         while True:
-            left = seconds if self._running or self.state.phase != "awake" else self._active_at + seconds - loop.time()
+            busy = any(self._running.values()) or self.state.phase != "awake"
+            left = seconds if busy else self._active_at + seconds - loop.time()
             if left > 0:
                 await asyncio.sleep(left)
                 continue
@@ -407,12 +412,13 @@ class SleepingEngine(_SleepControl, EngineAround):
         await self._begin_idling()
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
-        if self._accepts:
+        counts = request.cache_salt != CANARY_SALT
+        if self._takes(counts=counts):
             stream = self.inner.generate(request)
-            self._begun(stream)
-            stream.when_done(lambda: self._ended(stream, counts=request.cache_salt != CANARY_SALT))
+            self._begun(stream, counts=counts)
+            stream.when_done(lambda: self._ended(stream))
             return stream
-        if not self.state.on_demand or request.cache_salt == CANARY_SALT:
+        if not (self.state.on_demand and counts):
             return DeltaStream.failed(EngineAsleep(self.state.obstacle or "The replica is asleep."))
         held = _Delayed(request, self.generate, lambda held: self._held.pop(held, None))
         self._hold(held)
@@ -492,7 +498,7 @@ class SleepingEncoder(_SleepControl):
 
     async def encode(self, media: Sequence[MediaInput], prompt: str = "", *, counts: bool = True) -> Encoded:
         """See `Encoder`. `counts`: whether this keeps the replica awake, and wakes it."""
-        while not self._accepts:
+        while not self._takes(counts=counts):
             if not (self.state.on_demand and counts):
                 raise EngineAsleep(self.state.obstacle or "The replica is asleep.")
             waiting = _EncoderTurn()
@@ -502,13 +508,13 @@ class SleepingEncoder(_SleepControl):
             finally:
                 self._held.pop(waiting, None)
         turn, work = _EncoderTurn(), asyncio.ensure_future(self.inner.encode(media, prompt))
-        self._begun(turn)
+        self._begun(turn, counts=counts)
         try:
             await turn.wait(work)
             return work.result()
         finally:
             work.cancel()
-            self._ended(turn, counts=counts)
+            self._ended(turn)
 
     async def close(self) -> None:
         await self._end()

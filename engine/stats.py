@@ -101,7 +101,7 @@ class IterationStats(Struct, frozen=True, kw_only=True, rename="camel"):
     num_held_blocks: int = 0
     """Their blocks, also counted as used; one that two of them share counts twice."""
     spec_decoding_stats: SpecDecodingStats | None = None
-    """None without speculation. The embedded engine's counts are over its life."""
+    """Counts of speculation, None without. The embedded engine's are totals since its start."""
     num_fetching_requests: int = 0
     """Sequences whose KV blocks are being read from another replica; they are active requests too."""
     kv_transfer_success_total: int = 0

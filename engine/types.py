@@ -20,8 +20,8 @@ CANARY_SALT = "trellis-health-check"
 """Cache salt of the requests that a replica sends to itself: no other request reuses their KV blocks, and they keep no
 engine awake."""
 PRIORITY_SECONDS = 10.0
-"""Seconds of arrival time that one unit of priority is worth, so that a low-priority request waits longer, but not for
-ever."""
+"""Seconds of arrival time that one unit of priority is worth, so that a low-priority request waits longer, but not
+forever."""
 
 
 class Guide(msgspec.Struct, frozen=True):
@@ -54,7 +54,7 @@ class ReasoningBudget(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How one sequence is sampled and when it stops.
+    """Sampling and stopping of one sequence.
 
     Validated at the edge; the engine asserts, it does not repeat the checks.
     """
@@ -82,7 +82,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The same seed, prompt and parameters give the same tokens, whatever else is in the batch and after a restart."""
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
-    """Further ids that end the sequence, besides the model's end-of-sequence ids."""
+    """Ids that end the sequence in addition to the model's end-of-sequence ids."""
     logprobs: int | None = None
     """Number of alternatives reported for each token; None is off, 0 reports the sampled token alone."""
     prompt_logprobs: int | None = None
@@ -101,8 +101,8 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 TokenLogprobs = tuple[Logprob, ...]
-"""For one position: the sampled (or prompt) token first, then the top alternatives in order of rank. The sampled token
-appears again among the alternatives when it is one of them."""
+"""Log-probabilities at one position: the sampled (or prompt) token first, then the top alternatives in order of rank.
+The sampled token appears again among the alternatives when it is one of them."""
 
 
 class PromptReport(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -112,11 +112,11 @@ class PromptReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """Length of the prompt as the backend expanded it; 0 if it is the request's own."""
     cached_tokens: int = 0
     queue_seconds: float = 0.0
-    """From the engine's receipt of the request until its first token was scheduled."""
+    """Seconds from receipt of the request until its first token was scheduled."""
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """One entry for each prompt token, the first None; only when asked for."""
     no_speech: float | None = None
-    """Probability that nobody speaks in the window, from a model that transcribes."""
+    """Probability that the window has no speech, from a model that transcribes."""
     spoken: tuple[float, ...] = ()
     """Seconds of the window at which each prompt token between <|notimestamps|> and the last begins to be spoken, and
     the last of them ends, if `Speech.align` asks for it."""
@@ -126,7 +126,7 @@ class Held(msgspec.Struct, frozen=True, omit_defaults=True):
     """A prompt's KV blocks, kept for another replica to read."""
 
     state: bytes
-    """Where they are, in the backend's own terms."""
+    """Location of the blocks, in the backend's own format."""
     prompt_token_ids: tuple[int, ...] = ()
     """The prompt as the backend expanded it, with its images' tokens; empty if it is the request's own."""
 
@@ -138,7 +138,7 @@ class Performance(msgspec.Struct, frozen=True, omit_defaults=True):
     token_seconds: float = 0.0
     """Mean time between a token and the next."""
     seconds: float = 0.0
-    """From the request's arrival in the engine to its last token."""
+    """Seconds from the request's arrival in the engine to its last token."""
     transfer_seconds: float = 0.0
     transfer_bytes: int = 0
     """KV blocks that were read from another replica."""
@@ -166,7 +166,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     accepted_tokens: int = 0
     """Tokens that speculation drafted for this delta, and those of them that are in it."""
     performance: Performance | None = None
-    """With the last delta, from a backend that measures."""
+    """Timing of the request, in its last delta, if the backend measures it."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,16 +179,16 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Type in which the model computes, as far as the backend can say."""
     device: str
     context_length: int
-    """Most tokens, prompt and output together, that one sequence may hold."""
+    """Maximum number of tokens, prompt and output together, that one sequence may hold."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     block_size: int
     """Tokens in a KV block."""
     num_blocks: int
     max_num_seqs: int
-    """Most sequences in one step."""
+    """Maximum number of sequences in one step."""
     max_num_tokens: int
-    """Most tokens in one step."""
+    """Maximum number of tokens in one step."""
     tensor_parallel_size: int = 1
     """Ranks among which each layer's KV heads are divided."""
     data_parallel_size: int = 1
@@ -211,9 +211,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     shared_weight_bytes: int = 0
     """Weights that the memory service owns and other engines may map too."""
     own_weights: str = ""
-    """Why this engine keeps weights of its own though it has a memory service; empty if it does not, or has none."""
+    """Reason why this engine keeps weights of its own though it has a memory service; empty if it does not, or has
+    none."""
     quantization: str = ""
-    """How the embedded engine's weights are quantised: fp8 or int8; empty if they are not."""
+    """Quantisation of the embedded engine's weights: fp8 or int8; empty for none."""
     guides: tuple[GuideKind, ...] = ()
     """Kinds of guided decoding this engine can do."""
     text_grammars: bool = False
@@ -222,12 +223,13 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of `SamplingParams` that this engine refuses, always or under conditions, each with the reason."""
     max_logprobs: int = 20
     capacity: int = 0
-    """Most tokens that one sequence's KV blocks can hold, if that is less than `context_length`; 0 if it is not."""
+    """Maximum number of tokens that one sequence's KV blocks can hold, if that is less than `context_length`; 0 if it
+    is not."""
     kv_layout: str = ""
     """One line that is the same for engines that can use each other's KV blocks; empty where the backend cannot say."""
     max_encoded_images: int = 0
-    """Most images of a prompt that other replicas can encode, for a backend that encodes images itself; 0 is any
-    number."""
+    """Maximum number of images of a prompt that other replicas can encode, for a backend that encodes images itself; 0
+    is any number."""
     prompt_logprobs: bool = True
     """Whether this engine has log-probabilities of prompts; it refuses a request for them otherwise."""
     handoff_logprobs: bool = True
@@ -243,18 +245,18 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     version: int
     backend: str
-    """Only an engine of the same kind can take it."""
+    """Kind of the engine that computed the blocks: only one of the same kind can continue."""
     first: Delta
     """The first token, with its log-probabilities and the report on the prompt. With a `finish_reason` there is nothing
     to decode."""
     state: bytes = b""
-    """Where the KV blocks are, in the backend's own terms; empty if they are lost: the engine then computes the prompt
-    itself."""
+    """Location of the KV blocks, in the backend's own format; empty if they are lost: the engine then computes the
+    prompt itself."""
     prompt_token_ids: tuple[int, ...] = ()
     """The prompt as the backend expanded it, with its images' tokens; empty if it is the request's own."""
     lease: bytes = b""
-    """Where the lease of the KV blocks is claimed, in the terms of what has carried the handoff; empty if the answer
-    that brought it is the lease."""
+    """Location of the lease on the KV blocks, in the format of the transport of the handoff; empty if the answer that
+    brought it is the lease."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -283,7 +285,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Compute the prompt and one token. If that does not end the request, its delta carries `held` and the stream stays
     open, idle: the KV blocks are held until it is closed."""
     prediction: tuple[int, ...] = ()
-    """What the output may be: speculation proposes its tokens."""
+    """Predicted output: speculation proposes its tokens."""
     dp_rank: int | None = None
     """Data-parallel rank whose KV cache has most of the prompt, as a router knows it; None leaves the choice to the
     replica."""

@@ -1,1 +1,1 @@
-"""Between the wire and token ids, plain text included."""
+"""Conversion between wire types and token ids, plain text included."""

@@ -41,7 +41,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
 _TAG_DEPTH = 12
 """Levels that a structural tag may have around a schema."""
 _MARKUP = 32
-"""Characters that templates write for a message, or a part of one, besides its text."""
+"""Characters that templates write for a message, or a part of one, in addition to its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class MediaRef:
     param: str
     kind: MediaKind = "image"
     sampling: FrameSampling = ANY_FRAMES
-    """For videos."""
+    """Frames to take of a video."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class TextGrammar(NamedTuple):
     syntax: Literal["lark", "regex"]
     definition: str
     field: str
-    """Where the request has it."""
+    """The field of the request that has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ class Ask:
     # The prompt.
     add_special_tokens: bool = False
     truncate_prompt_tokens: int | None = None
-    """Keep so many of the last tokens; -1 keeps what leaves room for the output."""
+    """Number of tokens to keep at the end of the prompt; -1 keeps as many as leave room for the output."""
     echo: bool = False
     """Repeat the prompt before the output."""
     cache_salt: str = ""
@@ -163,12 +163,12 @@ class Ask:
     """Do not keep KV blocks on the host or the disk."""
     priority: int = 0
     prediction: str | None = None
-    """What the output may be; it only makes the output come sooner."""
+    """Predicted output, which only speeds generation up."""
 
     # Sampling.
     max_tokens: int | None = None
     default_max_tokens: int | None = None
-    """In place of `max_tokens`, as far as there is room; None fills the context."""
+    """Used without `max_tokens`, as far as there is room; None fills the context."""
     min_tokens: int = 0
     temperature: float | None = None
     """None is the default (`SamplingDefaults`), here and in the next four."""
@@ -183,7 +183,7 @@ class Ask:
     allowed_token_ids: Sequence[int] = ()
     bad_words: Sequence[str] = ()
     guides: Sequence[AskedGuide] = ()
-    """At most one is allowed."""
+    """Guides of the output; at most one is allowed."""
 
     # Stopping.
     ignore_eos: bool = False
@@ -199,7 +199,8 @@ class Ask:
     skip_special_tokens: bool = True
     include_reasoning: bool = True
     reasoning_budget: int | None = None
-    """Most tokens of reasoning in a choice, whose end is then forced; -1 is no limit, None the server's setting."""
+    """Maximum number of tokens of reasoning in a choice, whose end is then forced; -1 is no limit, None the server's
+    setting."""
     needs_budget: bool = True
     """Whether an engine that cannot keep the budget refuses the request, instead of going without."""
 
@@ -239,7 +240,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """What is sampled by if a request does not say: OpenAI's defaults, unless the model has its own."""
+    """Sampling parameters of requests that do not set them: OpenAI's defaults, unless the model has its own."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -248,7 +249,7 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
     def of(self, ask: Ask, name: str) -> float:
-        """Return what a request samples by: its own value of a parameter, or the default."""
+        """Return a request's own value of a parameter, or the default."""
         value: float | None = getattr(ask, name)
         return getattr(self, name) if value is None else value
 

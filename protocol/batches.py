@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field
 from protocol.common import Wire
 
 MAX_REQUESTS = 100_000
-"""Of a batch, whatever the settings say."""
+"""Maximum number of requests in a batch, whatever the settings allow."""
 
 
 class BatchedRequest(Wire):
@@ -50,21 +50,21 @@ class MessageBatch(BaseModel):
     type: Literal["message_batch"] = "message_batch"
     """Kind of this object."""
     processing_status: Literal["in_progress", "canceling", "ended"]
-    """How far it has come."""
+    """State of the batch."""
     request_counts: RequestCounts
     """Numbers of requests."""
     created_at: str
-    """When it was created."""
+    """Time of creation."""
     expires_at: str
-    """When requests that have not begun expire."""
+    """Time at which requests that have not begun expire."""
     ended_at: str | None
-    """When the last request ended."""
+    """Time at which the last request ended."""
     cancel_initiated_at: str | None
-    """When somebody asked to cancel it."""
+    """Time of the request to cancel the batch."""
     archived_at: None = None
     """Always null: a batch is removed with its results."""
     results_url: str | None
-    """Where the results are, once it has ended."""
+    """URL of the results, once the batch has ended."""
 
 
 class BatchesPage(BaseModel):

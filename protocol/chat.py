@@ -8,7 +8,7 @@ from protocol.common import MAX_MESSAGES, GenerationFields, InputAudio, Int32, I
 
 
 class ImageUrl(Wire):
-    """Where an image is."""
+    """Location of an image."""
 
     url: LongUrl
     """http(s), a data URL (data:image/png;base64,…), or a file of the server's folder of media.
@@ -18,7 +18,7 @@ class ImageUrl(Wire):
 
 
 class VideoUrl(Wire):
-    """Where a video is."""
+    """Location of a video."""
 
     url: LongUrl
     """http(s), a data URL (data:video/mp4;base64,…), or a file of the server's folder of media.
@@ -26,7 +26,7 @@ class VideoUrl(Wire):
 
 
 class AudioUrl(Wire):
-    """Where a recording is."""
+    """Location of a recording."""
 
     url: LongUrl
     """http(s), a data URL (data:audio/wav;base64,…), or a file of the server's folder of media.
@@ -64,7 +64,7 @@ class FunctionDefinition(Wire):
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_.:/@-]{1,128}$")]
     """Its name. Example: "get_weather" """
     description: str | None = None
-    """What it does, for the model. Example: "Current weather in a city" """
+    """Description of the function for the model. Example: "Current weather in a city" """
     parameters: dict[str, Any] | None = None
     """JSON schema of its arguments. Default: any object.
     Example: {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}"""
@@ -134,7 +134,7 @@ class ChatMessage(Wire):
 
 
 class VideoSampling(Wire):
-    """Which frames of a video are taken."""
+    """The frames to take of a video."""
 
     fps: Annotated[float, Field(gt=0, le=1000)] | None = None
     """Frames of a second of the video. Default: the server's setting, or the model's. Example: 2"""
@@ -143,7 +143,7 @@ class VideoSampling(Wire):
 
 
 class MediaOptions(Wire):
-    """How the media of a request are read, by their kind, as vLLM has it."""
+    """Options for reading the media of a request, by kind of media, as in vLLM."""
 
     video: VideoSampling | None = None
     """Videos. Example: {"num_frames": 8}"""
@@ -193,15 +193,15 @@ class ChatCompletionRequest(GenerationFields):
     include_reasoning: bool | None = None
     """Whether the answer has the model's reasoning, if it has a parser for that. Default: true. Example: true"""
     thinking_token_budget: Annotated[Int32, Field(ge=-1)] | None = None
-    """Most tokens of reasoning in a choice, as vLLM and TensorRT-LLM spell it: the end of reasoning is then forced, and
-    the answer follows. -1 is no limit. Default: the server's setting. Example: 1024"""
+    """Maximum number of tokens of reasoning in a choice, as vLLM and TensorRT-LLM spell it: the end of reasoning is
+    then forced, and the answer follows. -1 is no limit. Default: the server's setting. Example: 1024"""
     thinking_budget: Annotated[Int32, Field(ge=-1)] | None = None
     """The same as `thinking_token_budget`. Example: 1024"""
     nvext: NvidiaExtensions | None = None
     """NVIDIA's name for it, `max_thinking_tokens`. Example: {"max_thinking_tokens": 1024}"""
 
     media_io_kwargs: MediaOptions | None = None
-    """Which frames of the request's videos are taken. Example: {"video": {"num_frames": 8}}"""
+    """The frames to take of the request's videos. Example: {"video": {"num_frames": 8}}"""
     mm_processor_kwargs: VideoSampling | None = None
     """The same, under another name of vLLM's; other options are the server's. Example: {"fps": 2}"""
 
@@ -299,7 +299,7 @@ class ChatChoice(BaseModel):
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it, an extension."""
     token_ids: list[int] | None = None
-    """With `return_token_ids`, the output."""
+    """Token ids of the output, with `return_token_ids`."""
 
 
 class ChatCompletion(BaseModel):
@@ -316,6 +316,6 @@ class ChatCompletion(BaseModel):
     system_fingerprint: str
     """Changes when the server is started anew."""
     choices: list[ChatChoice]
-    """As many as `n` says."""
+    """The answers, `n` of them."""
     usage: Usage
     """Numbers of tokens."""

@@ -42,7 +42,7 @@ class AnyChunk(BaseModel):
 
 
 class FunctionDelta(BaseModel):
-    """What is new in a function's call."""
+    """New parts of a function's call."""
 
     name: str | None = None
     """Name of the tool, in the first piece of a call."""
@@ -51,7 +51,7 @@ class FunctionDelta(BaseModel):
 
 
 class ToolCallDelta(BaseModel):
-    """What is new in a call."""
+    """New parts of a call."""
 
     index: int
     """Place among the calls."""
@@ -64,7 +64,7 @@ class ToolCallDelta(BaseModel):
 
 
 class ChatDelta(BaseModel):
-    """What is new in a choice. The first has the role, the last is empty."""
+    """New parts of a choice. The first has the role, the last is empty."""
 
     role: Literal["assistant"] | None = None
     """Role of the author."""
@@ -73,31 +73,31 @@ class ChatDelta(BaseModel):
     reasoning_content: str | None = None
     """Reasoning that continues the reasoning before."""
     tool_calls: list[ToolCallDelta] | None = None
-    """What is new in calls."""
+    """New parts of calls."""
     function_call: FunctionDelta | None = None
-    """What is new in the call, if the request has `functions`."""
+    """New parts of the call, if the request has `functions`."""
 
 
 class ChunkChoice(BaseModel):
-    """What is new in a choice."""
+    """New parts of a choice."""
 
     index: int
     """Place among the choices."""
     finish_reason: Literal["stop", "length", "tool_calls", "function_call"] | None
-    """Why the choice has ended, in its last chunk; null before."""
+    """Reason why the choice has ended, in its last chunk; null before."""
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it, an extension."""
     token_ids: list[int] | None = None
-    """With `return_token_ids`, the new tokens."""
+    """New token ids, with `return_token_ids`."""
 
 
 class ChatChunkChoice(ChunkChoice):
-    """What is new in a choice."""
+    """New parts of a choice of a chat."""
 
     delta: ChatDelta
     """The new text."""
     logprobs: ChoiceLogprobs | None
-    """Of the new tokens; null unless the request asks for them."""
+    """Log-probabilities of the new tokens; null unless the request asks for them."""
 
 
 class ChatCompletionChunk(AnyChunk):
@@ -110,14 +110,14 @@ class ChatCompletionChunk(AnyChunk):
 
 
 class CompletionChunkChoice(ChunkChoice):
-    """What is new in a choice."""
+    """New parts of a choice of a completion."""
 
     text: str
     """Text that continues the text before."""
     logprobs: CompletionLogprobs | None
-    """Of the new tokens; null unless the request asks for them."""
+    """Log-probabilities of the new tokens; null unless the request asks for them."""
     prompt_token_ids: list[int] | None = None
-    """With `return_token_ids`, the prompt, in the first chunk."""
+    """Token ids of the prompt, with `return_token_ids`, in the first chunk."""
 
 
 class CompletionChunk(AnyChunk):
@@ -137,8 +137,7 @@ class ResponseEvent(BaseModel):
     sequence_number: int
     """Number of the event in its stream, from 0."""
     response: Response | None = None
-    """The response as far as it has come: in `response.created`, `.in_progress`, `.completed`, `.incomplete` and
-    `.failed`."""
+    """The response so far: in `response.created`, `.in_progress`, `.completed`, `.incomplete` and `.failed`."""
     item: dict[str, Any] | None = None
     """The item that begins or ends."""
     part: dict[str, Any] | None = None
@@ -150,7 +149,7 @@ class ResponseEvent(BaseModel):
     content_index: int | None = None
     """Place of the part in the item's content."""
     delta: str | None = None
-    """What is new."""
+    """The new text."""
     text: str | None = None
     """The whole text, at its end."""
     arguments: str | None = None
@@ -225,7 +224,7 @@ class BlockDelta(BaseModel):
     index: int
     """Place of the block."""
     delta: Annotated[TextDelta | ThinkingDelta | SignatureDelta | InputDelta, Field(discriminator="type")]
-    """What is new."""
+    """The new content."""
 
 
 class BlockStop(BaseModel):
@@ -238,10 +237,10 @@ class BlockStop(BaseModel):
 
 
 class StopDelta(BaseModel):
-    """Why the answer has ended."""
+    """Reason why the answer has ended."""
 
     stop_reason: StopReason
-    """Why the answer has ended."""
+    """Reason why the answer has ended."""
     stop_sequence: str | None
     """The stop sequence that ended it."""
     stop_details: None = None
@@ -254,7 +253,7 @@ class MessageDelta(BaseModel):
     type: Literal["message_delta"]
     """Kind of this event."""
     delta: StopDelta
-    """Why."""
+    """The reason."""
     usage: MessageUsage
     """Numbers of tokens of the whole answer."""
 

@@ -54,13 +54,13 @@ class InputAudio(Wire):
 
 
 class StreamOptions(Wire):
-    """What a stream has besides the answer."""
+    """Additional contents of a stream."""
 
     include_usage: bool | None = None
     """Send the usage of the whole request in a last chunk whose `choices` are empty; in all others `usage` is null.
     Example: true"""
     continuous_usage_stats: bool | None = None
-    """With `include_usage`, every chunk has the usage of its choice up to that chunk, as in vLLM. Without, no effect.
+    """Whether every chunk has the usage of its choice so far, as in vLLM; has no effect without `include_usage`.
     Example: false"""
     include_obfuscation: bool | None = None
     """Accepted and ignored: chunks are not padded. Example: false"""
@@ -72,7 +72,7 @@ class JsonSchemaFormat(Wire):
     name: str | None = None
     """Name of the schema; without effect. Example: "person" """
     description: str | None = None
-    """What the schema is for; without effect. Example: "A person and an age" """
+    """Purpose of the schema; has no effect. Example: "A person and an age" """
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
     """The schema. Example: {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}"""
     strict: bool | None = None
@@ -80,7 +80,7 @@ class JsonSchemaFormat(Wire):
 
 
 class ResponseFormat(Wire):
-    """What the output must match; `type` says by which of the other fields."""
+    """Format of the output; `type` names the field that defines it."""
 
     type: str
     """`text` (anything), `json_object` or `json_schema` and, beyond OpenAI, `regex`, `grammar` (or `ebnf`), `choice` or
@@ -96,8 +96,8 @@ class ResponseFormat(Wire):
     choices: Strings | None = None
     """The strings of which the output is one, for `choice`. Example: ["yes", "no"]"""
     format: dict[str, Any] | None = None
-    """What the output must match, for `structural_tag`, as xgrammar defines it.
-    Example: {"type": "json_schema", "json_schema": {"type": "object"}}"""
+    """Format of the output for `structural_tag`, as defined by xgrammar. Example: {"type": "json_schema",
+    "json_schema": {"type": "object"}}"""
     structures: Annotated[list[dict[str, Any]], Field(max_length=1 << 10)] | None = None
     """Tags and what they contain, for `structural_tag` in xgrammar's older form, with `triggers`.
     Example: [{"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}]"""
@@ -106,14 +106,14 @@ class ResponseFormat(Wire):
 
 
 class KvTransferParams(Wire):
-    """How the KV blocks of a request are kept, as LMCache spells it for vLLM."""
+    """Options for keeping the KV blocks of a request, in LMCache's spelling for vLLM."""
 
     skip_save: bool | None = Field(None, alias="lmcache.skip_save")
     """Do not copy the request's KV blocks to the host or the disk. Example: true"""
 
 
 class StructuredOutputs(Wire):
-    """What the output must match, as vLLM spells it; one field at most."""
+    """Constraint on the output in vLLM's spelling; at most one field may be set."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     """JSON schema, as an object or as text. Example: {"type": "object"}"""
@@ -140,7 +140,7 @@ class PredictionPart(Wire):
 
 
 class Prediction(Wire):
-    """What the answer may be."""
+    """The predicted answer."""
 
     type: Literal["content"]
     """Always `content`. Example: "content" """
@@ -149,7 +149,7 @@ class Prediction(Wire):
 
 
 class ModelFields(Wire):
-    """What every request to the model has."""
+    """Fields of every request to the model."""
 
     model: str | None = None
     """Name of the served model, as GET /v1/models has it."""
@@ -188,7 +188,7 @@ class SamplingFields(ModelFields):
     ignore_eos: bool | None = None
     """Go on after the end-of-sequence token, up to `max_tokens`. Example: false"""
     stop_token_ids: TokenIds | None = None
-    """Token ids that end a choice, besides the model's own. Example: [2]"""
+    """Token ids that end a choice, in addition to the model's own. Example: [2]"""
     include_stop_str_in_output: bool | None = None
     """Leave the stop string, or the text of the stop token, in the answer. Example: false"""
     skip_special_tokens: bool | None = None
@@ -202,7 +202,7 @@ class SamplingFields(ModelFields):
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     """Only requests with the same salt share cached prompts. Example: "tenant-1" """
     kv_transfer_params: KvTransferParams | None = None
-    """How the KV blocks of the request are kept. Example: {"lmcache.skip_save": true}"""
+    """Options for keeping the KV blocks of the request. Example: {"lmcache.skip_save": true}"""
 
 
 class GenerationFields(SamplingFields):
@@ -216,7 +216,7 @@ class GenerationFields(SamplingFields):
     stream_options: StreamOptions | None = None
     """Options of a stream; only with `stream`. Example: {"include_usage": true}"""
     response_format: ResponseFormat | None = None
-    """What the output must match. Example: {"type": "text"}"""
+    """Format of the output. Example: {"type": "text"}"""
 
     # Extensions, as vLLM and trtllm-serve spell them.
     prompt_logprobs: Int32 | None = None
@@ -229,8 +229,7 @@ class GenerationFields(SamplingFields):
     """Add the tokenizer's special tokens (of the sequence's begin, say) to the prompt. Default: true for completions,
     false for chats, whose template adds them. Example: false"""
     structured_outputs: StructuredOutputs | None = None
-    """What the output must match. Of all fields that say so, a request has one at most.
-    Example: {"regex": "[0-9]{4}"}"""
+    """Constraint on the output. A request may have only one field that constrains it. Example: {"regex": "[0-9]{4}"}"""
     guided_json: dict[str, Any] | str | None = None
     """JSON schema that the output must match, as an object or as text. Example: {"type": "object"}"""
     guided_regex: str | None = None
@@ -314,9 +313,10 @@ class CompletionTokensDetails(BaseModel):
     reasoning_tokens: int
     """Tokens of reasoning before the answer."""
     accepted_prediction_tokens: int | None = None
-    """With a `prediction`: tokens that speculation proposed and the model generated, too."""
+    """Tokens that speculation proposed and the model accepted, if the request has a `prediction`."""
     rejected_prediction_tokens: int | None = None
-    """With a `prediction`: tokens that speculation proposed in vain. They are not in `completion_tokens`."""
+    """Tokens that speculation proposed and the model rejected, if the request has a `prediction`. They are not in
+    `completion_tokens`."""
 
 
 class Usage(BaseModel):

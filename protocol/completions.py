@@ -54,9 +54,9 @@ class CompletionChoice(BaseModel):
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it, an extension."""
     token_ids: list[int] | None = None
-    """With `return_token_ids`, the output."""
+    """Token ids of the output, with `return_token_ids`."""
     prompt_token_ids: list[int] | None = None
-    """With `return_token_ids`, the prompt."""
+    """Token ids of the prompt, with `return_token_ids`."""
 
 
 class Completion(BaseModel):

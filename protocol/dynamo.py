@@ -83,8 +83,8 @@ class DynamoRequest(msgspec.Struct, frozen=True):
     routing: DynamoRouting | None = None
     prefill_result: DynamoPrefill | None = None
     multi_modal_data: dict[str, list[dict[str, Any]]] | None = None
-    """By the type of content part (`image_url`), the files in order: {"Url": "…"} each."""
+    """Files by type of content part (`image_url`), in order: {"Url": "…"} each."""
     prompt_embeds: str | None = None
     encoder_result: dict[str, Any] | None = None
-    """What an encode worker has answered, as the frontend hands it to the others."""
+    """The answer of an encode worker, which the frontend passes to the other workers."""
     extra_args: DynamoExtras | None = None

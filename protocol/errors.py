@@ -7,22 +7,23 @@ class ErrorBody(BaseModel):
     """OpenAI's error object."""
 
     message: str
-    """What is wrong, for people."""
+    """Description of the error, for people."""
     type: str
     """Kind of error: `invalid_request_error`, `not_found_error`, `rate_limit_error`, `server_error` and so on."""
     param: str | None = None
     """Path of the field at fault, as in `messages.0.content`."""
     code: str | None = None
-    """What is wrong, for programs, as in `context_length_exceeded`."""
+    """Kind of error, for programs, such as `context_length_exceeded`."""
 
 
 class MissingPart(BaseModel):
     """A condition of readiness that is not met."""
 
     name: str
-    """For programs: engine, prefill_peers, replicas, kv_events, canary, event_loop, api_processes or draining."""
+    """Name of the part, for programs: engine, prefill_peers, replicas, kv_events, canary, event_loop, api_processes or
+    draining."""
     reason: str
-    """For people."""
+    """Description for people."""
 
 
 class NotReadyBody(ErrorBody):

@@ -44,7 +44,7 @@ class PrefillInfo(msgspec.Struct, frozen=True):
     block_size: int
     tensor_parallel_size: int
     kv_layout: str
-    """As `EngineInfo` has it."""
+    """The same as in `EngineInfo`."""
 
 
 class PrefillRequest(msgspec.Struct, frozen=True):
@@ -70,7 +70,8 @@ class EncodeInfo(msgspec.Struct, frozen=True):
     audio: bool = False
     hidden_size: int = 0
     dtype: str = ""
-    """As `EncoderInfo` has these; a backend that expands and encodes by itself (TensorRT-LLM) says nothing of them."""
+    """The same fields as in `EncoderInfo`. A backend that expands prompts and encodes by itself (TensorRT-LLM) leaves
+    them empty."""
 
 
 class EncodeRequest(msgspec.Struct, frozen=True):

@@ -21,12 +21,12 @@ class TextBlock(Wire):
 
 
 class BlockSource(Wire):
-    """Where an image or a document is."""
+    """Location of an image or a document."""
 
     type: str
     """`base64` or `url` for an image, `text` or `content` for a document. Example: "url" """
     media_type: str | None = None
-    """Of `data`: image/jpeg, image/png, image/gif or image/webp; text/plain. Example: "image/png" """
+    """Media type of `data`: image/jpeg, image/png, image/gif or image/webp; text/plain. Example: "image/png" """
     data: LongUrl | None = None
     """The image in base64, or the document's text. Example: "iVBORw0KGgo=" """
     url: LongUrl | None = None
@@ -51,7 +51,7 @@ class InnerBlock(Wire):
     title: str | None = None
     """Title of a document, which the model sees. Example: "Report" """
     context: str | None = None
-    """What the model is told of a document besides. Example: "Of last year." """
+    """Additional information about a document for the model. Example: "Of last year." """
     citations: Any = None
     """Refused where it asks for citations. Example: {"enabled": false}"""
     cache_control: Any = None
@@ -69,7 +69,7 @@ class ContentBlock(InnerBlock):
     name: str | None = None
     """The tool that is called. Example: "get_weather" """
     input: dict[str, Any] | None = None
-    """What it is called with. Example: {"city": "Rome"}"""
+    """Arguments of the call. Example: {"city": "Rome"}"""
     tool_use_id: str | None = None
     """The call whose result this is. Example: "toolu_1" """
     content: str | Annotated[list[InnerBlock], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
@@ -81,7 +81,7 @@ class ContentBlock(InnerBlock):
     signature: Any = None
     """Accepted and ignored. Example: "c2ln" """
     data: Any = None
-    """Of `redacted_thinking`: accepted and ignored. Example: "b3BhcXVl" """
+    """Data of `redacted_thinking`; accepted and ignored. Example: "b3BhcXVl" """
     caller: Any = None
     """Accepted and ignored. Example: {"type": "direct"}"""
 
@@ -103,7 +103,7 @@ class MessageTool(Wire):
     type: str | None = None
     """Null or `custom`: Anthropic's own tools are refused. Example: "custom" """
     description: str | None = None
-    """What it does, for the model. Example: "Current weather in a city" """
+    """Description of the tool for the model. Example: "Current weather in a city" """
     input_schema: dict[str, Any] | None = None
     """JSON schema of its input. Example: {"type": "object", "properties": {"city": {"type": "string"}}}"""
     strict: bool | None = None
@@ -121,7 +121,7 @@ class MessageTool(Wire):
 
 
 class MessageToolChoice(Wire):
-    """How the model chooses among the tools."""
+    """The model's choice among the tools."""
 
     type: Literal["auto", "any", "tool", "none"]
     """`auto`; `any`: the answer is calls; `tool`: it calls the one that is named; `none`: as without tools. What
@@ -139,7 +139,7 @@ class Thinking(Wire):
     """`enabled` and `adaptive` set the chat template's variable `enable_thinking` to true, `disabled` to false.
     Example: "enabled" """
     budget_tokens: Annotated[Int32, Field(ge=0)] | None = None
-    """Most tokens of reasoning, whose end is then forced. Example: 1024"""
+    """Maximum number of tokens of reasoning, whose end is then forced. Example: 1024"""
     display: str | None = None
     """`omitted` leaves reasoning out of the answer. Default: summarized, which is all of it. Example: "summarized" """
 
@@ -154,16 +154,16 @@ class MessageFormat(Wire):
 
 
 class OutputConfig(Wire):
-    """What the output is like."""
+    """Options of the output."""
 
     effort: str | None = None
     """Handed to the chat template as `reasoning_effort`, if it has this variable. Example: "low" """
     format: MessageFormat | None = None
-    """What the output must match. Example: {"type": "json_schema", "schema": {"type": "object"}}"""
+    """Format of the output. Example: {"type": "json_schema", "schema": {"type": "object"}}"""
 
 
 class PromptFields(ModelFields):
-    """What makes the prompt. Null means the default of a field."""
+    """Fields that define the prompt. Null means the default of a field."""
 
     messages: list[MessageParam] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     """The conversation so far. If the last message is an assistant's, the answer continues it.
@@ -174,7 +174,7 @@ class PromptFields(ModelFields):
     tools: Annotated[list[MessageTool], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     """Tools that the model may call. Example: [{"name": "get_time", "input_schema": {"type": "object"}}]"""
     tool_choice: MessageToolChoice | None = None
-    """How the model chooses among them. Default: auto. Example: {"type": "auto"}"""
+    """The model's choice among the tools. Default: auto. Example: {"type": "auto"}"""
     thinking: Thinking | None = None
     """Whether the model reasons. Default: as its chat template has it. Example: {"type": "disabled"}"""
     output_config: OutputConfig | None = None
@@ -257,7 +257,7 @@ class MessageUsage(BaseModel):
 
 
 class WholeUsage(MessageUsage):
-    """Numbers of tokens, and what Anthropic's API says besides."""
+    """Numbers of tokens, and further fields of Anthropic's API."""
 
     cache_creation: None = None
     """Always null."""
@@ -306,9 +306,9 @@ class AnswerToolUse(BaseModel):
     name: str
     """Name of the tool."""
     input: dict[str, Any]
-    """What it is called with."""
+    """Arguments of the call."""
     caller: DirectCaller
-    """Who calls it."""
+    """Caller of the tool."""
 
 
 AnswerBlock = Annotated[AnswerText | AnswerThinking | AnswerToolUse, Field(discriminator="type")]
@@ -329,7 +329,7 @@ class WholeMessage(BaseModel):
     content: list[AnswerBlock]
     """The answer, in blocks."""
     stop_reason: StopReason | None
-    """Why the answer ended; null in `message_start`."""
+    """Reason why the answer ended; null in `message_start`."""
     stop_sequence: str | None
     """The stop sequence that ended it."""
     stop_details: None = None
@@ -348,12 +348,12 @@ class TokensCount(BaseModel):
 
 
 class MessagesError(BaseModel):
-    """What is wrong."""
+    """Kind and description of an error."""
 
     type: str
     """Kind of error: `invalid_request_error`, `not_found_error`, `rate_limit_error`, `overloaded_error` and so on."""
     message: str
-    """What is wrong, for people; it names the field at fault."""
+    """Description of the error, for people; it names the field at fault."""
     details: dict[str, str] | None = None
     """`error_code`: what is wrong, for programs, as in `context_length_exceeded`; `param`: the field at fault."""
 

@@ -9,30 +9,30 @@ class Peers(BaseModel):
     """Replicas that this one asks."""
 
     known: int
-    """How many it knows."""
+    """Number of known replicas."""
     available: int
-    """How many of them answer."""
+    """Number of replicas that answer."""
 
 
 class Runtime(BaseModel):
-    """How a replica runs. Facts of the engine are null where there is none, and before it has started."""
+    """Runtime configuration of a replica. Facts of the engine are null without an engine, and before it has started."""
 
     role: str
-    """What the replica does: aggregated, prefill, decode, encode or router."""
+    """Role of the replica: aggregated, prefill, decode, encode or router."""
     backend: str | None
     """Engine: embedded, trtllm or fake."""
     device: str | None = None
-    """Where the model computes."""
+    """Device on which the model runs."""
     dtype: str | None = None
     """Type in which the model computes."""
     compute_path: str | None = None
     """Code of the embedded engine that computes: native, cuda or transformers."""
     instruction_set: str | None = None
-    """Which that path uses: a level of CPU_ISA, such as avx2, or a GPU's compute capability."""
+    """Instruction set of that path: a level of CPU_ISA, such as avx2, or a GPU's compute capability."""
     quantization: str | None = None
-    """How weights are quantised: fp8 or int8; null if they are not."""
+    """Quantisation of the weights: fp8 or int8; null for none."""
     context_length: int | None = None
-    """Most tokens of one sequence, prompt and output together."""
+    """Maximum number of tokens of one sequence, prompt and output together."""
     kv_block_size: int | None = None
     """Tokens in a KV block."""
     total_kv_blocks: int | None = None
@@ -42,9 +42,9 @@ class Runtime(BaseModel):
     kv_disk_cache_bytes: int | None = None
     """Disk space for KV blocks that the host has no room for."""
     max_num_seqs: int | None = None
-    """Most sequences in one step."""
+    """Maximum number of sequences in one step."""
     max_num_batched_tokens: int | None = None
-    """Most tokens in one step."""
+    """Maximum number of tokens in one step."""
     tensor_parallel_size: int | None = None
     """GPUs that share each layer."""
     data_parallel_size: int | None = None
@@ -54,7 +54,9 @@ class Runtime(BaseModel):
     pipeline: str | None = None
     """Class of diffusers that makes pictures or videos; null for a model of text."""
     makes: list[str] = ["text"]
-    """What the model makes: text, image or video."""
+    """Kinds of output: text, image or video."""
+    takes: list[str] = []
+    """Kinds of input: text, image, video, audio. A model that transcribes takes audio alone."""
     refused_parameters: dict[str, str] = {}
     """Sampling parameters that the engine refuses, always or under conditions, each with the reason."""
     tool_call_parser: str | None = None
@@ -68,7 +70,7 @@ class Runtime(BaseModel):
     kv_events_replay_port: int | None
     """Port that sends missed events again."""
     versions: dict[str, str]
-    """Of the server and of relevant packages."""
+    """Versions of the server and of relevant packages."""
 
 
 class Model(BaseModel):
@@ -87,7 +89,7 @@ class Model(BaseModel):
     max_model_len: int | None
     """Context length in tokens, as vLLM has it; null for a model of pictures."""
     runtime: Runtime
-    """How the replica runs, an extension."""
+    """Runtime configuration of the replica, an extension."""
 
 
 class ModelList(BaseModel):
@@ -107,9 +109,9 @@ class ServerInfo(BaseModel):
     ready: bool
     """Whether the replica takes requests now."""
     runtime: Runtime
-    """How the replica runs."""
+    """Runtime configuration of the replica."""
     settings: dict[str, Any]
-    """By name; "***" for a secret or an address that is set."""
+    """Settings by name; "***" for a secret or an address that is set."""
 
 
 class Version(BaseModel):

@@ -58,7 +58,7 @@ class InputItem(Wire):
     status: str | None = None
     """Accepted and ignored. Example: "completed" """
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    """Who wrote a message. Example: "user" """
+    """Author of a message. Example: "user" """
     content: str | Annotated[list[InputPart], Field(max_length=MAX_MESSAGES)] | None = None
     """Content of a message, or text of reasoning. Example: "Hello" """
     phase: str | None = None
@@ -72,7 +72,7 @@ class InputItem(Wire):
     arguments: str | None = None
     """JSON text of a function's arguments. Example: "{}" """
     input: str | None = None
-    """What a custom tool was given. Example: "ls" """
+    """Input of a custom tool. Example: "ls" """
     output: str | Annotated[list[InputPart], Field(max_length=MAX_MESSAGES)] | None = None
     """The result of a call. Example: "21 degrees" """
     summary: Annotated[list[InputPart], Field(max_length=MAX_MESSAGES)] | None = None
@@ -86,7 +86,7 @@ class InputItem(Wire):
 
 
 class ToolGrammar(Wire):
-    """What the input of a custom tool must be."""
+    """Grammar of a custom tool's input."""
 
     type: str
     """`text` (anything) or `grammar`. Example: "text" """
@@ -112,7 +112,7 @@ class MemberTool(Wire):
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_.:/@-]{1,128}$")] | None = None
     """Its name. Example: "get_weather" """
     description: str | None = None
-    """What it does, for the model. Example: "Current weather in a city" """
+    """Description of the tool for the model. Example: "Current weather in a city" """
     parameters: dict[str, Any] | None = None
     """JSON schema of a function's arguments. Default: any object.
     Example: {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}"""
@@ -120,7 +120,7 @@ class MemberTool(Wire):
     """Whether arguments must fit the schema, which the engine sees to. They do as well where `tool_choice` asks for a
     call. Example: false"""
     format: ToolGrammar | None = None
-    """What the input of a custom tool must be. Example: {"type": "text"}"""
+    """Format of a custom tool's input. Example: {"type": "text"}"""
     defer_loading: Any = None
     """Accepted and ignored: all tools are shown. Example: false"""
 
@@ -133,14 +133,14 @@ class ResponsesTool(MemberTool):
 
 
 class TextFormat(Wire):
-    """What the text must match."""
+    """Format of the text."""
 
     type: str
     """`text` (anything), `json_object` or `json_schema`. Example: "text" """
     name: str | None = None
     """Name of the schema; without effect. Example: "person" """
     description: str | None = None
-    """What the schema is for; without effect. Example: "A person and an age" """
+    """Purpose of the schema; has no effect. Example: "A person and an age" """
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     """The schema. Example: {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}"""
     strict: bool | None = None
@@ -148,16 +148,16 @@ class TextFormat(Wire):
 
 
 class TextOptions(Wire):
-    """What the text is like."""
+    """Options of the text."""
 
     format: TextFormat | None = None
-    """What the text must match. Example: {"type": "text"}"""
+    """Format of the text. Example: {"type": "text"}"""
     verbosity: Literal["low", "medium", "high"] | None = None
     """Accepted and ignored. Example: "medium" """
 
 
 class ReasoningOptions(Wire):
-    """How the model reasons."""
+    """Options of the model's reasoning."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """Given to the chat template as `reasoning_effort`. Example: "low" """
@@ -184,7 +184,7 @@ class ResponsesStreamOptions(Wire):
 
 
 class ContextFields(ModelFields):
-    """What the model is told: the same for a response, its tokens and compaction."""
+    """Fields that define the model's input: the same for a response, the count of its tokens, and compaction."""
 
     input: str | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES)] | None = None
     """The input, as text or items. Example: "Hello" """
@@ -202,9 +202,9 @@ class ContextFields(ModelFields):
     parallel_tool_calls: bool | None = None
     """Whether one response may have several calls. Example: true"""
     reasoning: ReasoningOptions | None = None
-    """How the model reasons. Example: {"effort": "low"}"""
+    """Options of the model's reasoning. Example: {"effort": "low"}"""
     text: TextOptions | None = None
-    """What the text is like. Example: {"format": {"type": "text"}}"""
+    """Options of the text. Example: {"format": {"type": "text"}}"""
     truncation: Literal["auto", "disabled"] | None = None
     """`auto` drops the oldest items if the input does not fit the model's context; `disabled` refuses it.
     Example: "disabled" """
@@ -219,8 +219,8 @@ class ResponsesRequest(ContextFields, SamplingFields):
     max_output_tokens: Int64 | None = None
     """Maximum number of tokens to generate, reasoning included. Default: all that fit the context. Example: 64"""
     thinking_token_budget: Annotated[Int32, Field(ge=-1)] | None = None
-    """Most tokens of reasoning, as in chats: its end is then forced. -1 is no limit. Default: the server's setting.
-    Example: 1024"""
+    """Maximum number of tokens of reasoning, as in chats: its end is then forced. -1 is no limit. Default: the server's
+    setting. Example: 1024"""
     top_logprobs: Int32 | None = None
     """Number of most likely tokens to return with each token of the text. Example: 0"""
     store: bool | None = None
@@ -230,8 +230,8 @@ class ResponsesRequest(ContextFields, SamplingFields):
     metadata: Annotated[dict[Annotated[str, Field(max_length=64)], ShortText], Field(max_length=16)] | None = None
     """Up to 16 pairs to keep with the response. Example: {"run": "1"}"""
     include: Annotated[list[Include], Field(max_length=64)] | None = None
-    """What the response has besides: `reasoning.encrypted_content` or `message.output_text.logprobs`. OpenAI's others
-    concern tools that OpenAI runs, and are ignored. Example: ["reasoning.encrypted_content"]"""
+    """Additional contents of the response: `reasoning.encrypted_content` or `message.output_text.logprobs`. OpenAI's
+    others concern tools that OpenAI runs, and are ignored. Example: ["reasoning.encrypted_content"]"""
     max_tool_calls: Annotated[int, Field(ge=1, le=(1 << 31) - 1)] | None = None
     """Accepted and ignored: it bounds calls of tools that OpenAI runs. Example: 8"""
     stream_options: ResponsesStreamOptions | None = None
@@ -340,9 +340,9 @@ class Response(BaseModel):
     status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     """`incomplete` if `incomplete_details` says why it ended early, `failed` if `error` does."""
     incomplete_details: dict[str, Any] | None
-    """Why the response is incomplete."""
+    """Reason why the response is incomplete."""
     error: dict[str, Any] | None
-    """Why the response failed."""
+    """Reason why the response failed."""
     model: str
     """Name of the model."""
     output: list[dict[str, Any]]

@@ -29,7 +29,7 @@ class TokenizeRequest(Wire):
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template that the server's settings let requests set. Example: {}"""
     media_io_kwargs: MediaOptions | None = None
-    """Which frames of a chat's videos are taken. Example: {"video": {"num_frames": 8}}"""
+    """The frames to take of a chat's videos. Example: {"video": {"num_frames": 8}}"""
     mm_processor_kwargs: VideoSampling | None = None
     """The same, under another name of vLLM's. Example: {"fps": 2}"""
     return_token_strs: bool | None = None
@@ -46,7 +46,7 @@ class TokenizeResponse(BaseModel):
     tokens: list[int]
     """The token ids."""
     token_strs: list[str] | None = None
-    """With `return_token_strs`, the text of each token by itself."""
+    """Text of each token by itself, with `return_token_strs`."""
 
 
 class DetokenizeRequest(Wire):

@@ -8,18 +8,18 @@ from protocol.common import Finite, ModelFields
 
 
 class SpeechFields(ModelFields):
-    """What transcripts and translations have in common. The form has the audio besides."""
+    """Fields that transcripts and translations share. The form has the audio in addition."""
 
     file: Any = None
     """The audio: a WAV, FLAC, MP3, Ogg Vorbis or Opus file."""
     prompt: str | None = None
-    """Text that may have come before the audio, such as names as they are to be spelled.
-    Example: "Trellis, TensorRT" """
+    """Text that may have come before the audio, such as names in their correct spelling. Example: "Trellis, TensorRT"
+    """
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] | None = None
     """`json` has the text, `verbose_json` its segments too, `text`, `srt` and `vtt` are no JSON. Example: "json" """
     temperature: Annotated[Finite, Field(ge=0, le=1)] | None = None
     """Randomness. 0 takes the most likely text, and a higher one only where that repeats itself or is unlikely.
-    Example: 0"""
+    Default: 0. Example: 0"""
 
 
 class TranscriptionRequest(SpeechFields):
@@ -51,7 +51,7 @@ class TranslationRequest(SpeechFields):
 
 
 class DurationUsage(BaseModel):
-    """What a transcript is billed by."""
+    """Usage by which a transcript is billed."""
 
     type: Literal["duration"]
     """Always `duration`."""
@@ -71,17 +71,17 @@ class TranscriptSegment(BaseModel):
     end: float
     """Likewise."""
     text: str
-    """What is said, with the space before it."""
+    """Text of the segment, with the space before it."""
     tokens: list[int]
     """Token ids, with timestamps."""
     temperature: float
-    """With which the text was decoded."""
+    """Temperature at which the text was decoded."""
     avg_logprob: float
     """Mean log-probability of the tokens."""
     compression_ratio: float
     """Bytes of the text for each of the compressed text: more than 2.4 is a text that repeats itself."""
     no_speech_prob: float
-    """Probability that nobody speaks."""
+    """Probability that there is no speech."""
 
 
 class TranscriptWord(BaseModel):
@@ -101,17 +101,17 @@ class Transcription(BaseModel):
     text: str
     """All that is said."""
     task: Literal["transcribe", "translate"] | None = None
-    """What was asked for."""
+    """The requested task."""
     language: str | None = None
     """English name of the language of the text."""
     duration: float | None = None
     """Seconds of audio."""
     segments: list[TranscriptSegment] | None = None
-    """Unless `timestamp_granularities` asks for words alone."""
+    """Segments, unless `timestamp_granularities` asks for words alone."""
     words: list[TranscriptWord] | None = None
-    """If `timestamp_granularities` asks for them."""
+    """Words, if `timestamp_granularities` asks for them."""
     usage: DurationUsage
-    """What it is billed by."""
+    """Usage by which the transcript is billed."""
 
 
 class TranscriptDelta(BaseModel):
@@ -140,7 +140,7 @@ class SpeechUsage(BaseModel):
     input_tokens: int
     """Sum of the details."""
     input_token_details: SpeechTokens
-    """By kind."""
+    """Input tokens by kind."""
     output_tokens: int
     """Tokens generated."""
     total_tokens: int

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from protocol.common import Finite, Int64, ModelFields
+from protocol.common import Finite, Int64, LongUrl, ModelFields, Wire
 
 MAX_PROMPT = 32_000
 """Characters, as OpenAI has it."""
@@ -13,10 +13,10 @@ Percent = Annotated[int, Field(ge=0, le=100)]
 
 
 class DrawingFields(ModelFields):
-    """What pictures and videos have in common."""
+    """Fields that pictures and videos share."""
 
     prompt: Prompt
-    """What is to be seen. Example: "a red circle on a white background" """
+    """Description of the picture or video. Example: "a red circle on a white background" """
     size: str | None = None
     """Width and height in pixels; `auto` is the model's own. Example: "512x512" """
     seed: Int64 | None = None
@@ -24,15 +24,15 @@ class DrawingFields(ModelFields):
     num_inference_steps: Annotated[int, Field(ge=1)] | None = None
     """Denoising steps. Example: 20"""
     guidance_scale: Annotated[Finite, Field(ge=0, le=100)] | None = None
-    """How closely the prompt is followed. Example: 5.0"""
+    """Strength of classifier-free guidance: higher values follow the prompt more closely. Example: 5.0"""
     negative_prompt: Annotated[str, Field(max_length=MAX_PROMPT)] | None = None
-    """What is not to be seen. Example: "blurry" """
+    """Description of contents to avoid. Example: "blurry" """
     user: Any = None
     """Accepted and ignored. Example: "user-1" """
 
 
 class ImageFields(DrawingFields):
-    """What new pictures and changed ones have in common."""
+    """Fields that new and changed pictures share."""
 
     n: Annotated[int, Field(ge=1)] | None = None
     """Number of pictures. Those after the first have the seeds that follow. Example: 1"""
@@ -67,13 +67,26 @@ class ImageEditRequest(ImageFields):
     `mask`."""
 
     strength: Annotated[Finite, Field(gt=0, le=1)] | None = None
-    """How much is changed; 1 keeps nothing. Example: 0.8"""
+    """Strength of the change; 1 keeps nothing of the picture. Example: 0.8"""
     input_fidelity: Any = None
     """Accepted and ignored. Example: "low" """
 
 
+class InputReference(Wire):
+    """A picture with which a video begins."""
+
+    image_url: LongUrl | None = None
+    """A data URL, or an http(s) URL. Example: "data:image/png;base64,iVBORw0KGgo=" """
+    file_id: Any = None
+    """Not supported."""
+
+
 class VideoRequest(DrawingFields):
     """A video of a prompt."""
+
+    input_reference: InputReference | None = None
+    """The picture with which the video begins, for models that take one; in a form, a file.
+    Example: {"image_url": "data:image/png;base64,iVBORw0KGgo="}"""
 
     seconds: Annotated[Finite, Field(gt=0)] | str | None = None
     """Length, as a number or as text. Example: "2" """
@@ -91,7 +104,7 @@ class Image(BaseModel):
     b64_json: str | None = None
     """The file in base64."""
     url: str | None = None
-    """Where the file is, for those who have the key that asked for it."""
+    """URL of the file, which only the API key of the request can read."""
     revised_prompt: str | None = None
     """Always null: prompts are taken as they are."""
     seed: int
@@ -108,7 +121,7 @@ class ImageTokenDetails(BaseModel):
 
 
 class ImageUsage(BaseModel):
-    """What pictures were made of."""
+    """Tokens and patches that were read and made."""
 
     input_tokens: int
     """Tokens of the prompt, and patches of the picture to change."""
@@ -134,16 +147,16 @@ class ImagesAnswer(BaseModel):
     size: str
     """Width and height in pixels."""
     usage: ImageUsage
-    """What they were made of."""
+    """Tokens and patches that were read and made."""
 
 
 class VideoError(BaseModel):
-    """Why there is no video."""
+    """The error of a failed video."""
 
     code: str
-    """For programs."""
+    """Code for programs."""
     message: str
-    """For people."""
+    """Message for people."""
     param: str | None = None
     """The field at fault."""
     type: str | None = None
@@ -165,7 +178,7 @@ class VideoJob(BaseModel):
     status: VideoStatus
     """State of the job."""
     stage: Literal["generating", "postprocessing"] | None = None
-    """Of one in progress, an extension: frames are computed, or written to a file."""
+    """Stage of a job in progress, an extension: frames are computed, or written to a file."""
     progress: int
     """Percent of the work that is done."""
     created_at: int
@@ -185,7 +198,7 @@ class VideoJob(BaseModel):
     num_frames: int
     """Number of frames, an extension."""
     error: VideoError | None = None
-    """Why it has failed."""
+    """Reason why it has failed."""
     remixed_from_video_id: str | None = None
     """Always null."""
 

@@ -1,25 +1,27 @@
 """POST /v1/chat/completions."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.media import FrameSampling, MediaKind
 from multimodal.answers.shapes import ChatShape
 from multimodal.errors import RequestError, shown
-from multimodal.request import Ask, Conversation, MediaRef
+from multimodal.request import Ask, Conversation, MediaRef, Tool, Tools
 from protocol.chat import (
     ChatCompletion,
     ChatCompletionRequest,
     ChatMessage,
     ContentPart,
+    FunctionDefinition,
+    FunctionTool,
     ImageUrl,
     MessageFunctionCall,
 )
 from protocol.tokenize import TokenizeRequest
 from routers.endpoint import Endpoint
 from routers.fields import to_ask
-from routers.tools import tools_of
+from routers.tools import chosen_tools, template_tools
 
 _TEXT_PARTS = ("text", "input_text", "refusal")
 MEDIA_PARTS: dict[str, MediaKind] = {
@@ -44,7 +46,7 @@ def convert(body: ChatCompletionRequest) -> Ask:
     if body.max_completion_tokens is not None:
         own["max_tokens"] = body.max_completion_tokens
         fields["max_tokens"] = "max_completion_tokens"
-    own["tools"], shown_tools = tools_of(body)
+    own["tools"], shown_tools = _tools_of(body)
     own["include_reasoning"] = body.include_reasoning is not False
     fields["reasoning_budget"], own["reasoning_budget"] = _reasoning_budget(body)
     return to_ask(body, conversation(body, body.messages, variables, shown_tools), fields, **own)
@@ -181,6 +183,97 @@ def _called(function: MessageFunctionCall, param: str) -> dict[str, Any]:
         if not isinstance(arguments, dict):
             raise RequestError(f"The arguments of '{param}' must be a JSON object.", param)
     return function.model_dump(exclude_unset=True) | {"arguments": arguments}
+
+
+def _tools_of(body: ChatCompletionRequest) -> tuple[Tools | None, list[dict[str, Any]]]:
+    """Return the tools that the model may call, and those that the prompt shows. Raises RequestError."""
+    legacy = body.functions is not None
+    if legacy and body.tools is not None:
+        raise RequestError("'tools' and 'functions' exclude each other.", "functions")
+    name = "functions" if legacy else "tools"
+    functions = body.functions or [_function(tool, place) for place, tool in enumerate(body.tools or ())]
+    spelled = "functions.{}" if legacy else "tools.{}.function"
+    offered = _named(functions, spelled)
+    field = "function_call" if legacy else "tool_choice"
+    choice: Any = body.function_call if legacy else body.tool_choice
+    if body.function_call is not None and not legacy and body.function_call not in ("none", "auto"):
+        raise RequestError("'function_call' needs 'functions'.", "function_call")
+    if not offered:
+        if choice not in (None, "none", "auto"):
+            raise RequestError(f"{field!r} needs {name!r}.", field)
+        return None, []
+    if choice == "none":
+        return None, []
+    mode, allowed = _choice(choice, field)
+    return chosen_tools(
+        offered,
+        mode,
+        allowed,
+        parallel=not legacy and body.parallel_tool_calls is not False,
+        field=field,
+        param=name,
+        schemas=[f"{spelled.format(place)}.parameters" for place in range(len(functions))],
+    ), template_tools(functions)
+
+
+def shown_tools(tools: Sequence[FunctionTool] | None) -> list[dict[str, Any]]:
+    """Return the tools of a body that generates nothing, as templates expect them. Raises RequestError."""
+    return template_tools([_function(tool, place) for place, tool in enumerate(tools or ())])
+
+
+def _function(tool: FunctionTool, place: int) -> FunctionDefinition:
+    if tool.type != "function" or tool.function is None:
+        param = f"tools.{place}.type" if tool.type != "function" else f"tools.{place}.function"
+        said = f"must be 'function', not '{shown(tool.type)}'" if tool.type != "function" else "is missing"
+        raise RequestError(f"'{param}' {said}.", param, "unsupported_parameter" if tool.type != "function" else None)
+    return tool.function
+
+
+def _named(functions: Sequence[FunctionDefinition], spelled: str) -> dict[str, Tool]:
+    found: dict[str, Tool] = {}
+    for place, function in enumerate(functions):
+        param = f"{spelled.format(place)}.name"
+        if function.name in found:
+            raise RequestError(f"'{param}' is the name of another tool, too.", param)
+        found[function.name] = Tool(function.name, function.parameters or {}, bool(function.strict))
+    return found
+
+
+def _choice(choice: Any, field: str) -> tuple[str, Sequence[str] | None]:
+    """Return how the model chooses (auto, required or one function), and among which tools; None for all."""
+    if choice in (None, "auto"):
+        return "auto", None
+    if choice == "required" and field == "tool_choice":
+        return "required", None
+    if isinstance(choice, Mapping):
+        if field == "function_call" and isinstance(choice.get("name"), str):
+            return "function", [choice["name"]]
+        match choice.get("type"):
+            case "function":
+                return "function", [_name(choice, field)]
+            case "allowed_tools":
+                return _allowed(choice.get("allowed_tools"), field)
+    kinds = (
+        "none, auto, required, a function or allowed_tools" if field == "tool_choice" else "none, auto or a function"
+    )
+    raise RequestError(f"{field!r} must be {kinds}.", field)
+
+
+def _allowed(allowed: Any, field: str) -> tuple[str, Sequence[str]]:
+    param = f"{field}.allowed_tools"
+    if not isinstance(allowed, Mapping) or not isinstance(allowed.get("tools"), list) or not allowed["tools"]:
+        raise RequestError(f"'{param}.tools' must name at least one tool.", f"{param}.tools")
+    if (mode := allowed.get("mode")) not in ("auto", "required"):
+        raise RequestError(f"'{param}.mode' must be auto or required.", f"{param}.mode")
+    return mode, [_name(tool, f"{param}.tools.{place}") for place, tool in enumerate(allowed["tools"])]
+
+
+def _name(tool: Any, param: str) -> str:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise RequestError(f"'{param}.function.name' is missing.", f"{param}.function.name")
+    return name
 
 
 ENDPOINT = Endpoint(

@@ -65,7 +65,7 @@ def _read(raw: bytes, model: str, options: HttpOptions) -> tuple[EncodeRequest, 
         check_fits(envelope.version, envelope.model, model)
         images = attach_media(_media.decode(envelope.media), parts_of(rest, envelope.sizes))
     except ValueError as error:
-        raise RequestError(f"The body is no encode request: {error}", code="malformed_request") from None
+        raise RequestError(f"The body is not an encode request: {error}", code="malformed_request") from None
     most = options.max_images if envelope.prompt else MAX_MEDIA
     if not 0 < len(images) <= most:
         raise RequestError(f"The request has {len(images)} images; from 1 to {most} are taken at once.", "image")

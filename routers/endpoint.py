@@ -27,7 +27,7 @@ B = TypeVar("B", bound=ModelFields)
 
 
 class Framing:
-    """How an API frames its stream: events of data alone, then `[DONE]`, as OpenAI's chat and completions do.
+    """The framing of an API's stream: events of data alone, then `[DONE]`, as OpenAI's chat and completions do.
 
     An API that names its events, or ends in another way, has a subclass.
     """
@@ -144,7 +144,7 @@ class EventStream(EventSourceResponse):
         self._render_error = render_error
         self._started = False
         self._last_sent = math.inf
-        """By the loop's clock; infinite until the headers are sent."""
+        """Time of the last event by the loop's clock; infinite until the headers are sent."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send_events(scope, send))

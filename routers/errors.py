@@ -1,4 +1,4 @@
-"""Errors of the routes, besides those of `multimodal/errors.py` and `engine/errors.py`."""
+"""Errors of the routes, in addition to those of `multimodal/errors.py` and `engine/errors.py`."""
 
 from typing import NamedTuple
 
@@ -7,12 +7,13 @@ from multimodal.errors import RequestError, shown
 
 
 class Missing(NamedTuple):
-    """Something that a replica lacks to be ready."""
+    """A part without which a replica is not ready."""
 
     name: str
-    """For programs: engine, prefill_peers, replicas, kv_events, canary, event_loop, sleep or draining."""
+    """Name of the part, for programs: engine, prefill_peers, replicas, kv_events, canary, event_loop, sleep or
+    draining."""
     reason: str
-    """For people."""
+    """Description for people."""
 
 
 class NotReady(EngineNotReady):

@@ -1,4 +1,4 @@
-"""Fields that all generating APIs share: checked besides their types, and converted into the neutral request."""
+"""Fields that all generating APIs share: checks beyond their types, and conversion into the neutral request."""
 
 import dataclasses
 import logging
@@ -38,7 +38,7 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "prompt": (),
     "context_management": ([],),
 }
-"""Fields that would change the meaning of the answer, each with the values (besides null) that ask for nothing."""
+"""Fields that would change the meaning of the answer, each with the values (other than null) that have no effect."""
 
 STRUCTURED_OUTPUTS: dict[str, GuideKind] = {
     "json_": "json_schema",
@@ -124,7 +124,7 @@ class FieldCheck:
             raise RequestError(f"Unknown field {name!r}.", name, "unknown_parameter")
         if name not in self._seen and len(self._seen) < _MAX_UNKNOWN:
             self._seen.add(name)
-            log.warning("ignoring the unknown request field %r; this is said once", name)
+            log.warning("ignoring the unknown request field %r; this is logged once", name)
 
 
 def to_ask(

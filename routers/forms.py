@@ -25,9 +25,8 @@ _ESCAPED = re.compile(r'\\(["\\])')
 
 
 class Form(NamedTuple):
-    """What a form has, by name and in order. A name may end with [] where there may be several.
-
-    What files say of themselves, names and types, is left out.
+    """The fields and files of a form, by name and in order. A name may end with [] where several values are allowed.
+    Names and types of files are left out.
     """
 
     fields: dict[str, list[str]]

@@ -105,7 +105,7 @@ def _read(raw: bytes, model: str) -> GenerateRequest:
         check_fits(envelope.version, envelope.model, model)
         request = _requests.decode(envelope.request).attach(parts_of(rest, envelope.sizes))
     except ValueError as error:
-        raise RequestError(f"The body is no prefill request: {error}", code="malformed_request") from None
+        raise RequestError(f"The body is not a prefill request: {error}", code="malformed_request") from None
     return msgspec.structs.replace(request, prefill_only=True, handoff=None, trace=trace.headers())
 
 

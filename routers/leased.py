@@ -19,7 +19,7 @@ from routers.errors import ReplicasDiffer
 from routers.state import HttpOptions, State
 
 GRACE_SECONDS = 2.0
-"""From the end of an answer whose lease is over until what it held is freed.
+"""Seconds from the end of an answer, and so of its lease, until the memory that it held is freed.
 
 The reader discards what it has not read by the end of the answer.
 """

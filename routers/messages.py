@@ -168,7 +168,7 @@ class _Said:
     reasoning: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     answers: dict[str, str] = field(default_factory=dict)
-    """In the result of a tool: the id, and the name, of the call that it answers."""
+    """Id and name of the call that a tool result answers."""
 
     def message(self) -> dict[str, Any]:
         found: dict[str, Any] = {"role": self.role, **self.answers}

@@ -26,8 +26,8 @@ _TYPES = {
     ".mjs": "text/javascript; charset=utf-8",
 }
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'{styles}; img-src 'self' data: blob:; media-src data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'{styles}; img-src 'self' data: blob:; "
+    "media-src data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _POLICIES = {
     "index.html": _POLICY.format(styles="") + "; require-trusted-types-for 'script'; trusted-types dompurify",
@@ -37,11 +37,6 @@ _FORWARDED = re.compile("x-forwarded-.*|forwarded|via|x-real-ip|cf-connecting-ip
 """Names of headers that proxies add."""
 _REFUSED = re.compile(r"\s*q\s*=\s*0(\.0*)?\s*", re.IGNORECASE)
 """The weight of an encoding that a client does not take."""
-
-
-def needs_no_key(path: str) -> bool:
-    """Return whether a browser opens this path before it knows a key."""
-    return path in (CHAT, DOCS) or path.startswith(STATIC)
 
 
 def page_router(chat: bool, docs: bool, direct_only: bool) -> APIRouter:

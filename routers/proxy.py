@@ -155,7 +155,7 @@ class _Exchange:
         return RoutedPrompt(count=1), Affinity((named[1],) if named is not None else (), session=session)
 
     async def _ask(self, rank: RoutedRank, work: Assignment, attempt: int) -> Response:
-        """Raises ConnectionFailed."""
+        """Send the request to a replica. Raises ConnectionFailed."""
         replica = rank.replica
         outcome = "cancelled"
         connection: ReplicaConnection | None = None

@@ -34,14 +34,14 @@ class IsSleeping(BaseModel):
 
 
 class MemoryTags(BaseModel):
-    """Which memory is meant."""
+    """The memory that is meant."""
 
     tags: list[str] = ["model", "kv_cache"]
     """TensorRT-LLM's names, such as model and kv_cache."""
 
 
 class MemoryAnswer(BaseModel):
-    """It is done."""
+    """Confirmation that the memory was released or restored."""
 
     status: str = "success"
     """Always success."""

@@ -18,6 +18,7 @@ from engine.replicas.encode_answers import EncodeService
 from engine.replicas.routing.fleet import Fleet
 from engine.sleep import Sleeper, SleepState
 from engine.visual.base import VisualEngine
+from multimodal.media.loader import MediaLoader
 from multimodal.processor import Processor
 from multimodal.speech.transcriber import Transcriber
 from multimodal.text.prompts import MediaPrompts
@@ -115,6 +116,8 @@ class VisualService:
     engine: VisualEngine
     fields: FieldCheck
     media: MediaStore
+    loader: MediaLoader
+    """Loads pictures that requests name by URLs."""
     videos: VideoJobs
     limits: VisualLimits
     timeout_seconds: float
@@ -127,6 +130,7 @@ class VisualService:
     async def close(self) -> None:
         """End what runs."""
         await self.engine.close()
+        await self.loader.aclose()
         await self.media.close()
 
 
@@ -145,11 +149,12 @@ class ReplicaState:
     service: ReplicaService | None = None
     """Set once, when all that it needs has started."""
     loading: str = "The model is loading."
-    """Why there is no service yet."""
+    """Reason why there is no service yet."""
     failure: str | None = None
-    """Why the server has to end, if it does."""
+    """Reason why the server has to end, if it does."""
     checks: dict[str, Callable[[], str]] = field(default_factory=dict)
-    """Conditions of readiness besides the service, by name: a call returns why one is not met, empty if it is."""
+    """Conditions of readiness other than the service, by name: a call returns the reason why one is not met, empty if
+    it is."""
     peers: dict[str, Callable[[], tuple[int, int]]] = field(default_factory=dict)
     """Replicas that this one asks, by what for: a call returns how many it knows, and how many of them answer."""
     sleeper: Sleeper | None = None
@@ -216,7 +221,7 @@ class ReplicaState:
 
 @dataclass(frozen=True)
 class HttpOptions:
-    """How requests are read and streams are sent."""
+    """Options for reading requests and sending streams."""
 
     max_body_bytes: int
     body_timeout: float
@@ -230,7 +235,7 @@ class HttpOptions:
     max_video_bytes: int
     max_audio_bytes: int
     max_text_bytes: int
-    """Bytes of a body besides its images."""
+    """Bytes of a body without its images."""
     max_values: int
     """JSON values of a body."""
 
@@ -243,7 +248,7 @@ class MessageClock(Protocol):
     """Measures and traces a request that came as a message on a WebSocket, until `end`."""
 
     span: trace.Span | None
-    """None without tracing."""
+    """Span of the request; None without tracing."""
     status: int
     """The status that the answer would have over HTTP; GONE at first."""
 
@@ -268,9 +273,9 @@ class State(TypedDict):
     runtime: Callable[[], Runtime]
     """Return how the replica runs, as far as is known now."""
     settings: dict[str, object]
-    """Without secrets."""
+    """Settings without secrets."""
     profile_dir: Path | None
-    """Where profiles of the engine go; None if there are none."""
+    """Folder for profiles of the engine; None if there are none."""
     body_bytes: NotRequired[int]
 
 

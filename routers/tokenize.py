@@ -9,9 +9,8 @@ from multimodal.errors import RequestError
 from multimodal.request import Ask
 from protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from routers.body import converted, json_body, request_body, while_connected
-from routers.chat import conversation
+from routers.chat import conversation, shown_tools
 from routers.state import ChatServiceDep, StateDep
-from routers.tools import shown_tools
 
 router = APIRouter(tags=["tokens"])
 PATHS = ("/tokenize", "/detokenize")

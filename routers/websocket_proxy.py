@@ -32,7 +32,7 @@ from routers.state import MessageClock, RouterService, State
 _LAST = tuple(
     f'{{"type":"{kind}"' for kind in ("response.completed", "response.incomplete", "response.failed", "error")
 )
-"""How the last event of a response begins."""
+"""Beginnings of the last event of a response."""
 _CREATED = '{"type":"response.created"'
 _NO_CODE, _ABNORMAL, _GOING_AWAY, _RESTART, _BAD_GATEWAY = 1005, 1006, 1001, 1012, 1014
 _MOST_REASON = 120
@@ -84,7 +84,7 @@ class _WebSocketRelay:
         self._upstream: ClientConnection | None = None
         """The connection to the replica, once it has all earlier messages."""
         self._closed = _GOING_AWAY, ""
-        """With which code and reason the client has closed the connection."""
+        """Code and reason with which the client closed the connection."""
 
     async def run(self) -> None:
         """Serve the connection until its client or its replica closes it."""
@@ -195,7 +195,7 @@ class _WebSocketRelay:
                 await upstream.close()
 
     async def _first_event(self, upstream: ClientConnection) -> str:
-        """Send what waits, and return what the replica says first. Raises ConnectionClosed."""
+        """Send the waiting messages, and return the replica's first event. Raises ConnectionClosed."""
         sent = 0
         while self._unanswered is not None and sent < len(self._unanswered):
             await upstream.send(self._unanswered[sent])

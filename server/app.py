@@ -54,7 +54,7 @@ def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAP
     admin = [sleep.router] if settings.admin_key and role.has_model else []
     for router in (*role.routers(), operations.router, *admin):
         app.include_router(router, responses={"4XX": {"model": ErrorEnvelope}, "5XX": {"model": ErrorEnvelope}})
-    chat = settings.shows_page and role.has_text
+    chat = settings.shows_page and role.is_public
     app.include_router(page_router(chat, settings.docs, direct_only=settings.page is None))
     if settings.docs or chat:
         openapi.install(app, settings)

@@ -244,7 +244,7 @@ def _check_servable(settings: Settings) -> None:
     """Raise SettingsError for settings that the role lacks, missing packages, and more ranks than GPUs."""
     if (lacking_of_role := missing_setting(settings)) is not None:
         raise SettingsError(": ".join(lacking_of_role))
-    if settings.engine_standby and settings.engine_address:
+    if settings.engine_standby not in (False, "auto") and settings.engine_address:
         raise SettingsError(
             "--engine-standby (ENGINE_STANDBY): whoever started the engine at ENGINE_ADDRESS restarts it; leave one out"
         )

@@ -294,7 +294,7 @@ def check_hub(model: str) -> Finding:
     try:
         HfApi().model_info(model, timeout=_HUB_SECONDS)
     except Exception as error:  # of many kinds: no network, offline mode, no such id, no access
-        text = f"model {model} is no folder, and the Hugging Face hub does not give it"
+        text = f"model {model} is not a folder, and the Hugging Face hub does not offer it"
         cure = "check the id, the network, HF_TOKEN if its access is restricted, or name a folder"
         return Finding("problem", f"{text} ({type(error).__name__}: {_first_line(error)})", cure)
     return Finding("ok", f"model {model}: the Hugging Face hub has it")

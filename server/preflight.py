@@ -160,10 +160,10 @@ def _not_compiled(settings: Settings) -> str:
 
 
 def _sharing_problems(settings: Settings, gpu: bool) -> Iterator[Finding]:
-    if gpu and settings.engine_standby and settings.memory_service is None:
+    if gpu and settings.standby == "model" and settings.memory_service is None:
         text = "ENGINE_STANDBY=true needs MEMORY_SERVICE on a GPU, whose memory would hold the weights twice"
         yield Finding("problem", text, "start `trellis memory` and set MEMORY_SERVICE, or leave ENGINE_STANDBY out")
-    if gpu and settings.engine_standby:
+    if gpu and settings.standby == "model":
         moves = "DISAGGREGATION_MODE" if role_of(settings).moves_kv_blocks else ""
         if named := moves or ("SPECULATIVE" if settings.speculative in ("draft", "eagle3") else ""):
             text = f"ENGINE_STANDBY=true cannot be used on a GPU with {named}={getattr(settings, named.lower())}"

@@ -35,7 +35,8 @@ class Role:
 
     name: RoleName
     routers: Callable[[], tuple[APIRouter, ...]]
-    """Returns the routers it mounts besides the operations; a call, since importing them takes a second."""
+    """Returns the routers that it mounts in addition to the operations. It is a function because importing them takes a
+    second."""
     entrance: str = "/v1"
     """Path of its requests: public under /v1, internal elsewhere."""
     core: Core = "engine"
@@ -126,7 +127,7 @@ _DYNAMO_NEEDS = (
     Need(
         "disaggregation_mode",
         lambda settings: not settings.dynamo or settings.disaggregation_mode != "router",
-        "a worker of a Dynamo graph is no router: the graph has its own",
+        "a worker of a Dynamo graph cannot be a router: the graph has its own",
     ),
     Need(
         "prefill_urls",
@@ -250,7 +251,7 @@ VISUAL = Role(
     needs=(
         _one_api_process("aggregated", "requests for pictures are few"),
         Need("engine_address", lambda settings: not settings.engine_address, _WHY_PICTURES),
-        Need("engine_standby", lambda settings: not settings.engine_standby, _WHY_PICTURES),
+        Need("engine_standby", lambda settings: settings.engine_standby in (False, "auto"), _WHY_PICTURES),
         Need("dynamo", lambda settings: not settings.dynamo, _WHY_PICTURES),
     ),
 )

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from smolaudio.conversations import AUDIO_TOKEN, AUDIO_TOKEN_ID, TEMPLATE
+from smolvision.architecture import write
 
 RANK = 8
 VOCABULARY = 49280
@@ -83,10 +83,4 @@ def save(path: Path, tensors: dict[str, torch.nn.Parameter], encoder: torch.nn.M
         "taken": json.dumps(taken(encoder)),
         **facts,
     }
-    part = path.with_suffix(".part")
-    save_file(
-        {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in tensors.items()},
-        part,
-        metadata,
-    )
-    part.replace(path)
+    write(path, tensors, metadata)

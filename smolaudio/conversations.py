@@ -27,9 +27,7 @@ TEMPLATE = (
     "{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""SmolLM2's chat template with content parts and without its system prompt, which would lengthen every prompt."""
-FIRST_TRAINING_SEED = 1_000_000
-"""Smaller seeds are held out."""
+"""Frequency of each kind of saying in training."""
 _SAID = {"number": 22, "digits": 14, "word": 18, "words": 16, "command": 27, "nothing": 3}
 """How often each kind of saying is drawn in training."""
 _SYSTEM_PROMPTS = (

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModel, WhisperFeatureExtractor
@@ -14,10 +13,11 @@ from smolaudio.architecture import ENCODER, FEATURES, RANK, VOCABULARY, language
 from smolaudio.batches import Batch
 from smolaudio.conversations import AUDIO_TOKEN_ID
 from smolvision.lora import add_low_rank
+from smolvision.student import ChatStudent
 
 
 class Projector(nn.Module):
-    """From the encoder's space to the language model's, as Audio Flamingo has it."""
+    """The projector from the encoder's space to the language model's, as in Audio Flamingo."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Projector(nn.Module):
         return out
 
 
-class Student(nn.Module):
+class Student(ChatStudent):
     """Projector and low-rank adapters are trained in float32; SmolLM2, in `dtype`, and Whisper's encoder are frozen.
 
     The projector is also trained by CTC to write what is said with the language model's own embeddings of tokens, by
@@ -44,14 +44,13 @@ class Student(nn.Module):
         super().__init__()
         config = language_config(base)
         self.language: Any = AutoModel.from_config(AutoConfig.for_model(**config | {"dtype": "float32"}))
-        self._read_language(load_file(base / "model.safetensors"), dtype)
+        self.read_language(base, VOCABULARY, dtype)
         self.encoder: Any = AutoModel.from_config(AutoConfig.for_model(**ENCODER | {"dtype": "float32"}))
         self._read_encoder(whisper / "model.safetensors")
         self.projector = Projector(ENCODER["hidden_size"], config["hidden_size"])
         changes = add_low_rank(self.language, RANK, "", "language_model.model.")
         whole = {f"multi_modal_projector.{name}": tensor for name, tensor in self.projector.named_parameters()}
-        self.trained: dict[str, nn.Parameter] = {**whole, **changes}
-        """Trained parameters by their names in the file."""
+        self.trained = {**whole, **changes}
         self.register_buffer("spoken", torch.tensor(spoken), persistent=False)
         rows = self.language.embed_tokens.weight[spoken].float()
         self.scale = nn.Parameter(torch.tensor(8.0 / rows.square().sum(-1).mean().item()).log())
@@ -61,18 +60,7 @@ class Student(nn.Module):
         self.samples = features.n_samples
         self.register_buffer("mel", torch.tensor(features.mel_filters, dtype=torch.float32).T, persistent=False)
         self.register_buffer("hann", torch.hann_window(400), persistent=False)
-        if start:
-            for name, tensor in load_file(start).items():
-                self.trained[name].data.copy_(tensor)
-
-    def _read_language(self, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-        tensors = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
-        rows = tensors["embed_tokens.weight"]
-        tensors["embed_tokens.weight"] = functional.pad(rows, (0, 0, 0, VOCABULARY - len(rows)))
-        self.language.load_state_dict(tensors)
-        for parameter in self.language.parameters():  # buffers, the rotary frequencies, stay float32
-            parameter.requires_grad_(False)
-            parameter.data = parameter.data.to(dtype)
+        self.continue_from(start)
 
     def _read_encoder(self, path: Path) -> None:
         """Read the encoder as it ships: rounded to bfloat16, with the positions of one window."""
@@ -119,14 +107,5 @@ class Student(nn.Module):
         self, batch: Batch, vectors: torch.Tensor, counts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean loss of the answers' tokens, and the share that is predicted correctly."""
-        table = self.language.embed_tokens.weight
-        embeddings = functional.embedding(batch.ids, table)
-        places = (batch.ids == AUDIO_TOKEN_ID).unsqueeze(-1).expand_as(embeddings)
         heard = vectors[torch.arange(vectors.shape[1], device=counts.device) < counts[:, None]]
-        embeddings = embeddings.masked_scatter(places, heard.to(embeddings.dtype))
-        hidden = self.language(inputs_embeds=embeddings, use_cache=False).last_hidden_state
-        said = batch.said[:, 1:]
-        logits = functional.linear(hidden[:, :-1][said], table)
-        targets = batch.ids[:, 1:][said]
-        loss = functional.cross_entropy(logits.float(), targets)
-        return loss, (logits.argmax(-1) == targets).float().mean().detach()
+        return self.loss_of_answers(batch.ids, batch.said, AUDIO_TOKEN_ID, heard)

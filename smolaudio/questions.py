@@ -1,4 +1,4 @@
-"""What is said in a recording, and questions about it in several wordings, each with its only correct answer."""
+"""Texts of recordings, and questions about them in several wordings, each with its only correct answer."""
 
 from collections.abc import Callable
 from random import Random
@@ -31,7 +31,8 @@ CHORES = (
 
 
 class Saying(NamedTuple):
-    """What is said: `text` as answers write it, `spoken` as it is read out, and the parts that questions ask for."""
+    """The spoken text of a recording: `text` as answers write it, `spoken` as it is read out, and the parts that
+    questions ask for."""
 
     kind: str
     text: str

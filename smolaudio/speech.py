@@ -37,7 +37,7 @@ class Voice(NamedTuple):
     speed: int
     pitch: int
     spread: int
-    """How much the pitch varies."""
+    """Variation of the pitch."""
 
 
 def make_voice(rng: Random, *, held_out: bool = False) -> Voice:

@@ -33,7 +33,7 @@ class Found(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What the judge sees in a picture."""
+    """The judge's findings about a picture."""
 
     background: str
     items: tuple[Found, ...]

@@ -47,13 +47,13 @@ class Drawing:
     prompt: str
     scene: Scene
     size: str = ""
-    """What the prompt says of the only shape's size: "big", "small" or nothing."""
+    """The only shape's size in the prompt: "big", "small" or nothing."""
     places: bool = False
     """Whether the prompt says where each shape is."""
     relation: tuple[int, int] | None = None
     """Axis and sign: where the first shape is, relative to the second."""
     motions: tuple[str, ...] = ()
-    """What each shape of a clip does: a key of MOTIONS."""
+    """Motion of each shape of a clip: a key of MOTIONS."""
     last: Scene | None = None
     """The clip's last picture."""
 

@@ -39,37 +39,29 @@ from smoldraw.pool import Pool, make_pool
 from smoldraw.prompts import table
 from smoldraw.render import FRAMES, Renderer, frames
 from smolvision.images import COLOURS, SHAPES
+from smolvision.training import RESULTS, arguments, cosine, device_name, prepare, write_results
 
-RESULTS = "results.json"
 PARTS = {
     "pictures": {"autoencoder": 0.17, "judge": 0.1, "image": 0.73},
     "clips": {"clip": 1.0},
 }
 """Phases of both parts of training, and their shares of the time."""
 NO_SIZES = {"resolution": None, "aspect_ratio": None}
-"""What PixArtAlphaPipeline says of the size of pictures if they are small."""
+"""Size conditions that PixArtAlphaPipeline passes for small pictures."""
 NOISE = 0.1
 """Noise that the decoder learns to ignore; latents have variance 1."""
 
 
 def parse(flags: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m smoldraw", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help=f"folder for weights and {RESULTS}")
+    parser = arguments("smoldraw", __doc__, minutes=7.4, evaluation_seconds=25.0, rate=1.5e-3)
     parser.add_argument("--part", choices=PARTS, default="pictures", help="clips continue from the pictures in --out")
-    parser.add_argument("--minutes", type=float, default=7.4, help="total duration, evaluation included")
-    parser.add_argument("--evaluation-seconds", type=float, default=25.0, help="seconds of --minutes for evaluation")
     parser.add_argument("--pictures", type=int, default=600_000, help="pictures to train on")
     parser.add_argument("--clips", type=int, default=40_000, help="clips to train on")
     parser.add_argument("--batch", type=int, default=512, help="pictures per step; of clips, an eighth")
-    parser.add_argument("--rate", type=float, default=1.5e-3, help="highest learning rate")
     parser.add_argument("--held-out", type=int, default=1000, help="held-out prompts of pictures; a fifth for clips")
     parser.add_argument("--scales", type=float, nargs="*", default=(1.5, 2.0, 4.5, 7.5), help="of guidance, to compare")
     parser.add_argument("--workers", type=int, default=8, help="processes that generate prompts")
     parser.add_argument("--compile", action="store_true", help="compile the transformers' layers")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(flags)
 
 
@@ -113,7 +105,7 @@ class Trainer:
         steps, begun, shown = 0, time.monotonic(), 0.0
         device = self.weights[0].device.type
         for done in clock.steps(name):
-            rate = self._rate * min(1.0, (steps + 1) / 200) * max(0.01, (1 + math.cos(math.pi * done)) / 2)
+            rate = self._rate * min(1.0, (steps + 1) / 200) * max(0.01, cosine(done))
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
             with torch.autocast(device, torch.bfloat16, cache_enabled=False) if self._half else nullcontext():
@@ -153,7 +145,7 @@ class Training:
             self.transformers = {"image": trained.transformer}
             self.pool = self._pool("clip", args.clips)
             return
-        self.found = {"device": torch.cuda.get_device_name() if self.device.type == "cuda" else args.device}
+        self.found = {"device": device_name(args.device)}
         self.vae = make_vae().to(self.device, memory_format=torch.channels_last)
         self.judge = Judge().to(self.device, memory_format=torch.channels_last)
         self.text = make_text_encoder(len(self.tokenizer)).to(self.device)
@@ -189,7 +181,7 @@ class Training:
             scale: evaluate(pipeline, judge, some, batch, scale)["accuracy"] for scale in self.args.scales
         }
         found["minutes"] = round(self.clock.seconds / 60, 2)
-        (self.args.out / RESULTS).write_text(json.dumps(self.found, indent=1) + "\n")
+        write_results(self.args.out, self.found)
         print(
             f"{self.clock.seconds:4.0f} s {kind}: {found['accuracy']:.1%} of {found['drawn']} held-out prompts are "
             f"drawn right, {found['accuracy_by_guidance']}",
@@ -334,8 +326,8 @@ class Training:
     def _as_latte(self, said: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return text states as LattePipeline has them, and a bias that hides those which it cuts off.
 
-        It cuts one prompt at its end. Several prompts are padded with zeros; in both cases, what it makes of an empty
-        prompt is neither cut there nor zero.
+        It cuts one prompt at its end. Several prompts are padded with zeros; in both cases, the states of an empty
+        prompt are neither cut nor zero.
         """
         lengths = mask.sum(1, keepdim=True)
         empty = lengths == 1
@@ -369,8 +361,7 @@ class Training:
 def main(flags: Sequence[str] | None = None) -> None:
     """Train and evaluate with the arguments in `flags`, or those of the command line."""
     args = parse(flags)
-    args.out.mkdir(parents=True, exist_ok=True)
-    torch.set_float32_matmul_precision("high")
+    prepare(args)
     if args.compile:
-        torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs as it is
+        torch._dynamo.config.suppress_errors = True  # code that cannot be compiled runs as it is
     Training(args).run()

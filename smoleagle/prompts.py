@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-"""What the model's chat template puts before a chat without a system message."""
+"""Text that the model's chat template puts before a chat without a system message."""
 
 
 def _words(text: str) -> list[str]:

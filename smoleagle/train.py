@@ -8,7 +8,6 @@
 
 import argparse
 import json
-import math
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,37 +18,26 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from engine.checkpoints.gguf.convert import convert
-from engine.checkpoints.gguf.file import GgufFile
 from smoleagle.generate import Texts, Writer, load_tokenizer
 from smoleagle.model import CONFIG, Head
+from smolvision.training import add_base, arguments, base_folder, cosine, device_name, prepare, write_results
 
 WEIGHTS = "model.safetensors"
-RESULTS = "results.json"
 _SHARPER = 0.6
 """Temperature of the distribution that is learnt: drafts are the likeliest tokens, whatever comes after them."""
 _PASS_WEIGHT = 0.8
-"""What the loss of a pass weighs, relative to that of the pass before."""
+"""Weight of a pass's loss, relative to that of the pass before."""
 
 
 def parse(flags: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m smoleagle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--base", type=Path, required=True, help="SmolLM2-135M-Instruct: GGUF file or model folder")
-    parser.add_argument("--out", type=Path, required=True, help=f"folder for {WEIGHTS} and {RESULTS}")
-    parser.add_argument("--start", type=Path, help="weights to continue from instead of random ones")
-    parser.add_argument("--minutes", type=float, default=7.0, help="total duration, evaluation included")
+    parser = arguments("smoleagle", __doc__, minutes=7.0, evaluation_seconds=20.0, rate=1.5e-3)
+    add_base(parser)
     parser.add_argument("--write-share", type=float, default=0.35, help="share of the time in which texts are written")
-    parser.add_argument("--evaluation-seconds", type=float, default=20.0, help="seconds reserved for the evaluation")
     parser.add_argument("--rows", type=int, default=2048, help="texts that are written at a time")
     parser.add_argument("--length", type=int, default=320, help="tokens of a text")
     parser.add_argument("--batch", type=int, default=96, help="texts per training step")
     parser.add_argument("--passes", type=int, default=5, help="tokens in a row that are learnt")
-    parser.add_argument("--rate", type=float, default=1.5e-3, help="highest learning rate")
     parser.add_argument("--steps", type=int, default=0, help="most training steps; 0 is without limit")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(flags)
 
 
@@ -178,7 +166,7 @@ def train(args: argparse.Namespace, base: Path, started: float) -> dict[str, Any
     while (done := (time.monotonic() - begin) / (end - begin)) < 1 and (not args.steps or steps < args.steps):
         if args.steps:
             done = steps / args.steps
-        rate = args.rate * min(1.0, (steps + 1) / 100) * (0.02 + 0.98 * (1 + math.cos(math.pi * done)) / 2)
+        rate = args.rate * min(1.0, (steps + 1) / 100) * (0.02 + 0.98 * cosine(done))
         for group in optimizer.param_groups:
             group["lr"] = rate
         first = steps * args.batch % len(tokens)
@@ -201,7 +189,7 @@ def train(args: argparse.Namespace, base: Path, started: float) -> dict[str, Any
     head.to(torch.bfloat16).to(half)  # as it ships
     save(head, target, args.out / WEIGHTS)
     results: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else args.device,
+        "device": device_name(args.device),
         "tokens": count,
         "texts": len(tokens),
         "draft_vocabulary_share": round(covered, 4),
@@ -222,14 +210,8 @@ def main(flags: Sequence[str] | None = None) -> None:
     """Train and evaluate with the arguments in `flags`, or those of the command line."""
     started = time.monotonic()
     args = parse(flags)
-    args.out.mkdir(parents=True, exist_ok=True)
-    torch.set_float32_matmul_precision("high")
+    prepare(args)
     with tempfile.TemporaryDirectory() as scratch:
-        base = args.base
-        if not base.is_dir():
-            base = Path(scratch) / "base"
-            base.mkdir()
-            convert(GgufFile(args.base), base, lambda *_: None)
-        found = train(args, base, started)
-    (args.out / RESULTS).write_text(json.dumps(found, indent=1) + "\n")
+        found = train(args, base_folder(args.base, Path(scratch) / "base"), started)
+    write_results(args.out, found)
     print(json.dumps(found, indent=1), flush=True)

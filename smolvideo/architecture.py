@@ -10,22 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from smolvision.architecture import VISION, VOCABULARY
+from smolvision.architecture import VISION, VOCABULARY, write
 from smolvision.images import SIZE
 
 TEXT_RANK = 6
 TOWER_RANK = 8
 FRAMES = 8
 FPS = 2
-"""Frames that the server takes of a clip: so many a second, and no more than FRAMES."""
+"""Frames per second that the server takes of a clip, but no more than FRAMES."""
 TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<video>")
 """Tokens after SmolLM2's vocabulary."""
 IMAGE_TOKEN_ID = 49152
 FRAME_TOKENS = 16
 FRAME = "<fake_token_around_image><global-img>" + "<image>" * FRAME_TOKENS + "<fake_token_around_image>"
-"""What SmolVLM's processor writes for an image or a frame."""
+"""Text that SmolVLM's processor writes for an image or a frame."""
 RENAMED = {"language_model.model.": "model.text_model.", "vision_tower.": "model.vision_model."}
 """smolvision's tensors that the model keeps, and the prefixes of their names in it."""
 TEMPLATE = (
@@ -91,10 +90,4 @@ def save(path: Path, tensors: dict[str, torch.Tensor], facts: dict[str, str]) ->
         "files": json.dumps(files()),
         **facts,
     }
-    part = path.with_suffix(".part")
-    save_file(
-        {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in tensors.items()},
-        part,
-        metadata,
-    )
-    part.replace(path)
+    write(path, tensors, metadata)

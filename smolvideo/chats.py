@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -10,13 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from engine.kit.video_text import video_text
 from smolvideo.architecture import FRAME, FRAMES, TOKENS
 from smolvideo.clips import Clip, compressed, make_clip, render
 from smolvideo.questions import KINDS, Turn, ask
-from smolvision.conversations import FIRST_TRAINING_SEED
+from smolvision.batches import Batches
 from smolvision.images import SIZE, Scene, make_scene
 from smolvision.images import render as render_scene
 from smolvision.questions import KINDS as IMAGE_KINDS
@@ -26,7 +26,7 @@ LENGTH = 512
 """Tokens to whose multiples batches are padded: nearly all chats have fewer, so that shapes are alike."""
 FILE_FPS = (8, 10, 12, 15, 24, 25, 30)
 _WEIGHTS = (6, 6, 8, 24, 20, 12, 12, 20, 6, 16, 6, 4, 2, 20)
-"""How often each of KINDS is asked."""
+"""Frequency of each of KINDS."""
 _SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer questions about videos.", "Answer briefly.")
 
 
@@ -150,26 +150,20 @@ class Batch(NamedTuple):
         return Batch(*(tensor.to(device, non_blocking=True) for tensor in self))
 
 
-class Chats(IterableDataset[Batch]):
-    """Endless batches; every worker uses different seeds."""
+class Chats(Batches[Batch]):
+    """Endless batches of chats about clips and pictures."""
 
     def __init__(self, folder: Path, seed: int, size: int, turns: int) -> None:
-        super().__init__()
+        super().__init__(seed, size)
         self._folder = folder
-        self._seed = seed
-        self._size = size
         self._turns = turns
 
-    def __iter__(self) -> Iterator[Batch]:
-        torch.set_num_threads(1)
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        tokens = tokenizer(self._folder)
-        seed = FIRST_TRAINING_SEED + self._seed * 10**10 + worker
-        while True:
-            seeds = range(seed, seed + self._size * workers, workers)
-            yield batch_of(tokens, [make_chat(one, self._turns) for one in seeds], Random(seed))
-            seed = seeds.stop
+    @cached_property
+    def _tokens(self) -> Tokenizer:
+        return tokenizer(self._folder)
+
+    def batch(self, seeds: range) -> Batch:
+        return batch_of(self._tokens, [make_chat(seed, self._turns) for seed in seeds], Random(seeds.start))
 
 
 def batch_of(tokens: Tokenizer, chats: list[Chat], rng: Random) -> Batch:
@@ -185,9 +179,3 @@ def batch_of(tokens: Tokenizer, chats: list[Chat], rng: Random) -> Batch:
         pictures.append(compressed(frames, rng.randint(40, 95)) if rng.random() < 0.3 else frames)
     images = np.concatenate(pictures).reshape(-1, SIZE, SIZE, 3)
     return Batch(*(torch.from_numpy(array) for array in (ids, said, images)))
-
-
-def loader(chats: Chats, workers: int, pin: bool) -> Iterator[Batch]:
-    """Yield batches from worker processes, or from this process if `workers` is 0."""
-    more = {"multiprocessing_context": "spawn", "prefetch_factor": 2} if workers else {}
-    return iter(DataLoader(chats, batch_size=None, num_workers=workers, pin_memory=pin, **more))

@@ -30,7 +30,7 @@ from smolvision.images import (
 
 PLOTS = ("move", "race", "bounce", "appear", "disappear", "recolour", "resize")
 _WEIGHTS = (14, 24, 28, 8, 14, 4, 8)
-"""How often each of them is chosen: most often those that are learned last."""
+"""Frequency of each plot: highest for those that are learned last."""
 DIRECTIONS = {
     (1, 0): "to the right", (-1, 0): "to the left", (0, 1): "down", (0, -1): "up",
     (1, 1): "down and to the right", (-1, 1): "down and to the left",
@@ -51,12 +51,12 @@ class Track:
     size: float
     angle: float
     direction: str = ""
-    """Where it moves; empty for a shape that stands still, or bounces."""
+    """Direction of the motion; empty for a shape that stands still, or bounces."""
     speed: float = 0.0
     """Pixels that it moves during the clip."""
     bounces: int = 0
     begin: float = 0.0
-    """When it appears, and `end` when it disappears."""
+    """Times at which the shape appears and disappears."""
     end: float = 2.0
     later: str = ""
     """The colour that it has from `change` on, if that is not its first."""

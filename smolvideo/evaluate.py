@@ -6,7 +6,6 @@ frames that no codec has seen. An answer is correct if it equals the expected on
 
 import argparse
 import base64
-import itertools
 import json
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from transformers import SmolVLMForConditionalGeneration
 from smolvideo.chats import Chat, encode, held_out_chats, tokenizer
 from smolvideo.clips import Clip, render
 from smolvideo.questions import KINDS
-from smolvision.evaluate import normal
+from smolvision.measure import measure
 
 
 class Answers:
@@ -101,19 +100,8 @@ def video_file(chat: Chat, rng: Random, extension: str = "mp4") -> bytes:
 
 
 def evaluate(answers: Callable[[list[Chat]], list[str]], per_kind: int, batch: int = 64) -> dict[str, Any]:
-    """Return the number of questions and correct answers, and the wrong answers, overall and by kind."""
-    asked = [(kind, *question) for kind in KINDS for question in itertools.islice(held_out_chats(kind), per_kind)]
-    chats = [chat for _, chat, _ in asked]
-    said = [answer for first in range(0, len(chats), batch) for answer in answers(chats[first : first + batch])]
-    found: dict[str, Any] = {kind: {"asked": per_kind, "right": per_kind, "wrong": []} for kind in KINDS}
-    for (kind, chat, expected), answer in zip(asked, said, strict=True):
-        if normal(answer) != normal(expected):
-            found[kind]["right"] -= 1
-            found[kind]["wrong"].append((chat.messages[-1]["content"][-1]["text"], expected, answer))
-    for kind, result in found.items():
-        print(f"  {kind:12} {result['right']:4} of {per_kind:4}  {result['right'] / per_kind:6.1%}", file=sys.stderr)
-    right = sum(result["right"] for result in found.values())
-    return {"asked": len(asked), "right": right, "accuracy": right / len(asked), "kinds": found}
+    """Evaluate answers to held-out questions, as `measure` does."""
+    return measure(answers, {kind: held_out_chats(kind) for kind in KINDS}, per_kind, batch)
 
 
 def main() -> None:

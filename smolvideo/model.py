@@ -6,19 +6,18 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
-from torch.nn import functional
 from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
 
 from smolvideo.architecture import CONFIG, IMAGE_TOKEN_ID, RENAMED, TEXT_RANK, TOWER_RANK
 from smolvideo.chats import Batch
 from smolvision.lora import add_low_rank
+from smolvision.student import ChatStudent
 
 _TEXT = "model.text_model."
 _TOWER = "model.vision_model."
 
 
-class Student(nn.Module):
+class Student(ChatStudent):
     """The connector, the tower's last norm and low-rank adapters are trained in float32; smolvision is frozen."""
 
     def __init__(self, base: Path, start: Path | None, dtype: torch.dtype) -> None:
@@ -34,8 +33,7 @@ class Student(nn.Module):
         self.language: Any = inner.text_model
         self.tower: Any = inner.vision_model
         self.connector: Any = inner.connector
-        for parameter in self.language.parameters():  # buffers, the rotary frequencies, stay float32
-            parameter.data = parameter.data.to(dtype)
+        self.freeze_language(dtype)
         whole = {
             f"{name}.{part}": tensor
             for name, module in (
@@ -47,13 +45,10 @@ class Student(nn.Module):
         changes = add_low_rank(self.model, TEXT_RANK, _TEXT, _TEXT) | add_low_rank(
             self.model, TOWER_RANK, _TOWER, _TOWER
         )
-        self.trained: dict[str, nn.Parameter] = {**whole, **changes}
-        """Trained parameters by their names in the file."""
+        self.trained = {**whole, **changes}
         for parameter in self.trained.values():
             parameter.requires_grad_(True)
-        if start:
-            for name, tensor in load_file(start).items():
-                self.trained[name].data.copy_(tensor)
+        self.continue_from(start)
 
     def _read(self, weights: dict[str, torch.Tensor]) -> None:
         tensors = {
@@ -74,13 +69,4 @@ class Student(nn.Module):
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean loss of the answers' tokens, and the share that is predicted correctly."""
-        table = self.language.embed_tokens.weight
-        embeddings = functional.embedding(batch.ids, table)
-        places = (batch.ids == IMAGE_TOKEN_ID).unsqueeze(-1).expand_as(embeddings)
-        embeddings = embeddings.masked_scatter(places, self.look(batch.pictures).to(embeddings.dtype))
-        hidden = self.language(inputs_embeds=embeddings, use_cache=False).last_hidden_state
-        said = batch.said[:, 1:]
-        logits = functional.linear(hidden[:, :-1][said], table)
-        targets = batch.ids[:, 1:][said]
-        right = (logits.argmax(-1) == targets).float().mean().detach()
-        return functional.cross_entropy(logits.float(), targets), right
+        return self.loss_of_answers(batch.ids, batch.said, IMAGE_TOKEN_ID, self.look(batch.pictures))

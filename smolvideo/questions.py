@@ -12,7 +12,7 @@ _TIMES = ("does not bounce", "bounces once", "bounces twice", "bounces three tim
 _COUNTS = ("no shapes", "one shape", "two shapes", "three shapes", "four shapes")
 _ORDINALS = ("first", "second", "third", "fourth")
 _MARGIN = 12
-"""Pixels from the border of a cell within which nobody asks for a place."""
+"""Pixels from the border of a cell within which no question asks for a place."""
 
 _Asked = tuple[str, str] | None
 

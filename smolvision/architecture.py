@@ -6,6 +6,7 @@ format.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,11 @@ def files() -> dict[str, Any]:
 
 def save(path: Path, tensors: dict[str, torch.Tensor], facts: dict[str, str]) -> None:
     """Write trained tensors as bfloat16, with `facts` as metadata. The file at `path` is replaced atomically."""
-    metadata = {"format": "pt", "image_token": IMAGE_TOKEN, "files": json.dumps(files()), **facts}
+    write(path, tensors, {"format": "pt", "image_token": IMAGE_TOKEN, "files": json.dumps(files()), **facts})
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write tensors as bfloat16. The file at `path` is replaced atomically."""
     part = path.with_suffix(".part")
     save_file(
         {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in tensors.items()},

@@ -3,11 +3,8 @@
 An answer is correct if it equals the expected one, ignoring case, spaces and the full stop.
 """
 
-import argparse
-import itertools
 import json
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -17,11 +14,9 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-from engine.checkpoints.merge import merge
-from engine.checkpoints.packaged import BUILTIN
-from engine.checkpoints.store import resolve_model
 from smolvision.conversations import TWO_IMAGE_KINDS, Chat, held_out_chats
 from smolvision.images import render
+from smolvision.measure import measure, model_arguments, model_folder
 from smolvision.questions import KINDS
 
 ALL_KINDS = (*KINDS, *TWO_IMAGE_KINDS)
@@ -58,38 +53,14 @@ def picture(scene: Any, seed: int) -> Image.Image:
     return Image.fromarray(render(scene, Random(seed)))
 
 
-def normal(answer: str) -> str:
-    return " ".join(answer.lower().split()).rstrip(".")
-
-
-def evaluate(answers: Callable[[list[Chat]], list[str]], per_kind: int, batch: int = 256) -> dict[str, Any]:
-    """Return the number of questions and correct answers, and the wrong answers, overall and by kind."""
-    asked = [(kind, *question) for kind in ALL_KINDS for question in itertools.islice(held_out_chats(kind), per_kind)]
-    chats = [chat for _, chat, _ in asked]
-    said = [answer for first in range(0, len(chats), batch) for answer in answers(chats[first : first + batch])]
-    found: dict[str, Any] = {kind: {"asked": per_kind, "right": per_kind, "wrong": []} for kind in ALL_KINDS}
-    for (kind, _, expected), answer in zip(asked, said, strict=True):
-        if normal(answer) != normal(expected):
-            found[kind]["right"] -= 1
-            found[kind]["wrong"].append((expected, answer))
-    for kind, result in found.items():
-        print(f"  {kind:12} {result['right']:4} of {per_kind:4}  {result['right'] / per_kind:6.1%}", flush=True)
-    right = sum(result["right"] for result in found.values())
-    return {"asked": len(asked), "right": right, "accuracy": right / len(asked), "kinds": found}
+def evaluate(answers: Callable[[list[Chat]], list[str]], per_kind: int) -> dict[str, Any]:
+    """Evaluate answers to held-out questions, as `measure` does."""
+    return measure(answers, {kind: held_out_chats(kind) for kind in ALL_KINDS}, per_kind)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path, help="model folder, or file written by training")
-    parser.add_argument("--per-kind", type=int, default=200)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--cache-dir", type=Path, default=Path("~/.cache/trellis").expanduser())
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made:
-        folder = args.model
-        if folder.is_file():
-            folder = Path(made)
-            merge(resolve_model(BUILTIN, args.cache_dir), args.model, folder, lambda *_: None)
+    args = model_arguments(__doc__).parse_args()
+    with model_folder(args) as folder:
         json.dump(evaluate(Answers(folder, args.device), args.per_kind), sys.stdout, indent=1)
 
 

@@ -4,9 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
-from torch.nn import functional
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from smolvision.architecture import CONFIG, RANK, VISION, VOCABULARY, language_config, trained_modules
@@ -14,9 +12,10 @@ from smolvision.batches import Batch
 from smolvision.conversations import IMAGE_TOKEN_ID
 from smolvision.images import LABELS
 from smolvision.lora import add_low_rank
+from smolvision.student import ChatStudent, mean_loss
 
 
-class Student(nn.Module):
+class Student(ChatStudent):
     """Tower, projector and low-rank adapters are trained in float32; SmolLM2 is frozen, in `dtype`.
 
     The tower is also trained on labels of patches, through linear heads that are not saved.
@@ -28,7 +27,7 @@ class Student(nn.Module):
         config = LlavaConfig(**CONFIG | {"text_config": language_config(base), "dtype": "float32"})
         self.model: Any = LlavaForConditionalGeneration(config)
         self.language: Any = self.model.model.language_model
-        self._read_language(load_file(base / "model.safetensors"), dtype)
+        self.read_language(base, VOCABULARY, dtype)
         changes = add_low_rank(self.model, RANK, "model.language_model.", "language_model.model.")
         modules = trained_modules(self.model)
         self.tower = modules["vision_tower"]
@@ -36,21 +35,9 @@ class Student(nn.Module):
         whole = {
             f"{name}.{part}": tensor for name, module in modules.items() for part, tensor in module.named_parameters()
         }
-        self.trained: dict[str, nn.Parameter] = {**whole, **changes}
-        """Trained parameters by their names in the file."""
+        self.trained = {**whole, **changes}
         self.heads = nn.Linear(VISION["hidden_size"], sum(LABELS.values()))
-        if start:
-            for name, tensor in load_file(start).items():
-                self.trained[name].data.copy_(tensor)
-
-    def _read_language(self, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-        tensors = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
-        rows = tensors["embed_tokens.weight"]
-        tensors["embed_tokens.weight"] = functional.pad(rows, (0, 0, 0, VOCABULARY - len(rows)))
-        self.language.load_state_dict(tensors)
-        for parameter in self.language.parameters():  # buffers, the rotary frequencies, stay float32
-            parameter.requires_grad_(False)
-            parameter.data = parameter.data.to(dtype)
+        self.continue_from(start)
 
     def look(self, images: torch.Tensor) -> torch.Tensor:
         """Return the tower's features [images, patches, hidden] of uint8 images, as LLaVA takes them."""
@@ -63,24 +50,11 @@ class Student(nn.Module):
         parts = self.heads(features).float().split(list(LABELS.values()), dim=-1)
         loss, shares = features.new_zeros(()), []
         for part, target in zip(parts, labels.long().unbind(1), strict=True):
-            loss = loss + _mean_loss(part.flatten(0, 1), target.flatten())
+            loss = loss + mean_loss(part.flatten(0, 1), target.flatten())
             seen = target > 0
             shares.append(((part.argmax(-1) == target) & seen).sum() / seen.sum().clamp(min=1))
         return loss, torch.stack(shares).detach()
 
     def answer_loss(self, batch: Batch, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean loss of the answers' tokens, and the share that is predicted correctly."""
-        table = self.language.embed_tokens.weight
-        embeddings = functional.embedding(batch.ids, table)
-        places = (batch.ids == IMAGE_TOKEN_ID).unsqueeze(-1).expand_as(embeddings)
-        embeddings = embeddings.masked_scatter(places, self.projector(features).to(embeddings.dtype))
-        hidden = self.language(inputs_embeds=embeddings, use_cache=False).last_hidden_state
-        said = batch.said[:, 1:]
-        logits = functional.linear(hidden[:, :-1][said], table)
-        targets = batch.ids[:, 1:][said]
-        return _mean_loss(logits.float(), targets), (logits.argmax(-1) == targets).float().mean().detach()
-
-
-def _mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy; 0 without targets."""
-    return functional.cross_entropy(logits, targets, reduction="sum") / max(1, targets.numel())
+        return self.loss_of_answers(batch.ids, batch.said, IMAGE_TOKEN_ID, self.projector(features))

@@ -1,13 +1,16 @@
 """What many tests share."""
 
 import atexit
+import functools
+import gc
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -125,11 +128,33 @@ TESTS = Path(__file__).parent
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import what `make test` leaves out anyway, unless it is named."""
-    if config.option.markexpr != "not slow" or not collection_path.is_relative_to(TESTS):
+    """Do not import what `make test` or `make test-slow` leaves out anyway, unless it is named."""
+    if config.option.markexpr not in ("slow", "not slow") or not collection_path.is_relative_to(TESTS):
         return None
     place = collection_path.relative_to(TESTS).as_posix() + ("/" if collection_path.is_dir() else "")
-    return place.startswith(SLOW) or None
+    if config.option.markexpr == "not slow":
+        return place.startswith(SLOW) or None
+    if collection_path.is_dir() or place.startswith(SLOW):
+        return None
+    return not _slow_marks().search(collection_path.read_text()) or None
+
+
+@functools.cache
+def _slow_marks() -> re.Pattern[str]:
+    """What stands in files that mark some of their tests as slow: the mark, or a support module that has it."""
+    support = (path for path in sorted((TESTS / "support").glob("*.py")) if "mark.slow" in path.read_text())
+    return re.compile("|".join([r"mark\.slow", *(rf"support\.{path.stem} import" for path in support)]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without the garbage collector: imports make a million objects that stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()  # walking them would take 0.3 s
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

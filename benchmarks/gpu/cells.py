@@ -30,7 +30,7 @@ class Anchors:
 
 
 Fields = dict[str, object]
-"""Sampling parameters that requests have besides those of greedy ones."""
+"""Sampling parameters in addition to those of greedy requests."""
 _NUMBERS: Fields = {"type": "array", "items": {"type": "integer"}, "minItems": 300}
 """A schema that no answer of 256 tokens completes."""
 ROWS: dict[str, Callable[[random.Random, int], Fields]] = {
@@ -46,8 +46,8 @@ ROWS: dict[str, Callable[[random.Random, int], Fields]] = {
         | {"temperature": round(rng.uniform(0.1, 1.5), 2), "top_p": rng.choice((1, 0.9, 0.99)), "min_p": 0.01}
     ),
 }
-"""Kinds of requests that are measured beside greedy ones, by what a request of so many tokens adds. `mixed` is a batch
-in which each request differs."""
+"""Kinds of requests that are measured beside greedy ones, by the fields that a request of this many tokens adds.
+`mixed` is a batch in which each request differs."""
 _MIXED = [name for name in ROWS if name not in ("mixed", "guided")]
 ROUNDS = 3
 """Requests of each stream, one after the other; all streams start at once."""
@@ -78,7 +78,7 @@ class Workload:
         return Cell(self.cell.concurrency, self.cell.prompt_tokens, min(self.cell.max_tokens, 24))
 
     def fields(self, rng: random.Random, max_tokens: int) -> Fields:
-        """Return what the next request, of so many tokens, adds to a greedy one."""
+        """Return what the next request, of this many tokens, adds to a greedy one."""
         return ROWS[self.row](rng, max_tokens) if self.row else {}
 
 

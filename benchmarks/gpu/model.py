@@ -43,7 +43,7 @@ SMALL = Shape(1024, 8, 8, 2, 2816)
 TAME = 0.02
 """Spread that makes attention and logits as flat as in a trained model.
 
-Larger spreads amplify rounding errors, those of eight bits so much that they could not be told from bugs."""
+Larger spreads amplify rounding errors, those of eight-bit weights up to the size of bugs."""
 SHAPES = {
     "llama-8b": LLAMA_8B,
     "small": SMALL,

@@ -121,8 +121,8 @@ def source_of(folder: Path) -> Path | None:
 
 
 def make_room(cache_dir: Path, needed: int) -> None:
-    """Remove folders that nobody uses: those that are out of date, then others until `needed` bytes are free. Raises
-    ModelError if that is not enough."""
+    """Remove unused folders: those that are out of date, then others until `needed` bytes are free. Raises ModelError
+    if that is not enough."""
     cache_dir.mkdir(parents=True, exist_ok=True)
     others = sorted(conversions(cache_dir), key=_last_used)
     for stale in [True, False]:

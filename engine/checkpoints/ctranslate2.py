@@ -88,7 +88,7 @@ def _variables(path: Path) -> dict[str, np.ndarray]:
         (version,) = read("I")
         name = text()
         if (version, name) != (_VERSION, "WhisperSpec"):
-            raise ValueError(f"{path} is no Whisper model of CTranslate2 in version {_VERSION} of its format")
+            raise ValueError(f"{path} is not a Whisper model of CTranslate2 in version {_VERSION} of its format")
         _, count = read("II")
         found: dict[str, np.ndarray] = {}
         for _ in range(count):

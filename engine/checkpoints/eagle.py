@@ -15,18 +15,18 @@ from engine.checkpoints.headers import Headers, read_headers
 from engine.errors import EngineFailure
 
 _LAYERS = ("midlayer.", "layers.0.")
-"""What the names of the layer's tensors begin with: SafeAILab's, then that of speculators."""
+"""Prefixes of the layer's tensors: those of SafeAILab's heads, then those of speculators' heads."""
 _NOT_READ = ("embed_tokens.weight", "t2d", "rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
-"""Tensors that others have besides: what they hold is known without them."""
+"""Tensors that some heads have in addition; their contents are already known."""
 
 
 @dataclass(frozen=True, slots=True)
 class EagleHead:
-    """What config.json says of a head, and where its tensors are."""
+    """The configuration of a head (config.json), and the names of its tensors."""
 
     folder: Path
     facts: ModelFacts
-    """Of its layer."""
+    """Facts of the head's decoder layer."""
     taken: tuple[int, ...]
     """Layers of the target whose inputs it reads."""
     draft_vocab_size: int
@@ -66,7 +66,7 @@ def read_eagle_head(folder: Path, target: ModelFacts) -> EagleHead:
     except (OSError, ValueError, RecursionError) as error:
         raise EngineFailure(f"{path} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise EngineFailure(f"{path} is no object")
+        raise EngineFailure(f"{path} is not an object")
     layer = config.get("transformer_layer_config")  # of speculators
     whole = {**config, **(layer if isinstance(layer, dict) else {})}
     facts = ModelFacts({**whole, "model_type": "llama"}, None, folder)

@@ -37,7 +37,7 @@ class ModelFacts:
         self.config = config
         self._generation = generation or {}
         self.folder = folder
-        """Where config.json is, for messages."""
+        """The folder of config.json, for error messages."""
         self.model_type = self._kind(config, "model_type")
         self.family = family_of(self.model_type)
         self._part = next((name for name in _LANGUAGE_PARTS if config.get(name)), "")
@@ -83,7 +83,7 @@ class ModelFacts:
         for token_id in self.eos_token_ids:
             if not 0 <= token_id < (self.vocab_size if "vocab_size" in present else _MOST):
                 raise EngineFailure(
-                    f"eos_token_id of {self.folder} is {token_id}, which is no token of a vocabulary of "
+                    f"eos_token_id of {self.folder} is {token_id}, which is outside a vocabulary of "
                     f"{self.text.get('vocab_size')} (vocab_size in its config.json)"
                 )
 
@@ -129,7 +129,7 @@ class ModelFacts:
 
     @cached_property
     def sampling_defaults(self) -> dict[str, Any]:
-        """Parameters that the model's makers sample with, as generation_config.json has them."""
+        """Sampling parameters in generation_config.json."""
         found = {name: value for name in _SAMPLING if (value := self._generation.get(name)) is not None}
         for name, value in found.items():
             if isinstance(value, bool) or not isinstance(value, _SAMPLING[name]):
@@ -226,7 +226,7 @@ class ModelFacts:
 
     @property
     def image_tokens(self) -> ImageTokens | None:
-        """Which tokens of a prompt are replaced by embeddings of media; None if the model runs without media."""
+        """The prompt tokens that embeddings of media replace; None for a model without media."""
         if (audio := self.family.audio) is not None:
             token_id = self.config.get("audio_token_id", audio.audio_token_id)
             if type(token_id) is not int or token_id < 0:

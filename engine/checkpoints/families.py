@@ -15,7 +15,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class MediaPart:
-    """How the parts of a model that takes media are named."""
+    """Names of the parts of a model that takes media."""
 
     text_type: str
     """Default `model_type` of the language part, for a `text_config` that has none."""
@@ -66,8 +66,8 @@ class VisionPart(MediaPart):
     merge: int = 0
     """Default `spatial_merge_size` of families with mRoPE, whose positions depend on image grids; 0 without mRoPE."""
     videos: Literal["patches", "frames"] | None = None
-    """How the family's own processor takes videos: Qwen2-VL's patches in space and time, or SmolVLM's frames with their
-    times. Without one, a video is shown to the model as so many images."""
+    """The input that the family's own processor makes of a video: Qwen2-VL's patches in space and time, or SmolVLM's
+    frames with their times. None shows a video to the model as several images."""
     video_token_id: int = -1
     """Default id of the video token of families that have one."""
     tokens_per_second: int = 0
@@ -85,9 +85,9 @@ class Family:
     window: int | None = None
     """Default `sliding_window` of all layers; None for kinds that ignore that key."""
     vision: VisionPart | None = None
-    """None for models that cannot be served with images."""
+    """The part that takes images; None for models that cannot be served with images."""
     audio: AudioPart | None = None
-    """None for models that cannot be served with audio."""
+    """The part that takes audio; None for models that cannot be served with audio."""
     no_images: str = ""
     """Reason why images cannot be served although the model takes them."""
     transcribes: bool = False

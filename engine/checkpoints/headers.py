@@ -28,7 +28,7 @@ class StoredTensor(NamedTuple):
 
     path: Path
     dtype: str
-    """As safetensors spells it, such as BF16."""
+    """Name of the type in safetensors, such as BF16."""
     shape: tuple[int, ...]
 
 
@@ -47,7 +47,7 @@ def read_headers(folder: Path) -> Headers:
                     part = file.get_slice(name)
                     found[name] = StoredTensor(path, part.get_dtype(), tuple(part.get_shape()))
         except (OSError, SafetensorError) as error:
-            raise EngineFailure(f"{path} is damaged or no safetensors file: {error}") from error
+            raise EngineFailure(f"{path} is damaged or not a safetensors file: {error}") from error
     return found
 
 
@@ -109,7 +109,7 @@ def _files(folder: Path) -> list[Path]:
         content: Any = json.loads(index.read_text(encoding="utf-8"))
         names = {str(name) for name in content["weight_map"].values()}
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise EngineFailure(f"{index} is no index of safetensors files: {error!r}") from error
+        raise EngineFailure(f"{index} is not an index of safetensors files: {error!r}") from error
     if lost := sorted(name for name in names if not (folder / name).is_file()):
         raise EngineFailure(f"{folder} lacks {lost[0]}, which {_INDEX} names: download the model again")
     return [folder / name for name in sorted(names)]

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def pipeline_class(folder: Path) -> str:
-    """Return the class of the pipeline in a folder; empty if that is no folder of diffusers."""
+    """Return the class of the pipeline in a folder; empty if it is not a folder of diffusers."""
     try:
         return str(json.loads((folder / INDEX).read_bytes())["_class_name"])
     except (OSError, ValueError, LookupError, TypeError):
@@ -54,7 +54,7 @@ def resolve_pipeline(model: str, cache_dir: Path) -> Path:
         found = _downloaded(model)
     if found is None or not pipeline_class(found):
         raise ModelError(
-            f"{model} has no {INDEX}, so that it is no folder of diffusers; name one, or its Hugging Face id"
+            f"{model} has no {INDEX}, so it is not a folder of diffusers; name one, or its Hugging Face id"
         )
     if not pipeline_bytes(found):
         raise ModelError(f"the folder {found} has no */*.safetensors: weights that can run code are not read")

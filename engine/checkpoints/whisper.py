@@ -27,7 +27,7 @@ class WhisperSizes:
     positions: int
     """Positions of the encoder's output for a window of 30 seconds."""
     context: int
-    """Most tokens of the decoder, prompt and text together."""
+    """Maximum number of tokens of the decoder, prompt and text together."""
     vocab_size: int
 
     @property
@@ -41,7 +41,7 @@ class WhisperSizes:
 
     @classmethod
     def of(cls, facts: ModelFacts) -> "WhisperSizes":
-        """Raises EngineFailure for a config.json of another kind of model, or with wrong values."""
+        """Return the sizes in a config.json. Raises EngineFailure for another kind of model, or wrong values."""
         if facts.model_type != _WHISPER:
             raise EngineFailure(f"{facts.folder} has no Whisper model: its model_type is {facts.model_type!r}")
         sizes = cls(
@@ -77,7 +77,7 @@ class WhisperTokens:
     previous: int
     """<|startofprev|>, before a prompt."""
     languages: dict[str, int]
-    """By ISO code; empty for a model that knows English alone."""
+    """Token ids by ISO code of the language; empty for an English-only model."""
     transcribe: int
     translate: int
     suppressed: tuple[int, ...]
@@ -85,9 +85,9 @@ class WhisperTokens:
     suppressed_first: tuple[int, ...]
     """Never generated first."""
     most_first_timestamp: int | None
-    """Most positions of 20 ms for the first timestamp of a window; None is no limit."""
+    """Maximum number of positions of 20 ms for the first timestamp of a window; None is no limit."""
     alignment_heads: tuple[tuple[int, int], ...]
-    """Layer and head of the decoder that attend to what is being said; without, nobody knows when words are spoken."""
+    """Decoder layers and heads whose attention follows the speech; words have no times without them."""
     median_width: int
     """Positions over which their attention is smoothed."""
 
@@ -101,12 +101,12 @@ class WhisperTokens:
 
 
 def read_sizes(folder: Path) -> WhisperSizes:
-    """Raises EngineFailure."""
+    """Read the sizes from config.json. Raises EngineFailure."""
     return WhisperSizes.of(read_model_facts(folder))
 
 
 def read_tokens(folder: Path) -> WhisperTokens:
-    """Raises EngineFailure for files that are missing or lack a token."""
+    """Read the special tokens. Raises EngineFailure for files that are missing or lack a token."""
     generation = _json(folder / "generation_config.json")
     tokenizer = _json(folder / "tokenizer.json")
     try:

@@ -40,7 +40,8 @@ from engine.types import Delta, FinishReason, Held, Performance, PromptReport, T
 log = logging.getLogger(__name__)
 
 CPU_PROMPT_TOKENS = 64
-"""Most prompt tokens in a step on a CPU, for which every decode waits; larger steps are hardly more efficient there."""
+"""Maximum number of prompt tokens in a step on a CPU, for which every decode waits; larger steps are hardly more
+efficient there."""
 CPU_REST_AFTER = 512
 """Tokens of a prompt on a CPU after which it leaves half of the time to others."""
 
@@ -250,7 +251,7 @@ class EngineCore:
             pool.clear()
 
     def release_memory(self, tags: Collection[Tag], level: int) -> bool:
-        """Give back memory that nobody uses; return False if a sequence has not ended yet, or something is copied."""
+        """Give back unused memory; return False if a sequence has not ended yet, or something is copied."""
         if self._sequences or self.busy:
             return False
         if "kv_cache" in tags:

@@ -1,4 +1,4 @@
-"""The embedded engine as an `Engine`: one thread runs the core's steps, the event loop talks to it through a queue."""
+"""The embedded engine as an `Engine`. One thread runs the steps of its core."""
 
 import asyncio
 import contextlib
@@ -8,29 +8,27 @@ import queue
 import random
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from engine.base import DeltaStream, Latest
+from engine.base import DeltaStream
 from engine.config import EmbeddedConfig, Tag
-from engine.embedded.core import EngineCore, LoadedModel, Outputs
+from engine.embedded.core import EngineCore, LoadedModel
 from engine.embedded.grammar.compiler import GrammarCompiler, Matcher
 from engine.embedded.handoff.remote_source import resume
 from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence
+from engine.embedded.threaded_engine import ThreadedEngine
 from engine.embedded.threads import compute_threads
-from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
+from engine.errors import EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.kit.checks import check_embeddings, check_prompt
-from engine.kit.kv_log import KvEventLog
 from engine.kv_events import KvEvent
-from engine.stats import IterationStats
-from engine.types import GUIDE_KINDS, Delta, EngineInfo, GenerateRequest, Guide
+from engine.types import GUIDE_KINDS, EngineInfo, GenerateRequest, Guide
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _SHORTEST_PAUSE, _LONGER_PAUSE = 0.0002, 1.05
@@ -47,43 +45,23 @@ restarted engine come first. A guide that comes sooner starts them."""
 _NO_TRANSFER = "this engine moves no KV blocks: its setting kv_transfer is empty"
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(ThreadedEngine[EngineCore]):
     """The embedded engine behind the `Engine` protocol."""
 
     def __init__(self, config: EmbeddedConfig) -> None:
-        self._config = config
-        self._info: EngineInfo | None = None
-        self._commands: queue.SimpleQueue[Callable[[EngineCore], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, DeltaStream] = {}
+        super().__init__(config)
         self._profiler: torch.profiler.profile | None = None
-        self._stats: Latest[IterationStats] = Latest()
-        self._events = KvEventLog()
         self._new_events: list[KvEvent] = []
         self._compiling: set[asyncio.Task[None]] = set()
-        self._asked: set[asyncio.Future[Any]] = set()
-        """Results of calls in the engine's thread that have not returned yet."""
-        self._thread: threading.Thread | None = None
         self._started = threading.Event()
         """Set by `start` and `close`. The thread waits for it before it takes memory for which a second has no room."""
         self._closing = False
 
-    @property
-    def info(self) -> EngineInfo:
-        if self._info is None:
-            raise EngineNotReady("the engine has not started")
-        return self._info
-
-    @property
-    def healthy(self) -> bool:
-        return self._info is not None and self._thread is not None and self._thread.is_alive()
-
     async def prepare(self) -> None:
         """Load the model and try it. KV blocks of a CPU take memory only once they are written."""
-        self._loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[None] = self._loop.create_future()
-        self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, args=(loaded, self._ready), name="engine", daemon=True)
-        self._thread.start()
+        loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._start_thread(self._run, loaded, self._ready)
         await loaded
 
     async def start(self) -> None:
@@ -115,17 +93,8 @@ class EmbeddedEngine:
             self._submit_guided(request, request.sampling.guide, stream)
         return stream
 
-    def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
-        return self._events.batches()
-
-    def stats(self) -> AsyncIterator[IterationStats]:
-        return self._stats.values()
-
     async def reset_prefix_cache(self) -> None:
         await self._ask(EngineCore.reset_prefix_cache)
-
-    def sleep_obstacle(self, level: int) -> str:
-        return ""
 
     async def release_memory(self, tags: Collection[Tag], level: int) -> None:
         while not await self._ask(lambda core: core.release_memory(tags, level)):  # noqa: ASYNC110 - the thread's own
@@ -154,41 +123,16 @@ class EmbeddedEngine:
         if not os.path.isfile(trace):  # noqa: ASYNC240 - a moment; torch reports some failures in its log alone
             raise EngineFailure(f"the profile cannot be written to {trace}")
 
-    async def _ask(self, function: Callable[[EngineCore], T]) -> T:
-        """Call a function in the engine's thread, and return its result.
-
-        Raises EngineNotReady, and the function's EngineFailure.
-        """
-        if not self.healthy:
-            raise EngineNotReady("the engine is not running")
-        done: asyncio.Future[T] = self._loop.create_future()
-        self._asked.add(done)
-        done.add_done_callback(self._asked.discard)
-
-        def answer(core: EngineCore) -> None:
-            try:
-                self._call(_settle, done, function(core))
-            except EngineFailure as error:
-                self._call(_settle, done, error)
-
-        self._commands.put(answer)
-        return await done
-
     async def close(self) -> None:
-        if self._thread is not None:
-            self._closing = True
-            self._started.set()
-            self._commands.put(None)
-            await asyncio.to_thread(self._thread.join)
-            self._fail_all(EngineNotReady("the engine is closing"))
+        self._closing = True
+        self._started.set()
+        started = self._info is not None
+        await super().close()
         for task in self._compiling:
             task.cancel()
         await asyncio.gather(*self._compiling, return_exceptions=True)
-        if self._info is not None:
+        if started:
             await self._compiler.close()
-        self._info = None
-        self._stats.close()
-        self._events.close()
 
     def _check(self, request: GenerateRequest) -> None:
         if not self.healthy:
@@ -285,31 +229,24 @@ class EmbeddedEngine:
             torch.set_num_threads(compute_threads(self._config.threads))
             model = LoadedModel(self._config)
             seconds = time.monotonic() - began
-            self._call(_settle, loaded, None)
+            self._settle(loaded, None)
             awaited = ready
             self._started.wait()
             if self._closing:
                 return
             model.runner.take_memory()
             core = EngineCore(self._config, lambda event: self._new_events.append(event), model)
-            self._call(_settle, ready, self._describe(core, seconds))
-        except EngineFailure as error:
-            self._call(_settle, awaited, error)
+            self._settle(ready, self._describe(core, seconds))
+        except Exception as error:
+            self._fail_start(awaited, error)
             return
-        except Exception as error:  # a bug, or a library's: the start must raise, or it would wait for ever
-            log.exception("cannot load %s", self._config.model)
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            self._call(_settle, awaited, EngineFailure(f"cannot load {self._config.model}: {said}"))
-            return
-        try:
-            with contextlib.closing(core), torch.inference_mode():
-                while self._obey(core):
-                    with torch.profiler.record_function("step") if self._profiler else contextlib.nullcontext():
-                        outputs = core.step()
-                    self._call(self._deliver, outputs, core.stats(), self._take_events())
-        except Exception as error:  # a bug of ours: the engine is lost, its requests must not hang
-            log.critical("the engine thread died", exc_info=error)
-            self._call(self._fail_all, EngineDied("the engine died"))
+        with contextlib.closing(core):
+            self._run_steps(core)
+
+    def _step(self, core: EngineCore) -> None:
+        with torch.profiler.record_function("step") if self._profiler else contextlib.nullcontext():
+            outputs = core.step()
+        self._call(self._deliver, outputs, core.stats(), self._take_events())
 
     def _obey(self, core: EngineCore) -> bool:
         """Carry out queued commands. While no step would get anywhere, wait for one and poll transfers. Returns
@@ -372,35 +309,6 @@ class EmbeddedEngine:
         events, self._new_events = self._new_events, []
         return events
 
-    def _call(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call a function on the event loop, unless the loop has been closed."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function, *arguments)
-
-    # Back on the event loop.
-
-    def _deliver(self, outputs: Outputs, stats: IterationStats, events: list[KvEvent]) -> None:
-        self._stats.publish(stats)
-        for event in events:
-            self._events.put(event)
-        for request_id, output in outputs:
-            stream = self._streams.get(request_id)
-            if stream is None:
-                continue
-            if isinstance(output, Delta):
-                stream.put(output)
-                continue
-            if isinstance(output, EngineFailure):
-                log.error("request %s failed in the engine", request_id, exc_info=output.__cause__)
-            stream.fail(output)
-
-    def _fail_all(self, error: EngineUnavailable) -> None:
-        for stream in list(self._streams.values()):
-            stream.fail(error)
-        for asked in self._asked:
-            if not asked.done():
-                asked.set_exception(error)
-
 
 def _profile(call: Callable[[], object]) -> None:
     """Call the profiler. Raises EngineFailure if it cannot do that, such as beside another profiler of the process."""
@@ -408,13 +316,3 @@ def _profile(call: Callable[[], object]) -> None:
         call()
     except RuntimeError as error:
         raise EngineFailure(f"the profiler failed: {error}") from error
-
-
-def _settle(future: "asyncio.Future[T]", outcome: T | EngineFailure) -> None:
-    """Give an outcome to whoever awaits it, unless that was cancelled meanwhile."""
-    if future.done():
-        return
-    if isinstance(outcome, EngineFailure):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)

@@ -1,4 +1,4 @@
-"""Which sequences run in the next step, and with how many tokens each.
+"""The choice of sequences for the next step, and of the number of tokens for each.
 
 Running sequences come first: decodes (one token each), then the rest of started prompts, then waiting sequences, all
 within one budget of tokens and in order of rank. A long prompt does not take it all while shorter ones are there: the
@@ -25,7 +25,8 @@ from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.embedded.step import Chunk
 
 PROMPT_LOGPROB_TOKENS = 256
-"""Most tokens in a step for a sequence whose prompt log-probabilities are wanted: each needs a row of logits."""
+"""Maximum number of tokens in a step for a sequence whose prompt log-probabilities are wanted: each needs a row of
+logits."""
 
 
 DECODE_COST = 4
@@ -40,7 +41,7 @@ class Fetch(NamedTuple):
     position: int
     """End of the offer: the first token that is computed here."""
     missing: list[list[int]]
-    """For each group of layers the indices in its table of the blocks to read."""
+    """Blocks to read, as indices in the sequence's table of each group of layers."""
 
 
 class Scheduler:
@@ -59,13 +60,13 @@ class Scheduler:
         offload: Offload | None = None,
     ) -> None:
         """A step takes `max_num_tokens`, at most `max_prompt_tokens` of them of prompts if these are chunked. Chunked
-        prompts rest once `rest_after` of their tokens have been computed; None: they never do. `sources` are asked in
-        this order for prompts that are not in the pools; `offload` is told what has been computed."""
+        prompts rest once `rest_after` of their tokens have been computed; With None they never rest. `sources` are
+        asked in this order for prompts that are not in the pools; `offload` is told what has been computed."""
         self.blocks = blocks
         self.waiting: list[Sequence] = []
-        """In order of rank."""
+        """Waiting sequences by rank."""
         self.running: list[Sequence] = []
-        """In order of rank."""
+        """Running sequences by rank."""
         self.fetching: list[Sequence] = []
         self.held: list[Sequence] = []
         self.held_blocks = 0

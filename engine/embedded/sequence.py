@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is; the scheduler alone changes it.
+    """Status of a sequence. Only the scheduler changes it.
 
     WAITING -> RUNNING -> FINISHED is the usual way. A waiting sequence whose prompt can be read from elsewhere is
     FETCHING before it runs; a running one is WAITING again when it is preempted; one whose prompt was computed for
@@ -57,7 +57,7 @@ class Sequence:
     pending: int = 0
     """Tokens that were sampled and that the host has not seen yet: none, unless the next step is prepared ahead."""
     computed: int = 0
-    """How many tokens have keys and values, the step under way included."""
+    """Number of tokens with keys and values, the step under way included."""
     tables: list[list[int]] = field(default_factory=list)
     """Its blocks in each group of layers, by their index (`engine/embedded/kv/groups.py`); empty while it waits."""
     slot: int = -1
@@ -68,7 +68,7 @@ class Sequence:
     keys: list[BlockKey] = field(default_factory=list)
     """Keys of the full blocks of `tokens`, as far as `extend_keys` has been asked."""
     mm_keys: dict[BlockKey, MmKeys] = field(default_factory=dict)
-    """For those of `keys` whose blocks contain images: what KV events say of these."""
+    """Images of the blocks of `keys` that contain any, as KV events report them."""
     images: PromptImages | None = None
     """The prompt's images; None without any."""
     stored: int = 0
@@ -155,9 +155,10 @@ class Sequence:
 
     def extend_keys(self, block_size: int) -> list[BlockKey]:
         """Return the keys of all full blocks of `tokens`."""
+        spans = self.request.spans
         while (start := len(self.keys) * block_size) + block_size <= len(self.tokens):
             parent = self.keys[-1] if self.keys else root_key(self.request.cache_salt)
-            overlaps = overlaps_of(self.request.spans, start, block_size)
+            overlaps = overlaps_of(spans, start, block_size) if spans else ()
             key = block_key(parent, self.tokens[start : start + block_size], overlaps)
             self.keys.append(key)
             if overlaps:

@@ -17,7 +17,7 @@ class Chunk(NamedTuple):
     start: int
     length: int
     sampled: int
-    """How many tokens are sampled after the step: 0 unless the chunk reaches the last token, one more for each token of
+    """Number of tokens sampled after the step: 0 unless the chunk reaches the last token, one more for each token of
     its draft."""
     admission: int
     """The sequence's, when the chunk was made."""

@@ -18,7 +18,7 @@ _SIGNATURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"RIFF")
 
 
 class FakeEncoder:
-    """Takes `seconds` for each file, which becomes `rows` tokens."""
+    """Encodes each file in `seconds` into `rows` tokens."""
 
     def __init__(self, seconds: float = 0.0, rows: int = ROWS) -> None:
         self._seconds = seconds

@@ -31,6 +31,7 @@ class FakePipeline:
             makes=("image", "video"),
             accepts=("negative_prompt", "guidance"),
             edits=True,
+            animates=True,
             inpaints=True,
             width=64,
             height=64,

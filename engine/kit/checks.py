@@ -12,7 +12,7 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 
 
 class ImageTokens(NamedTuple):
-    """How a model takes images and videos: as embeddings in the place of tokens."""
+    """Tokens whose embeddings are replaced by those of images and videos."""
 
     token_id: int
     hidden_size: int

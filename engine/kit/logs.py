@@ -25,7 +25,7 @@ _TALKATIVE = ("uvicorn", "asyncio", "httpx", "sse_starlette", "transformers", "h
 
 
 class LogOptions(msgspec.Struct, frozen=True):
-    """How a process logs; its child processes log the same way."""
+    """Options of logging, for a process and its child processes."""
 
     level: str = "info"
     form: Literal["text", "json"] = "text"

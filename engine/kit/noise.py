@@ -10,7 +10,7 @@ def exponentials(seed: int, position: int, count: int) -> NDArray[np.float32]:
     """Return the exponential variates of the ids below `count`, float32 [count], for a seed, of which 64 bits count,
     and a position: those of Philox 4x32-10 with the key seed and the counter (id / 4, position, 0, 0).
 
-    A GPU's kernels compute the same, but for the last bits of logarithms.
+    A GPU's kernels compute the same, except for the last bits of logarithms.
     """
     words = _philox(seed & _PHILOX_KEY, position, -(-count // 4)).reshape(-1)[:count]
     part = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)

@@ -23,7 +23,7 @@ _DEFAULT_FPS = 24.0
 """Frames a second of a file that does not say them, or says nonsense; transformers takes the same."""
 _MOST_FPS = 1000.0
 _SAMPLED_FPS = 2.0
-"""Frames a second that are taken where nobody says: as Qwen's own tools do."""
+"""Default number of frames taken per second: that of Qwen's own tools."""
 _MOST_FAILURES = 64
 """Frames one after another that cannot be decoded, after which the file counts as at its end."""
 _UNREADABLE = "the video cannot be read: it must be a whole MP4, WebM, Matroska or AVI file"
@@ -54,7 +54,7 @@ class VideoFile:
         )
         self._check_size(width, height)
         self.size = int(height), int(width)
-        """Of a frame: height and width, as the header has them."""
+        """Height and width of a frame in pixels, from the file's header."""
         self.fps = fps if 0 < fps <= _MOST_FPS else _DEFAULT_FPS
         self.total = int(count) if 0 < count < 1 << 40 else self._counted()
         """Number of frames, as the header has it or, if it has none, counted."""
@@ -72,8 +72,11 @@ class VideoFile:
         return self.total / self.fps
 
     def frames(self, wanted: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield frames by rising indices, uint8 RGB [height, width, 3], upright; for one that cannot be decoded, the
-        next that can. They end where the file does. Raises InvalidRequest if there is none."""
+        """Yield (index, frame) for `wanted` indices in rising order. Frames are upright uint8 RGB, [height, width, 3].
+
+        A frame that cannot be decoded is replaced by the next one that can. Iteration stops at the end of the file.
+        Raises InvalidRequest if no frame can be decoded.
+        """
         self._until = time.monotonic() + self._left  # what passes between opening a file and reading it is no decoding
         rising = iter(wanted)
         index = next(rising, None)
@@ -144,7 +147,7 @@ def sampling_of(asked: FrameSampling, options: VideoOptions, own: FrameSampling 
 
 
 def evenly(total: int, fps: float, sampling: FrameSampling) -> list[int]:
-    """As vLLM chooses them: from the first frame to the last."""
+    """Return the indices of frames as vLLM chooses them: from the first to the last."""
     count = min(sampling.num_frames, total)
     if sampling.fps:
         count = max(1, min(count, math.floor(total / fps * sampling.fps)))
@@ -152,8 +155,8 @@ def evenly(total: int, fps: float, sampling: FrameSampling) -> list[int]:
 
 
 def as_smolvlm(total: int, fps: float, sampling: FrameSampling) -> list[int]:
-    """As SmolVLM's processor chooses them: from the first frame to the last, without the first and last second of a
-    long video."""
+    """Return the indices of frames as SmolVLM's processor chooses them: from the first to the last, without the first
+    and last second of a long video."""
     count = sampling.num_frames
     if sampling.fps:
         count = max(1, min(round(sampling.fps * (total / fps)), count))
@@ -164,8 +167,10 @@ def as_smolvlm(total: int, fps: float, sampling: FrameSampling) -> list[int]:
 
 
 def as_qwen(total: int, fps: float, sampling: FrameSampling, patch: int = 2, least: int = 4) -> list[int]:
-    """As Qwen2-VL's processor chooses them: an even number (`patch` is the patches' length in time), so many a second,
-    but `least`; each stands at the beginning of its share of the video."""
+    """Return the indices of frames as Qwen2-VL's processor chooses them: an even number, at least `least`.
+
+    `patch` is the length of a patch in frames. Each frame stands at the beginning of its share of the video.
+    """
     if sampling.fps:
         most = min(sampling.num_frames, total) // patch * patch
         count = int(min(max(total / fps * sampling.fps, least), most, total)) // patch * patch

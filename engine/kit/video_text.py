@@ -1,4 +1,5 @@
-"""How SmolVLM's processor writes a video in a prompt: an introduction, then each frame after the time that it shows."""
+"""The text of a video in a prompt, as SmolVLM's processor writes it: an introduction, then each frame after its
+time."""
 
 from collections.abc import Sequence
 from datetime import timedelta

@@ -70,7 +70,7 @@ class FairQueue(Generic[K, T]):
         return item
 
     def remove(self, key: K, item: T) -> None:
-        """Remove an item that nobody waits for any more."""
+        """Remove an item whose request has ended."""
         self._items[key].remove(item)
         self._forget(key)
 
@@ -100,7 +100,7 @@ class Turns:
         self._bytes = 0
         self._taken: dict[Hashable, int] = {}
         self._waiting: FairQueue[Hashable, tuple[asyncio.Future[None], int]] = FairQueue()
-        """By request."""
+        """Waiting work by request."""
 
     @property
     def waiting(self) -> int:
@@ -204,7 +204,7 @@ FILES = Lane("files", 8, per_request=4)
 """Reading of files, which waits for a disk."""
 LANES = (PYTHON, NATIVE, WHOLE, NAMES, FILES)
 INLINE_LENGTH = 2000
-"""Characters, ids or the like up to which a job is done on the event loop: a turn would take longer."""
+"""Length in characters or ids up to which a job is done on the event loop: a turn would take longer."""
 
 
 async def off_loop(length: int, job: Callable[[], T]) -> T:

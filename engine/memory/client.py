@@ -189,7 +189,8 @@ def _close(connection: socket.socket, fd: int) -> None:
 
 
 def _check(lease: MemoryLease, size: int) -> None:
-    """Raises MemoryServiceError unless the descriptor has this size, and sealed contents if they are complete."""
+    """Check a descriptor. Raises MemoryServiceError unless it has this size, and sealed contents if they are
+    complete."""
     sealed = fcntl.fcntl(lease.fd, fcntl.F_GET_SEALS)
     wanted = SEALED | (fcntl.F_SEAL_WRITE if lease.filled else 0)
     if os.fstat(lease.fd).st_size != size or sealed & wanted != wanted:

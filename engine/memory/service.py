@@ -2,8 +2,8 @@
 
 It holds one descriptor for each piece of memory: a memfd of the host, or device memory that the CUDA driver has
 exported. It maps none of it, and has no CUDA context. An engine that is first to ask for some weights fills their
-memory; from then on nobody can write to it. A lease ends when its connection does, however the engine has ended. What
-nobody leases is freed after a grace time, or at once when room is needed.
+memory; from then on it is read-only. A lease ends when its connection does, however the engine has ended. Memory
+without a lease is freed after a grace time, or at once when room is needed.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from engine.transfer.shared_memory import make_memory, reopen
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 300.0
-"""Seconds for which memory is kept that nobody leases."""
+"""Seconds for which memory is kept without a lease."""
 _ACCEPT_PAUSE = 1.0
 """Seconds without new connections once no file descriptor is left."""
 _MOST_FILES = 1024
@@ -222,7 +222,8 @@ class MemoryService:
             os.close(fd)
 
     def _allocate(self, key: bytes, device: str, size: int) -> _Memory:
-        """Raises MemoryServiceError if there is no room, even without what nobody leases."""
+        """Allocate memory, and free what has no lease if room is needed. Raises MemoryServiceError if there is still no
+        room."""
         unused = [memory for memory in self._memories.values() if not memory.leases]  # the longest unused comes first
         unused.sort(key=lambda memory: memory.expiry.when() if memory.expiry is not None else 0.0)
         leased = sum(memory.size for memory in self._memories.values() if memory.leases)
@@ -351,7 +352,7 @@ def _remove_dead(path: Path) -> None:
             return
         except ConnectionRefusedError:
             if not path.is_socket():
-                raise OSError("another file is there, which is no socket") from None
+                raise OSError("a file that is not a socket is in its place") from None
             path.unlink(missing_ok=True)
             return
     raise OSError(f"a memory service already answers at {path}")

@@ -24,7 +24,7 @@ class Acquire(msgspec.Struct, frozen=True, array_like=True, tag=0):
     device: str
     """The UUID of a GPU; empty for memory of the host."""
     layout: str
-    """Everything besides the weights that determines the contents: data type, quantisation, order."""
+    """Properties that determine the contents in addition to the weights: data type, quantisation, order."""
     files: bytes
     """Digest of the names, sizes and times of the weights' files."""
     weights: bytes = b""

@@ -24,7 +24,7 @@ from engine.process.folder import PrivateFolder
 from engine.process.service import Interface
 from engine.process.sockets import remove_socket_file
 from engine.process.supervisor import FIRST_PAUSE, LONGEST_PAUSE, End, Supervisor
-from engine.process.wire import PARENT_BEAT_SECONDS, HostOptions
+from engine.process.wire import PARENT_BEAT_SECONDS, HostOptions, Standby
 
 STOP_SECONDS = 5.0
 """Time a host may take to stop once its input has ended."""
@@ -48,7 +48,7 @@ class ServiceProcess:
     gives up, and `wait_failed` returns the reason. A host that is not responsive for the service's `hang_seconds` is
     killed. The host ends with this process, however that ends, and what the host has started ends with the host.
 
-    With `standby`, another host prepares as soon as one serves, and takes over when that one dies.
+    With `standby`, another host prepares once one serves, and takes over when that one dies.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ServiceProcess:
         config: msgspec.Struct,
         address: str = "",
         on_death: Literal["restart", "exit"] = "restart",
-        standby: bool = False,
+        standby: Standby = "",
     ) -> None:
         self._folder: PrivateFolder | None = None
         if not address:
@@ -71,7 +71,8 @@ class ServiceProcess:
         self._on_death = on_death
         self._host: _Host | None = None
         self._standby: _Host | None = None
-        self._keeps_standby = standby
+        self.standby: Standby = standby if on_death == "restart" else ""
+        """What the next standby host does in advance."""
         self._serving = asyncio.Event()
         """Set while the host serves."""
         self._was_ready = False
@@ -102,7 +103,7 @@ class ServiceProcess:
         except OSError as error:
             raise EngineFailure(self._not_spawned(error)) from error
         self._supervision = asyncio.create_task(Supervisor(self._live).run(), name=f"{self._interface.noun}-process")
-        if self._keeps_standby:
+        if self.standby:
             self._keeping = asyncio.create_task(self._keep_standby(), name=f"{self._interface.noun}-standby")
 
     async def wait_failed(self) -> str:
@@ -142,11 +143,11 @@ class ServiceProcess:
         final = not self._was_ready or self._on_death == "exit"
         return End(reason, served, final, prepared=self.standby_pid is not None)
 
-    async def _spawn(self, *, standby: bool = False) -> "_Host":
-        """Raises OSError."""
+    async def _spawn(self, standby: Standby = "") -> "_Host":
+        """Start a host process and send it its options. Raises OSError."""
         host = await _Host.spawn(self._interface, self._hang_seconds, self._note_ready, again=self._was_ready)
         options = msgspec.structs.replace(self._options, standby=standby)
-        if standby and self._host is not None and self._host.successor:
+        if standby == "model" and self._host is not None and self._host.successor:
             host.successor = self._host.successor  # it has that configuration itself, and will name no other
             options = msgspec.structs.replace(options, config=msgspec.Raw(host.successor))
         host.tell(msgspec.json.encode(options))
@@ -176,7 +177,7 @@ class ServiceProcess:
             if not self._serving.is_set():
                 continue
             try:
-                host = self._standby = await self._spawn(standby=True)
+                host = self._standby = await self._spawn(self.standby)
             except OSError as error:
                 reason = self._not_spawned(error)
             else:
@@ -236,7 +237,7 @@ class _Host:
         self._tail = ""
         self._unfinished = ""
         self._failure = ""
-        """Why the process ends, as it says itself."""
+        """Reason why the process ends, as it says itself."""
         self._log_pipe = log_pipe
         self._log_ended = asyncio.Event()
         self._control = asyncio.create_task(self._read_control())
@@ -246,7 +247,7 @@ class _Host:
     async def spawn(
         cls, interface: Interface[Any, Any], hang_seconds: float, on_ready: Callable[[], None], *, again: bool
     ) -> "_Host":
-        """Raises OSError. `again` is whether another one was ready before."""
+        """Start a host process. `again`: whether a process was ready before. Raises OSError."""
         mark = secrets.token_hex(8)
         # A pipe of our own: asyncio considers a process running as long as one of its children has its standard error
         # open.

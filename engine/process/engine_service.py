@@ -7,7 +7,7 @@ import msgspec
 
 from engine.base import Engine, Preparable
 from engine.config import EmbeddedConfig, EngineConfig, Tag
-from engine.create import create_engine
+from engine.create import create_engine, preload
 from engine.errors import NotSupported
 from engine.kv_events import KvEvent
 from engine.process.service import Interface, Method, Topic
@@ -25,7 +25,7 @@ async def _prepare(engine: Engine) -> None:
 
 
 def _successor(config: EngineConfig, engine: Engine) -> EngineConfig:
-    """On a GPU the KV blocks of an engine that stands by take the place of those of the one that serves."""
+    """Give a standby engine the size of the serving engine's KV cache: on a GPU its blocks take the place of those."""
     if not isinstance(config, EmbeddedConfig) or not engine.info.device.startswith("cuda"):
         return config
     return msgspec.structs.replace(config, num_blocks=engine.info.num_blocks, kv_memory_later=True)
@@ -83,6 +83,7 @@ ENGINE: Interface[EngineConfig, Engine] = Interface(
         "kv_events": Topic(list[KvEvent], lambda engine: engine.kv_events()),
         "sleep_states": Topic(SleepState, _sleep_states),
     },
+    preload=preload,
     prepare=_prepare,
     successor=_successor,
     more_stop_seconds=lambda config: config.extra_stop_seconds,

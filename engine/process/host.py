@@ -188,7 +188,7 @@ class _Client:
         results.pipe(partial(self._pass_on, call.key))
 
     def _begin(self, call: wire.Call, frames: list[bytes]) -> Results:
-        """Raises EngineError; any other exception is a bug."""
+        """Begin a call. Raises EngineError; any other exception is a bug."""
         method: Method[Any, Any] = self._host.interface.methods[call.method]
         try:
             argument = method.attach(method.decode_argument(call.argument), wire.parts_of(call, frames))
@@ -314,6 +314,8 @@ class _HostProcess:
         threading.Thread(target=self._stop_at_end_of_input, args=(loop,), daemon=True).start()
         gc.disable()  # imports make a million objects that stay
         service = self._interface.create(self._config)
+        if self._standby == "imports":
+            self._interface.preload(self._config)
         gc.enable()
         try:
             if not self._standby or await self._completed(self._wait_to_serve(service)):
@@ -325,7 +327,8 @@ class _HostProcess:
             await service.close()
 
     async def _wait_to_serve(self, service: HostedService) -> None:
-        await self._interface.prepare(service)
+        if self._standby == "model":
+            await self._interface.prepare(service)
         print("standby", file=self._channel.output, flush=True)
         await self._go.wait()
 
@@ -386,7 +389,7 @@ class _HostProcess:
         self.exit_by_force()
 
     def exit_by_force(self) -> None:
-        """In a thread: end the process unless it ends by itself in time."""
+        """End the process from a thread unless it ends by itself in time."""
         time.sleep(STOP_SECONDS + self._interface.more_stop_seconds(self._config))
         if self._bound:
             remove_socket_file(self._address)

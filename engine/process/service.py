@@ -114,7 +114,7 @@ class Topic(Generic[R]):
 
 @dataclass(frozen=True)
 class Interface(Generic[ConfigT, ServiceT]):
-    """How a service is created, called and listened to. Host and client read the same object."""
+    """Description of a service: its creation, methods and topics. Host and client read the same object."""
 
     name: str
     """`package.module:NAME` of this object; the host process imports it."""
@@ -127,8 +127,10 @@ class Interface(Generic[ConfigT, ServiceT]):
     """Type of `HostedService.info`."""
     methods: Mapping[str, Method[Any, Any]]
     topics: Mapping[str, Topic[Any]]
+    preload: Callable[[ConfigT], None] = lambda _: None
+    """Import in a standby process what `start` imports beyond `create`; take no memory of a device."""
     prepare: Callable[[ServiceT], Coroutine[Any, Any, None]] = _prepare_nothing
-    """Prepare a standby process: do all of `start` that is possible while another process serves."""
+    """Load the model in a standby process: do all of `start` that is possible while another process serves."""
     successor: Callable[[ConfigT, ServiceT], ConfigT] = lambda config, _: config
     """Configuration of a standby process for a service that has started."""
     more_stop_seconds: Callable[[ConfigT], float] = lambda _: 0.0

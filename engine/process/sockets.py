@@ -25,7 +25,7 @@ def free_port() -> int:
 def context() -> "zmq.Context[Any]":
     """Return the ZMQ context of this process.
 
-    It is never terminated: libzmq 4.3.5 can block for ever in that call, even without linger, if both ends of a
+    It is never terminated: libzmq 4.3.5 can block forever in that call, even without linger, if both ends of a
     connection close at once while messages are queued (about one close in a hundred on a busy machine; zeromq/libzmq
     issue 2586).
     """

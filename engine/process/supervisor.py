@@ -14,15 +14,15 @@ log = logging.getLogger(__name__)
 
 
 class End(NamedTuple):
-    """How one life of a process ended."""
+    """The end of one run of a process."""
 
     reason: str
     served_seconds: float = 0.0
     """0 for a process that never served."""
     final: bool = False
-    """Whether another one would not help."""
+    """Whether the process is not to be restarted."""
     prepared: bool = False
-    """Whether another one has been prepared, which takes longer than a pause."""
+    """Whether a standby process is prepared, which takes longer than a pause."""
 
 
 class Supervisor:

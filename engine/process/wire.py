@@ -10,6 +10,7 @@ results and reports are encoded by the service's own types (`engine/process/serv
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Literal
 
 import msgspec
 
@@ -27,6 +28,8 @@ PARENT_BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
 """Silence after which a client considers its host stuck: short enough for another replica to answer within ten
 seconds."""
+Standby = Literal["", "imports", "model"]
+"""What a standby host does in advance: nothing, import code, or load the model too."""
 _OVERHEAD = 256
 """Upper bound for what a part adds to its batch."""
 
@@ -39,8 +42,8 @@ class HostOptions(msgspec.Struct, frozen=True):
     address: str
     """ipc:// or tcp://127.0.0.1"""
     logs: LogOptions = LogOptions()
-    standby: bool = False
-    """Prepare, say `standby`, and serve only after the line `go`."""
+    standby: Standby = ""
+    """What to do before it says `standby` and waits for the line `go`; empty to serve at once."""
 
 
 # Client to host.

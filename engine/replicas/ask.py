@@ -21,7 +21,7 @@ from protocol.internal import MEDIA_TYPE, SILENCE_SECONDS, EncodeInfo, PrefillIn
 I = TypeVar("I", bound=msgspec.Struct)  # noqa: E741
 T = TypeVar("T")
 _SLOWEST_UPLOAD = 50 << 20
-"""Bytes in a second: a large request gives the replica so much longer to begin its answer."""
+"""Bytes per second: a replica has this much more time to begin its answer to a large request."""
 _ERRORS: dict[str, type[errors.EngineError]] = {
     "context_length_exceeded": errors.ContextOverflow,
     "request_too_large": errors.ContextOverflow,  # for that replica: as with its context, another may have more room
@@ -34,7 +34,7 @@ _ERRORS: dict[str, type[errors.EngineError]] = {
     "engine_failure": errors.EngineFailure,
     "internal_error": errors.EngineFailure,
 }
-"""By the code of the error envelope. Other codes are failures of one request, except for these:"""
+"""Exceptions by code of the error envelope. Other codes fail a single request, except those of _OF_THE_REPLICA."""
 _OF_THE_REPLICA = frozenset(
     {"invalid_api_key", "forbidden", "unknown_url", "wrong_replica", "method_not_allowed"}
     | {"unsupported_media_type", "replicas_differ"}
@@ -50,7 +50,7 @@ class ReplicaFault(errors.EngineUnavailable):
     def __init__(self, message: str, outcome: str) -> None:
         super().__init__(message)
         self.outcome = outcome
-        """For the metrics: unreachable, silent or refused."""
+        """Label for the metrics: unreachable, silent or refused."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ async def ask(
 
 
 async def describe(client: ReplicaClient, service: Service[I, T], headers: Sequence[Header]) -> I:
-    """Return what the replica says of itself, if it takes requests now. Raises as `ask` does."""
+    """Return the replica's description of itself, if it takes requests now. Raises as `ask` does."""
     with _faults(service):
         async with asyncio.timeout(SILENCE_SECONDS):
             status, content = await client.get(service.path, headers)

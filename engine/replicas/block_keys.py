@@ -1,8 +1,8 @@
 """Keys that name whole prefixes of prompts, to know which replica has computed them.
 
-A block's key is made of its tokens, what it holds of images, and the key of the block before. Keys are Python's
-hashes: 64 bits that nobody outside the process can foresee. Two prefixes with the same key would mislead the choice of
-a replica, and nothing else.
+A block's key is made of its tokens, what it holds of images, and the key of the block before. Keys are Python's hashes:
+64 bits that are unpredictable outside the process. Two prefixes with the same key would mislead the choice of a
+replica, and nothing else.
 """
 
 from array import array

@@ -215,7 +215,7 @@ class ReplicaClient:
         self._idle: list[ReplicaConnection] = []
         self._busy: set[ReplicaConnection] = set()
         self._websockets: dict[asyncio.Task[None], ClientConnection] = {}
-        """By a task that ends with it."""
+        """Open WebSockets by the task that ends with each."""
 
     def head(self, method: str, target: bytes, headers: Sequence[Header], length: int = 0) -> bytes:
         """The head of a request. `headers` must have neither Host nor Content-Length."""
@@ -247,7 +247,7 @@ class ReplicaClient:
     async def websocket(self, target: bytes, headers: Sequence[Header]) -> "ClientConnection":
         """Open a WebSocket, which the caller closes. Raises ConnectionFailed, WebSocketRefused.
 
-        It sends no pings: while its reader waits for a slow client, nobody would read what answers them.
+        It sends no pings: while its reader waits for a slow client, pongs would not be read.
         """
         from websockets.asyncio.client import connect  # noqa: PLC0415 - only routers need it
         from websockets.exceptions import InvalidHandshake, InvalidStatus  # noqa: PLC0415

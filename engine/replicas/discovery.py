@@ -1,5 +1,5 @@
-"""Where other replicas are: fixed addresses, DNS names that stand for all their addresses (dns+http://name:port), and
-files with one URL on each line (file:///path), which a planner writes.
+"""Addresses of other replicas: fixed addresses, DNS names that stand for all their addresses (dns+http://name:port),
+and files with one URL on each line (file:///path), which a planner writes.
 """
 
 import asyncio

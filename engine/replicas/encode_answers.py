@@ -41,7 +41,7 @@ class EncodeObserver(Protocol):
         """The images of one request have been encoded."""
 
     def holds(self, answers: int, size: int) -> None:
-        """So many answers wait to be read now, with embeddings of `size` bytes in all."""
+        """Note the number of answers that wait to be read, and the total `size` of their embeddings in bytes."""
 
 
 class EncodeAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -71,7 +71,8 @@ def encode_info(model_name: str, backend: str, info: EncoderInfo) -> internal.En
 
 
 def decode_answer(data: bytes) -> EncodeAnswer:
-    """Raises InvalidRequest for bytes that are no answer of this version, and for one that contradicts itself."""
+    """Decode an answer. Raises InvalidRequest for bytes that are not an answer of this version, or contradict
+    themselves."""
     found = handoff.decode_bounded(_answers, data, handoff.MAX_BYTES, "embeddings", _PARAM)
     handoff.check_version(found.version, "embeddings")
     if found.encoding is not None:
@@ -203,7 +204,7 @@ class EncodeService:
 
     @contextmanager
     def counting(self, images: int) -> Iterator[None]:
-        """Count a request while so many images of it are encoded, and once they are."""
+        """Count a request while this many of its images are encoded, and again once they are."""
         started = time.perf_counter()
         self.waiting += 1
         try:
@@ -239,7 +240,7 @@ def check_answer(found: EncodeAnswer, count: int, hidden_size: int) -> None:
         raise InvalidRequest(f"there are embeddings for {len(found.media)} images, not for {count}", _PARAM)
     for media, size in zip(found.media, found.sizes, strict=True):
         if size != media.rows * hidden_size * ITEM_BYTES[media.dtype]:
-            raise InvalidRequest(f"the embeddings are no rows of {hidden_size}", _PARAM)
+            raise InvalidRequest(f"the embeddings are not rows of {hidden_size}", _PARAM)
 
 
 def _digest(parts: Sequence[bytes | memoryview]) -> bytes:

@@ -68,7 +68,7 @@ class EncodePool(RemotePool[EncodeReplica]):
         self._seconds = seconds
 
     def found(self, model_name: str, backend: str) -> EncodeInfo | None:
-        """Return what the first available replica of this model says of itself."""
+        """Return the description of the first available replica of this model; None without one."""
         wanted = (VERSION, model_name, backend)
         infos = (replica.info for replica in self.replicas if replica.available and replica.info is not None)
         return next((info for info in infos if (info.version, info.model, info.backend) == wanted), None)

@@ -57,7 +57,7 @@ class ReplicaPool(Generic[R]):
 
     @property
     def missing(self) -> str:
-        """Why no replica is available, for clients; empty if one is."""
+        """Reason why no replica is available, for clients; empty if one is."""
         known, available = self.counts
         if available:
             return ""

@@ -44,7 +44,7 @@ class Lease(Protocol):
 
 
 class Prefills(Protocol):
-    """Where prompts are computed: prefill replicas, or what came with the request."""
+    """A source of computed prompts: prefill replicas, or a handoff that came with the request."""
 
     def healthy(self, mine: PrefillInfo) -> bool:
         """Whether a request made now would be prefilled somewhere."""

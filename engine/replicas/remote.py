@@ -113,7 +113,7 @@ class RemotePool(ReplicaPool[R]):
         return any(not self.obstacle(replica, mine) for replica in self.replicas)
 
     def obstacle(self, replica: R, mine: msgspec.Struct) -> str:
-        """Why `replica` cannot be asked; empty if it can."""
+        """Reason why `replica` cannot be asked; empty if it can."""
         if not replica.available or replica.info is None:
             return replica.reason
         pairs = ((name, getattr(replica.info, name), getattr(mine, name)) for name in mine.__struct_fields__)
@@ -150,7 +150,7 @@ class RemotePool(ReplicaPool[R]):
         return self.kind(url, self._headers, self.observer)
 
     def _nobody(self, name: str, mine: msgspec.Struct) -> NoReplica:
-        """Why there is no replica to ask. Addresses are for the log alone."""
+        """Reason why there is no replica to ask. Addresses are for the log alone."""
         found = {replica.url: self.obstacle(replica, mine) for replica in self.replicas}
         log.info("no %s replica for %s: %s", self._does, name, found)
         reasons = "; ".join(sorted(set(found.values()))) or "none is known"

@@ -32,7 +32,7 @@ class Replica:
         self.last_asked = 0
         """Number of the last choice of this replica: the pool counts its choices."""
         self.reason = "one has not answered yet"
-        """Why it is not available, for clients: without addresses, which are secret."""
+        """Reason why it is not available, for clients: without addresses, which are secret."""
         self.probed = asyncio.Event()
         """Set once the first probe has ended."""
         self.left = False

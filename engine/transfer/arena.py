@@ -45,7 +45,7 @@ class Arena:
         self._orphans: set[asyncio.Task[list[Data]]] = set()
         self._closing: asyncio.Task[None] | None = None
         self.offers: tuple[Offer, ...] = self._transfers.offers()
-        """How peers read the arena, which is region 0."""
+        """Offers by which peers read the arena, which is region 0."""
 
     @property
     def taken(self) -> list[Place]:

@@ -25,7 +25,7 @@ class TransferError(Exception):
 
 
 class NotFromHere(TransferError):
-    """This process cannot use this offer. No memory was changed, and another offer may work."""
+    """The offer cannot be used from this process. No memory was changed, and another offer may work."""
 
 
 class Region(NamedTuple):
@@ -46,7 +46,7 @@ class Read(NamedTuple):
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """How a peer may read our regions by one method, which defines the format of `data`."""
+    """An offer to peers to read our regions by one method, which defines the format of `data`."""
 
     method: str
     data: bytes
@@ -141,7 +141,7 @@ def split_reads(reads: Sequence[Read], most: int) -> list[Read]:
 
 
 def check_local(reads: Sequence[Read], regions: Sequence[Region]) -> None:
-    """Raises TransferError unless all reads lie within our regions and no two write the same bytes."""
+    """Check reads. Raises TransferError unless all lie within our regions and no two write the same bytes."""
     for read in reads:
         if not 0 <= read.region < len(regions):
             raise TransferError(f"there is no region {read.region}; there are {len(regions)}")
@@ -156,7 +156,7 @@ def check_local(reads: Sequence[Read], regions: Sequence[Region]) -> None:
 
 
 def check_remote(reads: Sequence[Read], sizes: Sequence[int]) -> None:
-    """Raises TransferError unless all reads lie within the peer's regions, which have these sizes."""
+    """Check reads. Raises TransferError unless all lie within the peer's regions, which have these sizes."""
     for read in reads:
         if read.region >= len(sizes):
             raise TransferError(f"the peer has no region {read.region}; it has {len(sizes)}")

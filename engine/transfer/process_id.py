@@ -33,7 +33,7 @@ def shared_memory_domain() -> str:
 
 
 def check_reachable(process: ProcessId) -> None:
-    """Raises NotFromHere unless the process runs on this host and in this container."""
+    """Check that the process runs on this host and in this container. Raises NotFromHere."""
     if process.boot != _boot():
         raise NotFromHere("the peer is on another host")
     if process.namespace != _namespace():
@@ -43,7 +43,8 @@ def check_reachable(process: ProcessId) -> None:
 
 
 def check_survived(process: ProcessId) -> None:
-    """Raises TransferError if the process has died meanwhile: the bytes read from its memory may be anything."""
+    """Check that the process has not died meanwhile: the bytes read from its memory may be anything. Raises
+    TransferError."""
     if not lives(process):
         raise TransferError(f"process {process.pid} died while it was read")
 

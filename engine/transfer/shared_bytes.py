@@ -27,7 +27,7 @@ open_descriptors: set[int] = set()
 
 
 class Reference(msgspec.Struct, frozen=True, array_like=True):
-    """How another process of this host finds the bytes, for as long as their owner has them open."""
+    """A reference by which another process of this host finds bytes, valid while their owner has them open."""
 
     process: ProcessId
     fd: int
@@ -38,7 +38,7 @@ class Reference(msgspec.Struct, frozen=True, array_like=True):
 class SharedBytes:
     """The bytes of one memfd.
 
-    Its descriptor is closed with the object; the memory is freed when nobody has it open or mapped.
+    Its descriptor is closed with the object; the memory is freed when no process has it open or mapped.
     """
 
     def __init__(self, fd: int) -> None:
@@ -118,7 +118,7 @@ def opened(reference: Reference) -> memoryview:
     fd = open_memory(reference.process, reference.fd, reference.inode)
     try:
         if os.fstat(fd).st_size != reference.size:
-            raise NotFromHere(f"the memory has not the {reference.size} bytes that it is said to have")
+            raise NotFromHere(f"the memory does not have the announced {reference.size} bytes")
         return _mapped(fd, reference.size)
     finally:
         os.close(fd)

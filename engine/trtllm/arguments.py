@@ -22,9 +22,9 @@ Backend = Literal["pytorch", "_autodeploy"]
 EVENT_BUFFER_SIZE = 100_000
 """Number of KV-cache events that the engine keeps for the publisher, unless set otherwise."""
 KV_TRANSFER_TIMEOUT_MS = 60_000
-"""How long blocks are kept for a decode replica, unless set otherwise: longer than any transfer takes, and as long as a
-request waits for the engine by default (QUEUE_TIMEOUT_SECONDS). Without a limit, prompts whose decode replica was lost
-would keep their blocks.
+"""Default time for which blocks are kept for a decode replica: longer than any transfer takes, and as long as a request
+waits for the engine by default (QUEUE_TIMEOUT_SECONDS). Without a limit, prompts whose decode replica was lost would
+keep their blocks.
 """
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 AUTODEPLOY_REFUSES = (

@@ -191,7 +191,8 @@ def encoding_of(result: Any, prompt: str) -> Encoding:
 
 
 def _encoded(media: PromptMedia | None) -> dict[str, Any]:
-    """Raises EngineUnavailable if the embeddings cannot be read here: another replica may share the memory."""
+    """Return encoded media. Raises EngineUnavailable if the embeddings cannot be read here: another replica may share
+    the memory."""
     if not isinstance(media, Encoding):
         return {}
     state = _decoded(media, EncoderState)

@@ -112,7 +112,7 @@ class ActiveRequest:
             asyncio.get_running_loop().call_later(0.2, self._give_up)
 
     def abandon(self) -> None:
-        """Abort a result that nobody follows any more."""
+        """Abort a result whose stream has been closed."""
         if not self.result.finished:
             self.result.abort()
 

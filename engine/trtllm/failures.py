@@ -1,7 +1,7 @@
 """Classification of TensorRT-LLM's errors by their messages, since their types do not tell the cause.
 
 1.2.1 turns any error of a step into a RequestError for every active request, goes on, and stays healthy
-(`PyExecutor._handle_errors`): a broken GPU would refuse all requests for ever.
+(`PyExecutor._handle_errors`): a broken GPU would refuse all requests forever.
 """
 
 import re

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Frames:
-    """Frames of a video, and what TensorRT-LLM's own loader says of them."""
+    """Frames of a video, with the metadata that TensorRT-LLM's own loader returns."""
 
     frames: list[Image]
     metadata: dict[str, Any]

@@ -21,7 +21,7 @@ EVENT_PAUSES = (0.005, 0.020, 1.5)
 STATS_PAUSES = (0.010, 0.100, 2.0)
 _WAIT_SECONDS = 0.5
 _BATCH = 100
-"""Most items handed over without a pause of the event loop's other work."""
+"""Maximum number of items handed over without a pause of the event loop's other work."""
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -48,7 +48,7 @@ Note = Callable[[str, Verdict | bool, str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """A fact of the contract, and what this machine says of it."""
+    """The result of checking one fact of the contract on this machine."""
 
     id: str
     fact: str

@@ -1,4 +1,4 @@
-"""Which sampling parameters TensorRT-LLM honours: by version, sampler and speculation.
+"""Sampling parameters that TensorRT-LLM honours, by version, sampler and kind of speculation.
 
 `TABLE` feeds the checks of requests, `/server_info` and docs/tensorrt-llm.md; tests/contract/trtllm_behaviours.json has
 the sources. What the engine would ignore is done by logits processors of ours (TRTLLM_SAMPLING=processors), or refused.
@@ -14,8 +14,8 @@ from engine.trtllm.sampling import MASKED
 from engine.types import SamplingParams
 
 Sampler = Literal["TorchSampler", "TRTLLMSampler", "two models", "one model"]
-"""What draws tokens. Speculation has its own: with `two models` the TorchSampler checks drafts; `one model` has the
-drafts in the target's forward pass, which samples, too."""
+"""The part of TensorRT-LLM that draws tokens. Speculation has its own: with `two models` the TorchSampler checks
+drafts; `one model` has the drafts in the target's forward pass, which samples, too."""
 Way = Literal["yes", "no", "advanced", "one end", "one token", "sampled"]
 
 NOTES: Mapping[Way, str] = {
@@ -59,7 +59,7 @@ TABLE: Mapping[str, tuple[Way, ...]] = {
     "processors": ("yes", "yes", "no", "no", "yes", "no", "no"),
     "reasoning_budget": ("no", "no", "no", "no", "no", "no", "no"),
 }
-"""For each parameter, what the columns do with it. `processors` are logits processors, those of this server too."""
+"""Support for each parameter, by column. `processors` are logits processors, those of this server too."""
 
 _NEUTRAL: dict[str, Any] = {
     "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": None,

@@ -62,6 +62,7 @@ class TrtllmVisualPipeline:
         """Return what the pipeline declares: a field that it has no default for is one that it does not take."""
         default = self._generator.default_params
         video = default.num_frames is not None
+        takes_image = "image_reference" in self._generator.ref_slot_specs
         return VisualInfo(
             pipeline="VisualGen",
             backend="trtllm",
@@ -69,7 +70,8 @@ class TrtllmVisualPipeline:
             dtype="auto",
             makes=("video",) if video else ("image",),
             accepts=("negative_prompt", *(("guidance",) if default.guidance_scale is not None else ())),
-            edits=not video and "image_reference" in self._generator.ref_slot_specs,
+            edits=not video and takes_image,
+            animates=video and takes_image,
             width=default.width or 1024,
             height=default.height or 1024,
             multiple=_MULTIPLE,
@@ -129,7 +131,7 @@ class TrtllmVisualPipeline:
 
 
 def _in_thread(work: Callable[[], Any]) -> "Future[Any]":
-    """Begin work in a thread that holds up nothing when nobody waits any more."""
+    """Begin work in a daemon thread, which does not delay the end of the process."""
     future: Future[Any] = Future()
 
     def run() -> None:

@@ -16,7 +16,7 @@ class Picture(NamedTuple):
 
 
 class Stopped(Exception):
-    """Nobody waits for the batch any more. `tick` raises it."""
+    """All requests of the batch have been cancelled. `tick` raises it."""
 
 
 Tick = Callable[[int, int], None]
@@ -30,7 +30,7 @@ class VisualPipeline(Protocol):
     """
 
     def load(self) -> VisualInfo:
-        """Raises EngineFailure."""
+        """Load the model. Raises EngineFailure."""
         ...
 
     def generate(self, batch: Sequence[Picture], tick: Tick) -> list[Any]:
@@ -150,7 +150,7 @@ class VisualEngine(Protocol):
 
     @property
     def info(self) -> VisualInfo:
-        """Raises EngineNotReady before the start."""
+        """Facts of the backend. Raises EngineNotReady before the start."""
         ...
 
     @property

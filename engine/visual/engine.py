@@ -70,7 +70,7 @@ class QueuedVisualEngine:
         self._jobs: OrderedDict[_Drawing, None] = OrderedDict()
         """Requests with pictures that wait, in the order of turns."""
         self._streams: set[VisualStream] = set()
-        """Of requests that are not complete."""
+        """Streams of requests that are not complete."""
         self._unwritten = asyncio.Semaphore(2 * config.max_batch)
         """Places for pixels that are not a file yet."""
         self._news = asyncio.Event()
@@ -79,7 +79,7 @@ class QueuedVisualEngine:
         self._closed = False
         self._hangs = False
         self._progress = 0.0
-        """When a step ended last."""
+        """Time at which the last step ended."""
         self._figures = VisualStats()
         self._stats: Latest[VisualStats] = Latest()
 

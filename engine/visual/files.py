@@ -13,7 +13,7 @@ from PIL import Image
 from engine.visual.types import VisualRequest
 
 _BEST_CRF, _WORST_CRF = 15, 55
-"""Of libvpx-vp9, for the qualities 100 and 0."""
+"""Constant rate factors of libvpx-vp9 for the qualities 100 and 0."""
 
 
 def encode(pixels: Any, request: VisualRequest, going_on: Callable[[], bool]) -> bytes:

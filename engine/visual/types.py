@@ -1,4 +1,4 @@
-"""What crosses the seam of visual generation."""
+"""The types of visual generation's seam: configuration, requests, deltas and statistics."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -17,11 +17,12 @@ MEDIA_TYPES: dict[str, str] = {
     "jpeg": "image/jpeg",
     "webm": "video/webm",
 }
-"""By the format of a file."""
+"""Media types by file format."""
 
 
 class VisualConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How pictures and videos are made. Fields mean what the settings of the same names, with `visual_`, say."""
+    """Configuration of visual generation. A field means the same as the setting of its name, with or without
+    `visual_`."""
 
     backend: Literal["diffusers", "trtllm", "fake"]
     model: str
@@ -37,7 +38,7 @@ class VisualConfig(msgspec.Struct, frozen=True, kw_only=True):
     cfg_batching: bool = True
     max_image_pixels: int = MAX_IMAGE_PIXELS
     arguments: dict[str, Any] = {}
-    """Of TensorRT-LLM's `VisualGenArgs`."""
+    """Fields of TensorRT-LLM's `VisualGenArgs`."""
     hang_seconds: float = 0.0
     step_seconds: float = 0.0
     """Time that a step of the fake backend takes."""
@@ -53,9 +54,13 @@ class VisualInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     makes: tuple[Made, ...]
     accepts: tuple[str, ...] = ()
-    """Which of the optional fields the pipeline takes: `negative_prompt` and `guidance`."""
+    """Optional fields that the pipeline takes: `negative_prompt` and `guidance`."""
     edits: bool = False
     """Whether it changes pictures."""
+    animates: bool = False
+    """Whether a video may begin with a picture."""
+    needs_image: bool = False
+    """Whether it makes no video without one."""
     inpaints: bool = False
     """Whether it changes the part of a picture that a mask names."""
     width: int = 512
@@ -84,19 +89,19 @@ class VisualRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     steps: int
     negative_prompt: str | None = None
     guidance: float | None = None
-    """None for the pipeline's."""
+    """Strength of guidance; None for the pipeline's default."""
     frames: int = 0
     """0 for pictures."""
     fps: float = 0.0
     image: bytes = b""
-    """File of the picture to change; empty for a new one."""
+    """File of the picture to change, or with which a video begins; empty for none."""
     mask: bytes = b""
     """File of a picture whose transparent, or white, part is to be changed; empty for all."""
     strength: float | None = None
-    """How much of the picture is changed, from 0 to 1."""
+    """Share of the picture that is changed, from 0 to 1."""
     format: Literal["png", "webp", "jpeg", "webm"] = "png"
     quality: int = 90
-    """Of files that lose something, from 0 to 100."""
+    """Quality of JPEG, WEBP and WebM files, from 0 to 100."""
 
     def detach(self) -> "tuple[VisualRequest, list[Data]]":
         """Return the request without its files, and these."""
@@ -115,7 +120,7 @@ class VisualDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     progress: int = 0
     """Percent of all its work."""
     index: int = 0
-    """Which of its files this is."""
+    """Index of the file among those of the request."""
     data: bytes = b""
     last: bool = False
     """Whether the request is complete."""
@@ -138,7 +143,7 @@ class VisualStats(msgspec.Struct, frozen=True, kw_only=True):
     videos: int = 0
     frames: int = 0
     aborted: int = 0
-    """Pictures and videos that nobody waited for any more."""
+    """Pictures and videos whose requests were cancelled."""
     failed: int = 0
     busy_seconds: float = 0.0
     """Time in which batches were computed."""

@@ -3,9 +3,10 @@
 import io
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 import diffusers
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 import transformers
 from diffusers.hooks import FirstBlockCacheConfig, HookRegistry, apply_first_block_cache
-from PIL import Image
+from PIL import Image, ImageOps
 
 from engine.errors import EngineFailure, InvalidRequest
 from engine.kit.image_file import decode, limit_pixels
@@ -23,6 +24,7 @@ from engine.visual.types import VisualConfig, VisualInfo, VisualRequest
 
 _FRAMES = ("num_frames", "video_length")
 """Names of the parameter of pipelines that make videos."""
+_OF_IMAGES = re.compile("ToVideo|ToWorld|I2V")
 _SIDE = 512
 _CLIP = 16
 """Default side and number of frames of a pipeline that has none."""
@@ -39,6 +41,7 @@ class DiffusersPipeline:
         self._config = config
         self._pipe: Any = None
         self._edit: Any = None
+        """Pipeline that changes pictures, or makes videos of them."""
         self._inpaint: Any = None
         self._parameters: dict[str, Any] = {}
         """Parameters of a call, with their defaults."""
@@ -68,8 +71,13 @@ class DiffusersPipeline:
         self._parameters = _parameters(self._pipe)
         if "prompt" not in self._parameters:
             raise EngineFailure(f"{type(self._pipe).__name__} of {config.model} takes no prompt")
-        self._edit = _counterpart(diffusers.AutoPipelineForImage2Image, self._pipe)
-        self._inpaint = _counterpart(diffusers.AutoPipelineForInpainting, self._pipe)
+        if not self._makes_videos:
+            self._edit = _counterpart(diffusers.AutoPipelineForImage2Image, self._pipe)
+            self._inpaint = _counterpart(diffusers.AutoPipelineForInpainting, self._pipe)
+        elif "image" in self._parameters:
+            self._edit = self._pipe
+        elif isinstance(self._pipe, diffusers.LTXPipeline):  # the only one whose weights do both
+            self._edit = _counterpart(diffusers.LTXImageToVideoPipeline, self._pipe)
         self._prepare_steps()
         self._info = self._facts(device, dtype)
         return self._info
@@ -117,6 +125,7 @@ class DiffusersPipeline:
             "width": asked.width,
             "height": asked.height,
             **{name: asked.frames for name in _FRAMES if asked.frames},
+            "frame_rate": asked.fps,
             **_FIXED,
         }
         if asked.guidance is not None:
@@ -135,7 +144,11 @@ class DiffusersPipeline:
         self, asked: VisualRequest, arguments: dict[str, Any], parameters: dict[str, Any]
     ) -> dict[str, Any]:
         size = asked.width, asked.height
-        image = decode(MediaInput(asked.image), self._config.max_image_pixels).resize(size)
+        try:
+            image = decode(MediaInput(asked.image), self._config.max_image_pixels)
+        except InvalidRequest as error:
+            raise error.at("input_reference" if asked.frames else "image") from error
+        image = ImageOps.fit(image, size) if asked.frames else image.resize(size)
         changed: dict[str, Any] = {**arguments, "image": image, "width": asked.width, "height": asked.height}
         if asked.mask:
             changed["mask_image"] = _mask(asked.mask, self._config.max_image_pixels).resize(size)
@@ -178,6 +191,10 @@ class DiffusersPipeline:
             registry.reset_stateful_hooks(recurse=True)
 
     @property
+    def _makes_videos(self) -> bool:
+        return any(name in self._parameters for name in _FRAMES)
+
+    @property
     def denoiser(self) -> Any:
         """The network whose steps remove noise."""
         found = getattr(self._pipe, "transformer", None) or getattr(self._pipe, "unet", None)
@@ -187,7 +204,9 @@ class DiffusersPipeline:
 
     def _facts(self, device: str, dtype: str) -> VisualInfo:
         config, parameters = self._config, self._parameters
-        scale = int(getattr(self._pipe, "vae_scale_factor", 0) or getattr(self._pipe, "vae_scale_factor_spatial", 8))
+        scale = _first_of(
+            self._pipe, 8, "vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio"
+        )
         sizes = self.denoiser.config
         patch = sizes.get("patch_size", 1)
         sample = sizes.get("sample_size")
@@ -204,7 +223,9 @@ class DiffusersPipeline:
             dtype=dtype,
             makes=("video",) if frames else ("image",),
             accepts=tuple(name for name, own in accepts.items() if own in parameters),
-            edits=self._edit is not None,
+            edits=self._edit is not None and not frames,
+            animates=self._edit is not None and frames is not None,
+            needs_image=frames is not None and _needs_image(self._pipe),
             inpaints=self._inpaint is not None,
             width=side or parameters.get("width") or _SIDE,
             height=side or parameters.get("height") or _SIDE,
@@ -213,8 +234,22 @@ class DiffusersPipeline:
             guidance=config.guidance if config.guidance >= 0 else parameters.get("guidance_scale"),
             frames=(fixed or parameters[frames] or _CLIP) if frames else 1,
             frames_fixed=bool(fixed),
-            frames_step=int(getattr(self._pipe, "vae_scale_factor_temporal", 1) or 1),
+            frames_step=_first_of(self._pipe, 1, "vae_scale_factor_temporal", "vae_temporal_compression_ratio"),
+            fps=parameters.get("frame_rate") or VisualInfo.fps,
         )
+
+
+def _first_of(pipe: Any, default: int, *names: str) -> int:
+    """Return the first of the attributes that a pipeline has."""
+    return next((int(found) for name in names if (found := getattr(pipe, name, None))), default)
+
+
+def _needs_image(pipe: Any) -> bool:
+    """Return whether a pipeline makes no video without a picture: by its call, or by its name, since some calls have
+    a default that they then refuse.
+    """
+    default = _parameters(pipe).get("image")
+    return default is Parameter.empty or bool(_OF_IMAGES.search(type(pipe).__name__))
 
 
 def _parameters(pipe: Any) -> dict[str, Any]:
@@ -296,6 +331,6 @@ def _bytes_of(videos: Any) -> list[Any]:
     for frames in videos:
         array = np.stack([np.asarray(frame, dtype=np.float32) for frame in frames])
         if not np.isfinite(array).all():
-            raise EngineFailure("the model has computed something that is no picture: try another DTYPE")
+            raise EngineFailure("the model has computed values that are not a picture: try another DTYPE")
         made.append((array.clip(0, 1) * 255).round().astype(np.uint8))
     return made

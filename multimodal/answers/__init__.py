@@ -1,1 +1,1 @@
-"""From deltas to answers: text, stop strings, log-probabilities and response chunks."""
+"""Conversion of deltas into answers: text, stop strings, log-probabilities and response chunks."""

@@ -1,7 +1,7 @@
 """The output format of a request: the parser of its answer, and the grammar of its tool calls."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from multimodal.answers.budgets import budget_of
 from multimodal.answers.parsers.engine import FamilyParser
 from multimodal.answers.parsers.formats import OutputFormat
 from multimodal.answers.parsers.tags import structural_tags
-from multimodal.answers.parts import Parser, PlainText
+from multimodal.answers.parts import Parser, Part, Text
 from multimodal.errors import RequestError
 from multimodal.request import Ask, AskedGuide, Conversation, TextGrammar, Tools
 from multimodal.text.tokenizer import Tokenizer
@@ -18,9 +18,21 @@ from multimodal.text.tokenizer import Tokenizer
 _TEXT: dict[str, Any] = {"type": "any_text"}
 
 
+class PlainText:
+    """The parser of answers that are text alone."""
+
+    malformed = 0
+
+    def feed(self, token_ids: Sequence[int], text: str) -> list[Part]:
+        return [Text(text)] if text else []
+
+    def finish(self) -> list[Part]:
+        return []
+
+
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How a model writes reasoning and tool calls.
+    """The format in which a model writes reasoning and tool calls.
 
     With `stream_arguments`, a stream has the arguments of a call as they come. Without, it has whole calls, and a call
     that never completes is text there too. `reasoning_budget` is that of requests without one; -1 is no limit.
@@ -55,7 +67,7 @@ class AnswerFormat:
         """
         tools = ask.tools.offered if ask.tools is not None else {}
         if not isinstance(ask.prompt, Conversation) or not (tools or self.reads_prompts):
-            return PlainText(tokenizer)
+            return PlainText()
         parser = FamilyParser(
             self.family,
             {name: tool.parameters for name, tool in tools.items()},
@@ -65,7 +77,7 @@ class AnswerFormat:
             whole_calls=not (ask.stream and self.stream_arguments),
         )
         described = ask.guides and not tools and not (parser.reasons and "structural_tag" in kinds)
-        return PlainText(tokenizer) if described else parser
+        return PlainText() if described else parser
 
     def check(self, ask: Ask, kinds: Collection[GuideKind], text_grammars: bool = False) -> None:
         """Raise RequestError for tools that this model cannot call, or cannot be made to. `text_grammars` are known to

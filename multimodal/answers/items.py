@@ -23,7 +23,7 @@ class Item:
     """One item, as far as it has come. APIs put their own prefixes before its `id`."""
 
     place: int
-    """Which item of the answer, from 0."""
+    """Index of the item in the answer."""
     id: str
     """Unique among the items of all answers."""
     kind: ItemKind

@@ -5,8 +5,6 @@ from typing import Protocol
 
 import msgspec
 
-from multimodal.text.tokenizer import Tokenizer
-
 
 class Text(msgspec.Struct, frozen=True, gc=False):
     """Text of the answer itself."""
@@ -25,7 +23,7 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False):
     """A call of a tool, or the next piece of one: the first has id and name, all have some of the arguments' JSON."""
 
     index: int
-    """Which call of the choice, from 0."""
+    """Index of the call in its choice."""
     id: str | None = None
     name: str | None = None
     arguments: str = ""
@@ -51,18 +49,3 @@ class Parser(Protocol):
     def finish(self) -> list[Part]:
         """Return what was held back. Nothing more comes."""
         ...
-
-
-class PlainText:
-    """All output is text."""
-
-    malformed = 0
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        pass
-
-    def feed(self, token_ids: Sequence[int], text: str) -> list[Part]:
-        return [Text(text)] if text else []
-
-    def finish(self) -> list[Part]:
-        return []

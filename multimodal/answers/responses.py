@@ -59,7 +59,7 @@ class ResponsesShape(Shape):
         self.asked = asked or Asked(unique=context.request_id)
         self.id = self.asked.id
         self.ended = False
-        """Whether the response has come to its end, whichever."""
+        """Whether the response has ended, with any status."""
         self._reducer = Reducer(context.choices[0], self.asked.unique)
         self._model = context.model
         self._tokenizer = context.tokenizer
@@ -119,7 +119,7 @@ class ResponsesShape(Shape):
         return orjson.dumps(self.response())
 
     def response(self) -> dict[str, Any]:
-        """Return the response as far as it has come."""
+        """Return the response so far."""
         incomplete = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         return {
             "id": self.id,

@@ -39,7 +39,7 @@ class AnswerContext:
 
 @dataclass(slots=True)
 class _Whole:
-    """A choice as far as it has come, for an answer that is not streamed."""
+    """The contents of a choice so far, for an answer that is not streamed."""
 
     parts: list[Part] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)

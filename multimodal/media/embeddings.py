@@ -104,7 +104,7 @@ def _tensors(file: bytes) -> dict[str, Tensor]:
     """All tensors, which fill the file without gap or overlap; at least one."""
     length = int.from_bytes(file[:8], "little")
     if not 2 <= length <= min(_MAX_HEADER, len(file) - 8) or file[8:9] != b"{":
-        raise InvalidMedia("An image's embeddings are no safetensors file.")
+        raise InvalidMedia("An image's embeddings are not a safetensors file.")
     try:
         header = _headers.decode(file[8 : 8 + length])
         header.pop("__metadata__", None)
@@ -118,11 +118,11 @@ def _tensors(file: bytes) -> dict[str, Tensor]:
         begin, end = entry.data_offsets
         size = math.prod(entry.shape) * _ITEM_BYTES.get(entry.dtype, 0)
         if begin != at or end - begin != size or entry.dtype not in _ITEM_BYTES:
-            raise InvalidMedia("A tensor of an image's embeddings does not lie where its header says.")
+            raise InvalidMedia("A tensor of an image's embeddings is not at the offset in its header.")
         tensors[name] = Tensor(entry.dtype, entry.shape, file[body + begin : body + end])
         at = end
     if body + at != len(file):
-        raise InvalidMedia("A file of embeddings is longer or shorter than its header says.")
+        raise InvalidMedia("A file of embeddings is longer or shorter than its header states.")
     return tensors
 
 

@@ -100,6 +100,13 @@ class EncodedPrompts:
         await self.loader.aclose()
 
     @property
+    def kinds(self) -> Sequence[MediaKind]:
+        if self.encoder.info.audio:
+            return ("audio",) if self.max_audios else ()
+        most: dict[MediaKind, int] = {"image": self.max_images, "video": self.max_videos}
+        return [kind for kind in most if most[kind]]
+
+    @property
     def video_part(self) -> str:
         return "video" if self.encoder.info.video_placeholder else "image"
 
@@ -220,6 +227,7 @@ class BackendPrompts:
     max_encoded: int = 0
     max_videos: int = MAX_VIDEOS
     max_audios: int = MAX_AUDIOS
+    kinds: Sequence[MediaKind] = ("image",)
     video_part = "video"
 
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
@@ -266,7 +274,7 @@ class _Pixels:
         self._spent = 0
 
     def spend(self, pixels: int) -> None:
-        """Raise RequestError if an image of so many pixels is too much."""
+        """Raise RequestError if an image of this many pixels exceeds the limit."""
         self._images += 1
         self._spent += pixels
         if self._images > 1 and self._spent > self._most:

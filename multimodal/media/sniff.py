@@ -32,7 +32,7 @@ def check_image(data: bytes, max_pixels: int) -> tuple[int, int]:
     """
     reader = next((reader for magic, reader in _READERS.items() if data.startswith(magic)), None)
     if reader is None or (reader is _webp and data[8:12] != b"WEBP"):
-        raise UnsupportedMedia(f"An image's format is none of {_SUPPORTED}.")
+        raise UnsupportedMedia(f"Unsupported image format. Supported formats are {_SUPPORTED}.")
     try:
         width, height = reader(data)
     except (_Broken, IndexError, struct.error) as error:
@@ -55,7 +55,7 @@ def check_video(data: bytes) -> None:
         or data.startswith(b"\x1a\x45\xdf\xa3")
         or (data.startswith(b"RIFF") and data[8:12] == b"AVI ")
     ):
-        raise UnsupportedMedia("A video's format is none of MP4, WebM, Matroska and AVI.")
+        raise UnsupportedMedia("Unsupported video format. Supported formats are MP4, WebM, Matroska and AVI.")
 
 
 def _png(data: bytes) -> tuple[int, int]:
@@ -114,7 +114,7 @@ def _gif(data: bytes) -> tuple[int, int]:
 
 
 def _after_blocks(data: bytes, at: int) -> int:
-    """Where a GIF's chain of blocks, each with its length before it, ends."""
+    """Return the offset after a GIF's chain of blocks, each of which begins with its length."""
     for _ in range(_MAX_STEPS):
         if not data[at]:
             return at + 1

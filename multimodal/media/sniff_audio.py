@@ -32,7 +32,7 @@ def check_audio(data: bytes, max_seconds: float) -> None:
     long, or of channels and rates that are not supported."""
     reader = next((reader for magic, reader in _READERS.items() if data.startswith(magic)), None)
     if reader is None or (reader is _wav and data[8:12] != b"WAVE") or (reader is _mp3 and not _is_mp3(data)):
-        raise UnsupportedMedia(f"A recording's format is none of {_SUPPORTED}.")
+        raise UnsupportedMedia(f"Unsupported audio format. Supported formats are {_SUPPORTED}.")
     try:
         sound = reader(data)
     except (ValueError, IndexError, struct.error) as error:

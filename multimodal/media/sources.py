@@ -36,7 +36,7 @@ def decode_data_url(url: str, max_bytes: int, kind: MediaKind = "image") -> byte
     if match is None:
         raise MediaError(f"A data URL must read data:{kind}/…;base64,… without parameters.")
     if match["type"].lower() not in _TYPES[kind]:
-        raise UnsupportedMedia(f"A data URL's type is none of {', '.join(_TYPES[kind])}.")
+        raise UnsupportedMedia(f"Unsupported type of a data URL. Supported types are {', '.join(_TYPES[kind])}.")
     length = len(url) - match.end()
     if not length:
         raise InvalidMedia("A data URL is empty: nothing follows its comma.")

@@ -100,13 +100,13 @@ def parse_url(text: str) -> Url:
 
 
 def redirected(url: Url, location: str) -> Url:
-    """Return the target of a redirect. Raises MediaError if it is no plain URL, or leaves https."""
+    """Return the target of a redirect. Raises MediaError if it is not a plain URL, or leaves https."""
     if len(location) > MAX_LENGTH or _ODD.search(location):
-        raise MediaError("The server of a file redirects to what is no URL.")
+        raise MediaError("The server of a file redirects to an invalid URL.")
     try:
         joined = urljoin(str(url), location)
     except ValueError as error:
-        raise MediaError("The server of a file redirects to what is no URL.") from error
+        raise MediaError("The server of a file redirects to an invalid URL.") from error
     target = parse_url(joined)
     if url.scheme == "https" and target.scheme != "https":
         raise MediaError("The server of a file redirects from https to http.")
@@ -117,7 +117,7 @@ def _ipv6(text: str) -> IPv6Address:
     try:
         return IPv6Address(text)
     except AddressValueError as error:
-        raise MediaError("A file's URL has a host that is no IPv6 address.") from error
+        raise MediaError("A file's URL has a host that is not an IPv6 address.") from error
 
 
 def _ipv4(name: str) -> IPv4Address | None:
@@ -128,12 +128,12 @@ def _ipv4(name: str) -> IPv4Address | None:
     labels = name.split(".")
     if not _NUMBER.fullmatch(labels[-1]):
         if not all(map(_LABEL.fullmatch, labels)):
-            raise MediaError("A file's URL has a host that is no name.")
+            raise MediaError("A file's URL has a host that is not a name.")
         return None
     try:
         return IPv4Address(name)
     except AddressValueError as error:
-        raise MediaError("A file's URL has a host that is no plain IPv4 address.") from error
+        raise MediaError("A file's URL has a host that is not a plain IPv4 address.") from error
 
 
 def may_fetch(address: Address, *, allow_private: bool) -> bool:

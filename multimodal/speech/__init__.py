@@ -1,1 +1,1 @@
-"""From an audio file to the segments of its transcript."""
+"""Conversion of an audio file into the segments of its transcript."""

@@ -26,8 +26,7 @@ from multimodal.metrics import ChoiceTimer, GenerationMetrics
 from multimodal.request import Limits
 from multimodal.speech.languages import code_of
 from multimodal.speech.words import Word, words_of
-from multimodal.text.slices import encoded
-from multimodal.text.tokenizer import Tokenizer
+from multimodal.text.tokenizer import Tokenizer, encoded
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 """Tried in turn for a request that names none, or 0."""
@@ -47,18 +46,18 @@ class AudioReader(Protocol):
     """Makes features of files (`engine/embedded/whisper/reader.py`)."""
 
     async def read(self, data: bytes) -> Recording:
-        """Raises InvalidRequest for a file that cannot be read, or is too long."""
+        """Read a file. Raises InvalidRequest for a file that cannot be read, or is too long."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeechAsk:
-    """What a client asks for."""
+    """Options of a transcription."""
 
     translate: bool = False
-    """To English."""
+    """Whether to translate into English."""
     language: str | None = None
-    """None to find out."""
+    """Language of the speech as an ISO code; None detects it."""
     prompt: str = ""
     """Text that is taken to come before each window."""
     temperature: float = 0.0
@@ -78,7 +77,7 @@ class Segment:
     start: float
     end: float
     tokens: list[int]
-    """With timestamps."""
+    """Token ids, timestamps included."""
     text: str
     temperature: float
     avg_logprob: float
@@ -89,7 +88,7 @@ class Segment:
 
 class _Attempt(NamedTuple):
     tokens: list[int]
-    """Without the end of sequence."""
+    """Token ids without the end of the sequence."""
     temperature: float
     avg_logprob: float
     no_speech: float
@@ -404,8 +403,8 @@ class _Cut(NamedTuple):
 
 
 def _cut(tokens: list[int], frames: int, first_timestamp: int) -> tuple[list[_Cut], int]:
-    """Cut the tokens of a window of so many frames into segments, at pairs of timestamps. Return also how many frames
-    are done with: what comes behind the last pair is said again by the next window."""
+    """Cut the tokens of a window of this many frames into segments, at pairs of timestamps. Return also the number of
+    frames that are done: the next window repeats the speech behind the last pair."""
     marks = [token >= first_timestamp for token in tokens]
     ends = [place for place in range(1, len(tokens)) if marks[place - 1] and marks[place]]
     if not ends:

@@ -1,1 +1,1 @@
-"""From messages to token ids and back: templates, tokenizer and detokenizer."""
+"""Conversion of messages into token ids and back: templates, tokenizer and detokenizer."""

@@ -8,14 +8,13 @@ from typing import Any, Protocol
 
 from engine.errors import ContextOverflow
 from engine.kit.work import off_loop
-from engine.media import PromptMedia
+from engine.media import MediaKind, PromptMedia
 from engine.types import EngineInfo
 from multimodal.errors import RequestError
 from multimodal.request import Ask, Conversation, Limits, MediaRef
 from multimodal.text.control import unmarked
-from multimodal.text.slices import Encode, encoded
 from multimodal.text.templates import ChatTemplate, check_forged, template_variables
-from multimodal.text.tokenizer import Tokenizer
+from multimodal.text.tokenizer import Encode, Tokenizer, encoded
 
 Tokenise = Callable[[str], Awaitable[list[int]]]
 """Return the token ids of a prompt's text, within the limits of its request."""
@@ -39,12 +38,17 @@ class MediaPrompts(Protocol):
 
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
         """Return the prompt of a chat that the template has rendered as `text`, with the marks of its control tokens;
-        so many choices will read it.
+        this many choices will read it.
         """
         ...
 
     async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
         """Return the token ids of that prompt, as far as they are known before the engine."""
+        ...
+
+    @property
+    def kinds(self) -> Sequence[MediaKind]:
+        """Kinds of media that requests may bring."""
         ...
 
     @property
@@ -116,8 +120,7 @@ class Prompts:
             )
         variables = template_variables(chat, limits.chat_template_kwargs)
         control = template.control
-
-        if self.images is not None and self.images.video_part != "video":
+        if self.images is not None and any(ref.kind == "video" for ref in chat.media):
             chat = replace(chat, messages=[_with_videos_as(self.images.video_part, entry) for entry in chat.messages])
 
         def render() -> tuple[str, str]:

@@ -9,9 +9,8 @@ from engine.replicas.routing.fleet import RoutedPrompt
 from engine.replicas.routing.load import UNKNOWN_TOKENS
 from multimodal.errors import RequestError
 from multimodal.request import Ask, Conversation
-from multimodal.text.slices import encoded
 from multimodal.text.templates import ChatTemplate, template_variables
-from multimodal.text.tokenizer import Tokenizer
+from multimodal.text.tokenizer import Tokenizer, encoded
 
 _FIRST_IMAGE = "FIRST_IMAGE_OF_THE_PROMPT"
 _MOST_CHARACTERS = 1 << 20

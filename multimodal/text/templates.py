@@ -56,8 +56,8 @@ class _GenerationBlocks(Extension):
 class ChatTemplate:
     """A compiled template. Rendering is sandboxed: a template can neither reach Python nor change its inputs.
 
-    Raises ValueError if `source` is no template. `special_tokens` are variables by name, `bos_token` and the like.
-    With `control`, the prompts have marks around the control tokens that the template wrote.
+    Raises ValueError if `source` is not a template. `special_tokens` are variables by name, such as `bos_token`. With
+    `control`, the prompts have marks around the control tokens that the template wrote.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str], control: ControlTokens | None = None) -> None:
@@ -78,7 +78,7 @@ class ChatTemplate:
                 _mark_literals(tree, control)
             self._template = environment.from_string(tree)
         except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"the chat template is no valid Jinja, line {error.lineno}: {error.message}") from error
+            raise ValueError(f"the chat template is not valid Jinja, line {error.lineno}: {error.message}") from error
         self._knows_developer = "developer" in source
         self.shows_tools = "tools" in meta.find_undeclared_variables(tree) or "tool_calls" in source
         """Whether it has a place for tools or their calls."""

@@ -27,7 +27,7 @@ router = APIRouter(
 
 
 async def _store(service: ChatServiceDep) -> BatchStore:
-    """Raises RequestError."""
+    """Return the store of batches. Raises RequestError."""
     if service.batches is None:
         raise RequestError("This server stores no batches (BATCHES_MB).", None, "unsupported_parameter")
     return service.batches

@@ -1,4 +1,4 @@
-"""Where batches of messages are kept: one file for all processes that serve a model on this machine."""
+"""Storage of batches of messages: one file for all processes that serve a model on this machine."""
 
 import asyncio
 import sqlite3
@@ -23,7 +23,7 @@ KEEP_SECONDS = 29 * 24 * 3600.0
 PAGE = 100
 """Results that are read at once."""
 _OVERHEAD = 256
-"""Bytes that a row counts besides its contents."""
+"""Bytes that a row counts in addition to its contents."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS batches (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, created REAL NOT NULL,
@@ -52,7 +52,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     total: int
     """Number of its requests."""
     counts: dict[str, int]
-    """How many of its requests have come to each outcome; empty until it has ended."""
+    """Number of requests by outcome; empty until the batch has ended."""
 
 
 class BatchJob(msgspec.Struct, frozen=True):
@@ -98,7 +98,7 @@ class BatchStore:
         return record
 
     async def get(self, owner: str, batch: str) -> BatchRecord:
-        """Raises BatchNotFound."""
+        """Return a batch. Raises BatchNotFound."""
         return await self._database.run(lambda db: _record(db, owner, batch))
 
     async def page(
@@ -134,7 +134,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def delete(self, owner: str, batch: str) -> None:
-        """Raises BatchNotFound, and RequestError for a batch that has not ended."""
+        """Delete a batch. Raises BatchNotFound, and RequestError for a batch that has not ended."""
 
         def work(db: sqlite3.Connection) -> None:
             record = _record(db, owner, batch)

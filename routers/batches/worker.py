@@ -43,7 +43,7 @@ class BatchWorker:
     fields: FieldCheck
     max_text_bytes: int
     max_values: int
-    """Most values in a body; bodies that come by HTTP have the same limit."""
+    """Maximum number of values in a body; bodies that come by HTTP have the same limit."""
     render_error: Callable[[Exception, Scope], bytes]
     concurrency: int
     ready: Callable[[], bool]
@@ -51,10 +51,10 @@ class BatchWorker:
     pause: float = 1.0
     """Seconds between looks for what other processes have stored, and for its turn if another process is working."""
     _deaths: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
-    """How often the engine died while it did a request."""
+    """Number of deaths of the engine while it served each request."""
 
     async def run(self) -> None:
-        """Work for ever. Raises nothing but CancelledError."""
+        """Work until cancelled. Raises only CancelledError."""
         while True:
             try:
                 if self.store.path.exists():
@@ -91,7 +91,8 @@ class BatchWorker:
     async def _pause(self) -> None:
         """Return when there may be something to do."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.store.news.wait(), self.pause)
+            async with asyncio.timeout(self.pause):  # asyncio.wait_for of Python 3.11 may swallow a cancellation
+                await self.store.news.wait()
         self.store.news.clear()
 
     async def _do(self, job: BatchJob) -> bool:

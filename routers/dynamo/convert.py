@@ -1,4 +1,5 @@
-"""From Dynamo's requests to the engine's, and from deltas to Dynamo's outputs. Needs no package of Dynamo's."""
+"""Conversion of Dynamo's requests into the engine's, and of deltas into Dynamo's outputs. Needs none of Dynamo's
+packages."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -182,7 +183,7 @@ class GraphOutputs:
         return not self._running
 
     def of(self, delta: Delta, index: int = 0) -> dict[str, Any]:
-        """Return the output that says what `delta` says of choice `index`."""
+        """Return the output for `delta` of choice `index`."""
         if delta.prompt is not None:
             self._note(delta.prompt)
         self._completion_tokens += len(delta.token_ids)

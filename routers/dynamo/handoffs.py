@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the lease of what a worker holds is to be claimed."""
+    """Location of the lease on what a worker holds."""
 
     endpoint: str
     """namespace.component.endpoint of the calls that are leases."""
@@ -49,7 +49,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ticket(Claim, frozen=True, kw_only=True):
-    """Where the lease of a handoff's KV blocks is to be claimed. It is the `lease` of the handoff, in msgpack."""
+    """Location of the lease on a handoff's KV blocks. The handoff has it as its `lease`, in msgpack."""
 
     info: PrefillInfo
     """Facts that the decode replica must share."""
@@ -73,7 +73,7 @@ def unpacked(params: Mapping[str, Any]) -> list[Handoff]:
     """Return the handoffs of `disaggregated_params`; none for those of another kind of worker. Raises RequestError."""
     found = params.get(FIELD)
     if found is None:
-        log.warning("the prefill worker is none of Trellis: computing the prompt here")
+        log.warning("the prefill worker is not a Trellis worker: computing the prompt here")
         return []
     try:
         return [decode_handoff(base64.b64decode(payload, validate=True)) for payload in found]
@@ -210,7 +210,7 @@ class DynamoPrefills:
         return True
 
     async def start(self) -> None:
-        """Nothing is needed: each handoff says where its lease is."""
+        """Do nothing: each handoff names the location of its lease."""
 
     async def close(self) -> None:
         await cancel(self._leases)

@@ -41,7 +41,7 @@ class EncodedImages(Claim, frozen=True, kw_only=True):
     info: EncodeInfo
     """Facts of the encoder that the reader's must share."""
     keys: tuple[str, ...]
-    """What names each image in caches."""
+    """Keys of the images in caches."""
     answer: bytes
     """An `EncodeAnswer`."""
 
@@ -100,7 +100,7 @@ class GraphImages:
     """Puts the images of requests into their prompts: read from where they were encoded, or encoded here. Workers that
     share `model_name` and the encoder can read each other's.
 
-    `give_up` tells the worker that holds embeddings that they have been read, if nobody needs them after this worker.
+    `give_up` tells the worker that holds embeddings that they have been read, if no other worker needs them.
     """
 
     def __init__(
@@ -198,4 +198,4 @@ class BackendImages:
         return await self._images.given(text, asked.token_ids, image_refs(asked)), []
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""

@@ -68,14 +68,15 @@ _TYPES: Mapping[WorkerRole, tuple[WorkerType, list[list[WorkerType]]]] = {
     "decode": (WorkerType.Decode, [[WorkerType.Prefill]]),
     "encode": (WorkerType.Encode, [[WorkerType.Prefill, WorkerType.Decode], [WorkerType.Aggregated]]),
 }
-"""The type of a worker with each role, and the types that the graph needs besides it."""
+"""The type of a worker with each role, and the other types that the graph needs."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
-    """Where the graph is, and how its workers are found and asked; the fields mean the same as the settings."""
+    """Location of the graph, and the means by which its workers are found and asked. Fields mean the same as the
+    settings."""
 
     namespace: str
     component: str
@@ -167,7 +168,7 @@ def _parser(asked: str, own: str, known: list[str], what: str) -> str:
 Served = tuple[Endpoint, Callable[..., AsyncGenerator[Any, None]], dict[str, Any] | None]
 """An endpoint, its handler, and the request that checks its health."""
 Duty = tuple[str, Coroutine[Any, Any, None]]
-"""What a worker does besides serving, and its name."""
+"""A background task of a worker, and its name."""
 
 
 class GraphWorker(ABC):
@@ -229,11 +230,11 @@ class GraphWorker(ABC):
         """Fill in what the model card says; return what the model serves, and the tokens of a KV block."""
 
     def _further(self) -> tuple[Served, ...]:
-        """Return the endpoints besides `generate`."""
+        """Return the endpoints other than `generate`."""
         return ()
 
     def _duties(self) -> tuple[Duty, ...]:
-        """Return what is done besides serving."""
+        """Return the background tasks."""
         return ()
 
     @abstractmethod

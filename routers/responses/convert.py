@@ -96,7 +96,7 @@ def items_of(given: str | list[InputItem] | None) -> list[InputItem]:
 
 
 def asked_of(body: ResponsesRequest, ask: Ask, unique: str, defaults: SamplingDefaults) -> Asked:
-    """Return what the response says of its request."""
+    """Return the fields of the response that repeat its request."""
     tools = [(space, tool) for _, space, tool in _flat(body.tools or ()) if tool.type in ("function", "custom")]
     text, reasoning = body.text, body.reasoning
     summary = reasoning.summary or reasoning.generate_summary if reasoning is not None else None
@@ -182,7 +182,7 @@ def tools_of(body: ContextFields) -> tuple[Tools | None, list[dict[str, Any]]]:
 @lru_cache(100)
 def _warn(kind: str) -> None:
     log.warning(
-        "ignoring tools of type %r, of which none but functions, custom tools and namespaces are supported; said once",
+        "ignoring tools of type %r, of which only functions, custom tools and namespaces are supported; logged once",
         kind,
     )
 

@@ -32,7 +32,7 @@ class Messages:
         """The assistant's message that calls and text may still be added to."""
         self._calls: set[str] = set()
         self._compacted = False
-        """Whether there were items before these that only their summary tells of."""
+        """Whether there were earlier items, of which only a summary is left."""
 
     def add(self, entries: Iterable[InputEntry]) -> "Messages":
         """Take the next items. Raises RequestError."""

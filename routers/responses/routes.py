@@ -230,7 +230,7 @@ async def input_items(
     if after is not None:
         start = next((place for place, item in enumerate(items, 1) if item["id"] == after), None)
         if start is None:
-            raise RequestError("'after' names none of the items.", "after")
+            raise RequestError("'after' must be the id of an item.", "after")
         items = items[start:]
     page = items[:limit]
     return wire.ItemList(

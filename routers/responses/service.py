@@ -24,11 +24,11 @@ from routers.responses.convert import conversation_of, items_of
 from routers.responses.store import FINAL, Record, ResponseStore
 
 FLUSH_SECONDS = 0.05
-"""How often the events of a background response are stored."""
+"""Seconds between writes of a background response's events."""
 BEAT_SECONDS = 1.0
-"""How often its process shows that it lives, and looks whether it is cancelled elsewhere."""
+"""Seconds between heartbeats of its process, which also looks whether it was cancelled elsewhere."""
 STALE_SECONDS = 30.0
-"""Silence after which its process is taken for dead."""
+"""Seconds without a heartbeat after which its process is considered dead."""
 _POLL_SECONDS = 0.2
 _SHUT_DOWN = {"code": "server_error", "message": "The server was shut down."}
 _LAST = frozenset({"response.completed", "response.incomplete", "response.failed"})
@@ -50,7 +50,7 @@ class History:
     previous: str | None
     """The response that it continues."""
     records: Sequence[Record] = ()
-    """That response after those before it."""
+    """The responses that precede it, oldest first, and the previous response."""
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ class Responses:
 
     store: ResponseStore | None = None
     max_bytes: int = 64 << 20
-    """Most bytes of the items that a request continues, and of those that it refers to."""
+    """Maximum number of bytes of the items that a request continues, and of those that it refers to."""
     _runs: dict[str, BackgroundRun] = field(default_factory=dict, init=False)
 
     def stored(self) -> ResponseStore:

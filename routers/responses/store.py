@@ -1,4 +1,4 @@
-"""Where responses are kept: the seam, and SQLite behind it.
+"""Storage of responses: the seam, and SQLite behind it.
 
 One file serves all API processes of this machine, and outlives them. Other databases need the methods of
 `ResponseStore`, nothing else.
@@ -52,7 +52,7 @@ class Record(msgspec.Struct, frozen=True):
     items: bytes
     """The input items, as a JSON array; each has an id."""
     beat: float = 0.0
-    """When the process that runs it was last known to live."""
+    """Time at which the process that runs it was last known to live."""
     cancelled: bool = False
     """Whether somebody has asked to cancel it."""
 
@@ -87,8 +87,8 @@ class ResponseStore(Protocol):
 
     async def append(self, response: str, first: int, events: Sequence[bytes], ended: Record | None = None) -> bool:
         """Store events of a response that runs in the background, the first with number `first`, and note that its
-        process lives. Return whether it goes on: nobody has cancelled or deleted it. What has become of it is stored
-        together with its last events, so that who sees these finds it `ended`.
+        process lives. Return whether it goes on: it has been neither cancelled nor deleted. Its final state is stored
+        together with its last events, so that a reader who sees these finds it `ended`.
         """
         ...
 

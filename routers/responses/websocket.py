@@ -29,7 +29,7 @@ MAX_SECONDS = 3600.0
 MAX_TURNS = 16
 """Responses that run or wait on a connection."""
 MAX_LANES = 32
-"""Lanes that a connection has besides the one without a name."""
+"""Number of named lanes of a connection, in addition to the one without a name."""
 MAX_KEPT = 32
 """Responses that are not stored and that a connection remembers, so that they can be continued on it."""
 _LIMIT = "websocket_connection_limit_reached"
@@ -214,7 +214,7 @@ def _too_old() -> RequestError:
 
 
 def _lane_of(error: Exception) -> str | None:
-    """Return the lane of a message that is no valid request, as far as it names one."""
+    """Return the lane of an invalid request, as far as it names one."""
     body = error.body if isinstance(error, RequestValidationError) else None
     lane = body.get("stream_id") if isinstance(body, dict) else None
     return lane if isinstance(lane, str) and 0 < len(lane) <= 128 else None

@@ -1,4 +1,4 @@
-"""From the fields of a body to the request that the engine takes."""
+"""Conversion of the fields of a body into the engine's request."""
 
 import re
 import secrets
@@ -17,7 +17,7 @@ _QUALITIES = {"low": 0.5, "high": 1.5, "hd": 1.5}
 _MAX_SIDE = 16_383
 """Pixels per side: the limit of WebP."""
 _SEED_BITS = 32
-"""Of seeds that are drawn here: any client can read the number."""
+"""Bits of seeds that are drawn here: any client can represent the number."""
 _DEFAULT_QUALITY = 90
 
 

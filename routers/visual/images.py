@@ -80,8 +80,8 @@ async def edit(request: Request, service: VisualServiceDep, owner: Owner, reques
             what,
             "unsupported_parameter",
         )
-    size = _checked(image, "image", service)
-    if mask is not None and _checked(mask, "mask", service) != size:
+    size = checked(image, "image", service)
+    if mask is not None and checked(mask, "mask", service) != size:
         raise RequestError("'mask' must be as large as 'image'.", "mask")
     asked = image_request(body, info, service.limits, request_id, size)
     asked = replace(asked, image=bytes(image), mask=bytes(mask or b""))
@@ -160,7 +160,7 @@ def _described(
     }
 
 
-def _checked(data: memoryview, field: str, service: VisualService) -> tuple[int, int]:
+def checked(data: memoryview, field: str, service: VisualService) -> tuple[int, int]:
     """Return the size of a picture by its header. Raises MediaError."""
     limits = service.limits
     if len(data) > limits.max_image_bytes:

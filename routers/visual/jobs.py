@@ -8,6 +8,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 import msgspec
+from msgspec.structs import replace
 
 from engine.errors import QueueFull
 from engine.visual.types import VisualRequest
@@ -33,6 +34,7 @@ class VideoRecord(msgspec.Struct, frozen=True):
     progress: int
     ended: float | None
     request: VisualRequest
+    """Its picture is there in what `take` returns alone."""
     error: bytes | None
     """Envelope of the error, as JSON."""
     file: str | None
@@ -58,7 +60,7 @@ class VideoJobs:
     async def create(self, owner: str, request: VisualRequest) -> VideoRecord:
         """Add a job. Raises QueueFull."""
         job = f"video_{uuid4().hex}"
-        encoded = msgspec.msgpack.encode(request)
+        encoded = msgspec.msgpack.encode(replace(request, image=b""))
 
         def work(db: sqlite3.Connection) -> VideoRecord:
             self._forget(db)
@@ -66,7 +68,9 @@ class VideoJobs:
             if open_ >= self._max_open:
                 raise QueueFull("too many videos wait already (VIDEO_MAX_JOBS)")
             query = "INSERT INTO videos (id, owner, created, state, request) VALUES (?, ?, ?, 'queued', ?)"
-            db.execute(query, (job, owner, time.time(), encoded))
+            number = db.execute(query, (job, owner, time.time(), encoded)).lastrowid
+            if request.image:
+                db.execute("INSERT INTO video_images VALUES (?, ?)", (number, request.image))
             return _record(db, owner, job)
 
         record = await self._database.run(work)
@@ -74,7 +78,7 @@ class VideoJobs:
         return record
 
     async def get(self, owner: str, job: str) -> VideoRecord:
-        """Raises VideoNotFound."""
+        """Return a job. Raises VideoNotFound."""
         return await self._database.run(lambda db: _record(db, owner, job))
 
     async def page(self, owner: str, limit: int, after: str | None, ascending: bool) -> tuple[list[VideoRecord], bool]:
@@ -128,8 +132,10 @@ class VideoJobs:
             if row is None:
                 return None
             record = _decoded(row)
-            db.execute("UPDATE videos SET state='in_progress', stage='generating' WHERE number=?", (record.number,))
-            return record
+            key = (record.number,)
+            db.execute("UPDATE videos SET state='in_progress', stage='generating' WHERE number=?", key)
+            (image,) = db.execute("SELECT image FROM video_images WHERE number=?", key).fetchone() or (b"",)
+            return replace(record, request=replace(record.request, image=image))
 
         return await self._database.run(work)
 
@@ -146,13 +152,14 @@ class VideoJobs:
     async def changed(self, seconds: float) -> None:
         """Return when a client may have changed something: at once if it was in this process, else after `seconds`."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), seconds)
+            async with asyncio.timeout(seconds):  # asyncio.wait_for of Python 3.11 may swallow a cancellation
+                await self._news.wait()
         self._news.clear()
 
     async def end(
         self, number: int, state: State, file: str | None = None, error: bytes | None = None, progress: int = 0
     ) -> None:
-        """Note the end of a job, or that it waits again. The file of one that nobody wants any more is removed."""
+        """Note the end of a job, or that it waits again. The file of a cancelled or deleted job is removed."""
 
         def work(db: sqlite3.Connection) -> None:
             ended = None if state == "queued" else time.time()

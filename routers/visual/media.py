@@ -26,9 +26,14 @@ CREATE TABLE IF NOT EXISTS videos (
     error BLOB, file TEXT
 );
 CREATE INDEX IF NOT EXISTS videos_state ON videos (state, number);
+CREATE TABLE IF NOT EXISTS video_images (number INTEGER PRIMARY KEY, image BLOB NOT NULL);
+CREATE TRIGGER IF NOT EXISTS video_ended AFTER UPDATE OF ended ON videos WHEN NEW.ended IS NOT NULL
+BEGIN DELETE FROM video_images WHERE number=NEW.number; END;
+CREATE TRIGGER IF NOT EXISTS video_deleted AFTER DELETE ON videos
+BEGIN DELETE FROM video_images WHERE number=OLD.number; END;
 PRAGMA user_version = 1;
 """
-"""Of files and of the jobs of videos (`jobs.py`)."""
+"""Schema of the files, and of the video jobs (`jobs.py`). Their reference images are kept until a job ends."""
 _STRAY_SECONDS = 3600.0
 """Age from which a file that the database does not know is removed: its process ended while it wrote."""
 
@@ -80,7 +85,7 @@ class MediaStore:
         return StoredFile(name, path)
 
     async def get(self, owner: str, name: str) -> StoredFile:
-        """Raises MediaNotFound."""
+        """Return a file. Raises MediaNotFound."""
         query = "SELECT 1 FROM files WHERE name=? AND owner=? AND created>?"
         key = (name, owner, time.time() - self.max_seconds)
         path = self._folder / name

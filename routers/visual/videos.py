@@ -5,7 +5,9 @@ from typing import Annotated, Any, Literal
 import orjson
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse
+from msgspec.structs import replace
 
+from engine.media import MediaInput
 from engine.visual.types import MEDIA_TYPES, VisualRequest
 from multimodal.errors import RequestError
 from protocol.visual import DeletedVideo, VideoError, VideoJob, VideoPage, VideoRequest
@@ -14,7 +16,7 @@ from routers.errors import MediaNotFound
 from routers.forms import is_form, read_form
 from routers.state import Owner, ReplicaDep, RequestId, VisualService, VisualServiceDep
 from routers.visual.drawing import video_request
-from routers.visual.images import made
+from routers.visual.images import checked, made
 from routers.visual.jobs import VideoRecord
 
 PATH = "/v1/videos"
@@ -22,6 +24,7 @@ SYNC_PATH = f"{PATH}/generations"
 BODIES = (VideoRequest,)
 _ONE = f"{PATH}/{{video_id}}"
 _FORMAT = "webm"
+_REFERENCE = "input_reference"
 _SCHEMA = {"schema": {"$ref": "#/components/schemas/VideoRequest"}}
 _BODY = {"requestBody": {"required": True, "content": {"application/json": _SCHEMA, "multipart/form-data": _SCHEMA}}}
 
@@ -31,17 +34,45 @@ _json = json_body(VideoRequest)
 
 async def _asked(request: Request, service: VisualService, request_id: str) -> VisualRequest:
     """Return what a body, JSON or a form, asks for. Raises RequestError."""
+    file = None
     if is_form(request):
         form = await read_form(request)
+        file = form.file(_REFERENCE)
         body = form.parsed(VideoRequest)
-        files = [*form.files]
     else:
-        body, files = await _json(request), []
-    if files or "input_reference" in (body.model_extra or {}):
-        name = "input_reference" if not files else files[0][:64]
-        raise RequestError(f"'{name}': the model makes videos of prompts alone.", name, "unsupported_parameter")
+        body = await _json(request)
     service.fields.check(body)
-    return video_request(body, service.engine.info, service.limits, request_id)
+    asked = video_request(body, service.engine.info, service.limits, request_id)
+    return replace(asked, image=await _image(body, file, service))
+
+
+async def _image(body: VideoRequest, file: memoryview | None, service: VisualService) -> bytes:
+    """Return the picture with which a video begins; empty for none. Raises RequestError."""
+    info, given = service.engine.info, body.input_reference
+    if file is None and given is None:
+        if info.needs_image:
+            raise RequestError(
+                f"'{_REFERENCE}': the pipeline {info.pipeline} needs a picture to begin with.", _REFERENCE
+            )
+        return b""
+    if not info.animates:
+        text = f"'{_REFERENCE}': the pipeline {info.pipeline} makes videos of prompts alone."
+        raise RequestError(text, _REFERENCE, "unsupported_parameter")
+    if file is not None:
+        checked(file, _REFERENCE, service)
+        return bytes(file)
+    assert given is not None
+    if given.file_id is not None:
+        raise RequestError(
+            f"'{_REFERENCE}': files are not stored here; 'image_url' may be a data URL.",
+            _REFERENCE,
+            "unsupported_parameter",
+        )
+    if not given.image_url:
+        raise RequestError(f"'{_REFERENCE}' must have an 'image_url'.", _REFERENCE)
+    loaded = await service.loader.load(given.image_url, _REFERENCE)
+    assert isinstance(loaded, MediaInput), "a loader without a hidden size takes no embeddings"
+    return bytes(loaded.data)
 
 
 @router.post(PATH, status_code=202, summary="Ask for a video", openapi_extra=_BODY)

@@ -45,7 +45,7 @@ class VideoWorker:
     """Whether jobs are done one at a time, since the engine died of one of several."""
 
     async def run(self) -> None:
-        """Work for ever. Raises nothing but CancelledError."""
+        """Work until cancelled. Raises only CancelledError."""
         path = self.jobs.media.database.path
         while True:
             try:

@@ -36,7 +36,7 @@ def parser() -> FlagParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Raises RemoteError if the server does not answer."""
+    """Run `trellis bench`. Raises RemoteError if the server does not answer."""
     args = parser().parse(arguments)
     remote = named_server(args)
     target = Target(f"{remote.url}/v1", remote.model(args.model), remote.key, args.endpoint, args.extra)

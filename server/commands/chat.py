@@ -50,7 +50,8 @@ def parser() -> FlagParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Raises RemoteError if the server does not answer, and if an image of the command line cannot be read."""
+    """Run `trellis chat`. Raises RemoteError if the server does not answer, or an image of the command line cannot be
+    read."""
     args = parser().parse(arguments)
     sampling = {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
     remote = named_server(args)
@@ -208,7 +209,7 @@ def _obey(chat: Chat, line: str) -> None:
         text, paths = images_in(rest)
         if not paths:
             raise RemoteError(
-                f"{rest.strip() or 'nothing'} is no image file; write /image PATH, and then text if you like"
+                f"{rest.strip() or 'nothing'} is not an image file; write /image PATH, and then text if you like"
             )
         chat.say(text, paths)
     elif command.startswith("/") and not Path(command).exists():

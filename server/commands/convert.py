@@ -35,7 +35,7 @@ def parser() -> FlagParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Raises SettingsError."""
+    """Run `trellis convert`. Raises SettingsError."""
     args = parser().parse(arguments)
     try:
         text = args.file.read_text(encoding="utf-8")

@@ -47,7 +47,7 @@ def lines(found: Status) -> Iterator[str]:
 
 
 async def _serve(settings: Settings, path: Path) -> None:
-    """Raises OSError."""
+    """Serve until stopped. Raises OSError."""
     service = MemoryService(path, settings.memory_service_limit_mb << 20, settings.memory_service_grace_seconds)
     stopped = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):

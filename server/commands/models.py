@@ -18,7 +18,7 @@ class Listed(NamedTuple):
 
     name: str
     size: int
-    """In bytes; 0 if there is nothing here yet."""
+    """Size in bytes; 0 if there is nothing here yet."""
     where: str
 
 

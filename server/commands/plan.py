@@ -62,7 +62,7 @@ def parser() -> FlagParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Raises SettingsError."""
+    """Run `trellis plan`. Raises SettingsError."""
     args = parser().parse(arguments)
     if not 0 <= args.min <= args.max or args.max < 1 or args.interval <= 0:
         raise SettingsError("--min must be at most --max, and --interval above 0")

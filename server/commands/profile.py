@@ -37,7 +37,7 @@ def parser() -> FlagParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Raises SettingsError."""
+    """Run `trellis profile`. Raises SettingsError."""
     args = parser().parse(arguments)
     targets = Targets(args.ttft, args.itl, args.isl, args.osl, args.rate)
     names = ("concurrency", "repeats", "requests_per_stream")

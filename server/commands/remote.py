@@ -33,7 +33,7 @@ def add_server_flags(parser: FlagParser) -> None:
 
 
 def named_server(args: Namespace) -> "Remote":
-    """Return the server that the flags name. No other one than ours is told our API key."""
+    """Return the server that the flags name. The API key is sent to our own server only."""
     url, key = _own()
     remote = Remote(args.url, args.api_key or "")
     if args.api_key is None and (remote.url == url or _is_loopback(remote.url)):

@@ -48,7 +48,7 @@ def parser() -> FlagParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Raises SettingsError."""
+    """Run `trellis sweep`. Raises SettingsError."""
     args = parser().parse(arguments)
     if args.join:
         results = join(args.join, args.output, _slo(args))

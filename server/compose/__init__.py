@@ -1,1 +1,1 @@
-"""From settings to the parts of a replica."""
+"""Composition of a replica from settings."""

@@ -69,7 +69,7 @@ async def start_encoders(to: Composition, folder: Path | None) -> Encoders:
     service = _service(to, encoder)
     to.stack.push_async_callback(service.close)
     if not to.role.has_engine:
-        await _add_canary(to, service, encoder if sleeper is None else sleeper.inner, folder)
+        await _add_canary(to, service, encoder, folder)
     if sleeper is not None:
         sleeper.caches.append(service.store.trim)
         await follow_sleep(to, sleeper)
@@ -101,18 +101,7 @@ def image_prompts(
     model takes no images. `max_encoded` is the engine's `max_encoded_images`.
     """
     settings, encoder = to.settings, encoders.encoder
-    limits = MediaLimits(
-        max_image_bytes=int(settings.max_image_mb * (1 << 20)),
-        max_image_pixels=settings.max_image_pixels,
-        max_video_bytes=int(settings.max_video_mb * (1 << 20)),
-        max_audio_bytes=int(settings.max_audio_mb * (1 << 20)),
-        max_audio_seconds=settings.max_audio_seconds,
-        timeout_seconds=settings.media_timeout_seconds,
-        concurrency=settings.media_concurrency,
-        allowed_hosts=settings.media_allowed_hosts,
-        allow_private=settings.media_allow_private,
-        local_folder=settings.allowed_local_media_path,
-    )
+    limits = media_limits(settings)
     if encoder is not None and not encoder.info.needs_prompt:
         hidden_size = encoder.info.hidden_size
         cache = EmbeddingCache(int(settings.embedding_cache_mb * (1 << 20)), hidden_size)
@@ -129,7 +118,8 @@ def image_prompts(
             settings.max_videos,
             settings.max_audios,
         )
-    if settings.engine == "trtllm" and folder is not None and read_model_facts(folder).takes_media:
+    facts = read_model_facts(folder) if settings.engine == "trtllm" and folder is not None else None
+    if facts is not None and facts.takes_media:
         return BackendPrompts(
             MediaLoader(limits),
             settings.max_images,
@@ -139,8 +129,28 @@ def image_prompts(
             max_encoded,
             settings.max_videos,
             settings.max_audios,
+            [
+                *(("image", "video") if facts.takes_images else ()),
+                *(("audio",) if "audio_config" in facts.config else ()),
+            ],
         )
     return None
+
+
+def media_limits(settings: Settings) -> MediaLimits:
+    """Return the limits of files that requests bring."""
+    return MediaLimits(
+        max_image_bytes=int(settings.max_image_mb * (1 << 20)),
+        max_image_pixels=settings.max_image_pixels,
+        max_video_bytes=int(settings.max_video_mb * (1 << 20)),
+        max_audio_bytes=int(settings.max_audio_mb * (1 << 20)),
+        max_audio_seconds=settings.max_audio_seconds,
+        timeout_seconds=settings.media_timeout_seconds,
+        concurrency=settings.media_concurrency,
+        allowed_hosts=settings.media_allowed_hosts,
+        allow_private=settings.media_allow_private,
+        local_folder=settings.allowed_local_media_path,
+    )
 
 
 def _has_tower(settings: Settings, folder: Path | None) -> bool:

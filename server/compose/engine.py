@@ -123,7 +123,7 @@ async def _open_engine(to: Composition, folder: Path | None) -> tuple[Engine, Fa
     if not settings.engine_process:
         engine = create_engine(config)
         return engine, partial(_stopped, engine)
-    process = EngineProcess(config, on_death=settings.engine_on_death, standby=settings.engine_standby)
+    process = EngineProcess(config, on_death=settings.engine_on_death, standby=settings.standby)
     watch_engine_process(to.metrics.polled, process)
     to.stack.push_async_callback(process.close)
     await process.start()
@@ -215,7 +215,7 @@ def _chat_service(
 
 
 class _Transcribing(NamedTuple):
-    """What a model that transcribes needs besides its engine."""
+    """The parts that a transcribing model needs in addition to its engine."""
 
     reader: "HostedReader"
     sizes: WhisperSizes

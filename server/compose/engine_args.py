@@ -45,7 +45,7 @@ _OF_KV_CACHE = {
 }
 _OFFLOAD_PRIORITY = "secondary_offload_min_priority"
 _HOST_CACHE = "kv_cache_config.host_cache_size"
-"""In bytes; KV_HOST_CACHE_MB is in MiB."""
+"""TensorRT-LLM's argument for the host cache, in bytes; KV_HOST_CACHE_MB is in MiB."""
 
 
 _DRAFT_TOKENS = 4

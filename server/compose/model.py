@@ -100,8 +100,8 @@ def load_text(settings: Settings, folder: Path | None) -> tuple[Tokenizer, ChatT
 
 
 def sampling_defaults(settings: Settings, folder: Path | None, refused: Collection[str]) -> SamplingDefaults:
-    """Return what requests that do not say are sampled by: the model's own parameters, by the settings. Those that the
-    engine has `refused` are left out. Raises EngineFailure for a wrong one.
+    """Return the default sampling parameters, which are the model's own if the settings say so. Those that the engine
+    has `refused` are left out. Raises EngineFailure for a value out of range.
     """
     if folder is None or settings.engine == "fake" or settings.sampling_defaults == "openai":
         return SamplingDefaults()
@@ -115,7 +115,7 @@ def sampling_defaults(settings: Settings, folder: Path | None, refused: Collecti
             )
     used = {name: value for name, value in found.items() if name not in refused}
     if used:
-        log.info("requests that do not say are sampled with the model's %s", used)
+        log.info("default sampling parameters of the model: %s", used)
     return replace(SamplingDefaults(), **used)
 
 

@@ -23,7 +23,8 @@ _HIDDEN = ("_args", "_address", "_urls", "_url", "_etcd", "_secret", "_keys")
 
 
 def runtime_of(settings: Settings, replica: ReplicaState) -> Runtime:
-    """Return what is known now. Facts of the engine are None before it has started, and where there is none."""
+    """Return what is known now. Facts of the engine are None before it has started, and in replicas without an
+    engine."""
     role = role_of(settings)
     publishes = settings.publish_kv_events and role.has_engine
     peers = ((name, count()) for name, count in replica.peers.items())
@@ -36,12 +37,17 @@ def runtime_of(settings: Settings, replica: ReplicaState) -> Runtime:
         versions=versions(),
     )
     if isinstance(replica.service, ChatService):
-        tools, reasoning = replica.service.processor.format.parser_names
-        runtime = runtime.model_copy(update={"tool_call_parser": tools or None, "reasoning_parser": reasoning or None})
+        service = replica.service
+        tools, reasoning = service.processor.format.parser_names
+        media = service.images.kinds if service.images is not None else ()
+        takes = ["audio"] if service.transcriber is not None else ["text", *media]
+        chat = {"tool_call_parser": tools or None, "reasoning_parser": reasoning or None, "takes": takes}
+        runtime = runtime.model_copy(update=chat)
     if isinstance(replica.service, VisualService) and replica.service.healthy:
         info = replica.service.engine.info
+        takes = ["text", "image"] if info.edits or info.animates else ["text"]
         pictures = {"device": info.device, "dtype": info.dtype, "pipeline": info.pipeline, "makes": list(info.makes)}
-        return runtime.model_copy(update=pictures)
+        return runtime.model_copy(update=pictures | {"takes": takes})
     engine = replica.engine
     return runtime if engine is None else runtime.model_copy(update=_facts(engine.info))
 

@@ -1,7 +1,7 @@
-"""Sizes that nobody set, chosen to fit the machine: batch, step, KV cache, context, API processes.
+"""Default sizes, chosen to fit the machine: batch, step, KV cache, context, API processes.
 
-This module does not import torch, so that `config` and `doctor` answer at once. TensorRT-LLM chooses by itself what the
-embedded engine is told here.
+This module does not import torch, so that `config` and `doctor` answer at once. TensorRT-LLM chooses these by itself;
+only the embedded engine needs them.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from server.settings.environment import visible_devices
 GIB = 1 << 30
 MIB = 1 << 20
 _GPU_SIZES = ((40 * GIB, 256, 8192), (20 * GIB, 128, 4096), (0, 64, 2048))
-"""Memory of a GPU from which on a batch is so large, and so many prompt tokens share its step."""
+"""Size of the batch, and number of prompt tokens in a step, by the least memory of a GPU."""
 _SEQUENCES_PER_CORE, _LEAST_BATCH, _MOST_BATCH = 16, 16, 256
 _CPU_STEP = 1024
 _UNKNOWN_KV = 384
@@ -41,7 +41,7 @@ class Machine:
     """Facts on which sizes depend. `memory` and `free` are the host's, in bytes."""
 
     gpus: tuple[Gpu, ...] | None = ()
-    """Those that CUDA_VISIBLE_DEVICES shows; None if nvidia-smi did not answer."""
+    """GPUs that CUDA_VISIBLE_DEVICES shows; None if nvidia-smi did not answer."""
     hidden: int = 0
     """Number of GPUs that it does not show."""
     torch: str = ""

@@ -1,4 +1,4 @@
-"""Let operators put a replica to sleep, and keep what it says of it."""
+"""Sleep of a replica: orders of operators, and the reported state."""
 
 from engine.kit.tasks import background
 from engine.sleep import Sleeper

@@ -10,6 +10,7 @@ from engine.process.child import ServiceProcess
 from engine.visual.base import VisualEngine
 from engine.visual.service import VISUAL, VisualClient, create_visual_engine
 from engine.visual.types import VisualConfig
+from multimodal.media.loader import MediaLoader
 from routers.fields import FieldCheck
 from routers.state import VisualService
 from routers.visual.drawing import VisualLimits
@@ -17,6 +18,7 @@ from routers.visual.jobs import VideoJobs
 from routers.visual.media import MediaStore, clean_for_ever
 from routers.visual.worker import VideoWorker
 from server.compose.composition import Composition, Failed, never
+from server.compose.encoders import media_limits
 from server.http.errors import render_event
 from server.metrics.replica import watch_engine_process
 from server.metrics.visual import watch_visual
@@ -31,6 +33,8 @@ async def add_visual(to: Composition, folder: Path | None) -> Failed:
     to.stack.push_async_callback(engine.close)
     await engine.start()
     media = _media_store(to)
+    loader = MediaLoader(media_limits(settings))
+    to.stack.push_async_callback(loader.aclose)
     await to.stack.enter_async_context(background(clean_for_ever(media), "media-store"))
     jobs = VideoJobs(media, settings.video_max_jobs)
     limits = {
@@ -42,6 +46,7 @@ async def add_visual(to: Composition, folder: Path | None) -> Failed:
         engine=engine,
         fields=FieldCheck(to.replica.model_name, strict=settings.strict_fields, model_optional=settings.model_optional),
         media=media,
+        loader=loader,
         videos=jobs,
         limits=VisualLimits(**limits, max_image_bytes=int(settings.max_image_mb * (1 << 20))),
         timeout_seconds=settings.request_timeout_seconds,

@@ -8,10 +8,10 @@ import uuid
 import wave
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from engine.base import Engine
-from engine.errors import EngineError
+from engine.errors import EngineAsleep, EngineError
 from engine.media import MediaInput, Speech
 from engine.types import CANARY_SALT, GenerateRequest, SamplingParams
 
@@ -50,10 +50,11 @@ class Canary:
         while True:
             await self._idle(idle_seconds)
             if self._up():
-                outcome, reason = await self._outcome(timeout_seconds)
-                if self._up():  # else the engine has died, or fallen asleep, meanwhile
-                    self._observe(outcome)
-                    self._note(reason)
+                with suppress(EngineAsleep):  # which is no failure, even before `up` says so
+                    outcome, reason = await self._outcome(timeout_seconds)
+                    if self._up():  # else the engine has died, or fallen asleep, meanwhile
+                        self._observe(outcome)
+                        self._note(reason)
 
     async def _idle(self, seconds: float) -> None:
         """Wait until nothing was done for `seconds`; after a failure, for `seconds` in any case."""
@@ -65,12 +66,14 @@ class Canary:
                 since, seen = loop.time(), now
 
     async def _outcome(self, seconds: float) -> tuple[str, str]:
-        """Run the probe; return one of `OUTCOMES`, and why the probe failed."""
+        """Run the probe; return one of `OUTCOMES`, and why the probe failed. Raises EngineAsleep."""
         try:
             async with asyncio.timeout(seconds):
                 await self._probe()
         except TimeoutError:
             return "timeout", f"A request of its own took longer than {seconds:g} s."
+        except EngineAsleep:
+            raise
         except EngineError as error:
             log.error("the replica's request of its own failed: %s", error)
             return "failed", "A request of its own failed."
@@ -83,8 +86,8 @@ class Canary:
 
 
 def engine_probe(engine: Engine, *, prefill_only: bool, token: int = 1, speech: Speech | None = None) -> Probe:
-    """Return a probe that computes one token behind another one, and behind `speech` for a model that takes nothing
-    else."""
+    """Return a probe that computes one token after a prompt of one token, and with `speech` for a model that only
+    transcribes."""
 
     async def probe() -> None:
         request = GenerateRequest(

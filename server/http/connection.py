@@ -105,7 +105,7 @@ class HttpConnection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Start the request, or queue it. Raises HTTPException for one that is to be refused."""
+        """Start the request, or queue it. Raises HTTPException for a request to refuse."""
         self._end_head()
         if self._is_upgrade and not self._opens_websocket():
             return
@@ -185,7 +185,7 @@ class HttpConnection(HttpToolsProtocol):
         )
 
     def _should_upgrade(self) -> bool:
-        """Return False: what uvicorn would take for an upgrade is told apart here, before it sees the head."""
+        """Return False: this class handles upgrades itself, before uvicorn sees the head."""
         return False
 
     @property

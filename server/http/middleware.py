@@ -27,10 +27,9 @@ from engine.errors import EngineNotReady
 from engine.kit import logs
 from engine.kit.logs import printable
 from engine.kit.work import begin_request
-from routers.page import needs_no_key
 from routers.state import DP_RANK_HEADER, INTERNAL_HEADER, ReplicaState
 from server.http.errors import render
-from server.http.routes import ADMIN, INTERNAL, is_anthropic, route_path
+from server.http.routes import ADMIN, INTERNAL, is_anthropic, opens_page, route_path
 
 LIVENESS = "/health/live"
 PROBES = frozenset({LIVENESS, "/health", "/health/ready", "/metrics", "/prometheus/metrics"})
@@ -103,9 +102,9 @@ class ApiKeyMiddleware:
     """Admits requests with one of the keys, as a bearer or in `x-api-key`. Liveness and pages are open to all, with
     `open_probes` all probes and metrics are, and without keys everything is.
 
-    Internal routes take only the internal secret, and those for operators only the admin key: without them nobody can
-    use them. With the secret, a router may name the
-    data-parallel rank of a request; nobody else can. Keys are compared as digests, in constant time, each with all.
+    Internal routes take only the internal secret, and those for operators only the admin key: they are closed without a
+    configured secret or key. With the secret, a router may name the data-parallel rank of a request; nobody else can.
+    Keys are compared as digests, in constant time, each with all.
     """
 
     def __init__(
@@ -145,7 +144,7 @@ class ApiKeyMiddleware:
             return _bearer(self._secrets, scope) is not None
         if path in ADMIN and self._admins:
             return _bearer(self._admins, scope) is not None or bool(_match(self._admins, _header(scope, b"x-api-key")))
-        if path in self._open or needs_no_key(path) or not self._keys:
+        if path in self._open or opens_page(path) or not self._keys:
             return True
         used = _bearer(self._keys, scope) or _match(self._keys, _header(scope, b"x-api-key"))
         scope["state"]["owner"] = hashlib.sha256(b"owner:" + used).hexdigest() if used is not None else ""
@@ -153,8 +152,8 @@ class ApiKeyMiddleware:
 
 
 class OriginMiddleware:
-    """Refuses WebSockets to web pages of other origins than `origins`, since browsers ask nobody before they open one.
-    `*` allows all.
+    """Refuses WebSockets to web pages of other origins than `origins`, since browsers open these without a preflight
+    request. `*` allows all.
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
@@ -205,7 +204,7 @@ class GateMiddleware:
         self._turnstile = Turnstile(STARTS_PER_TURN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in _REQUESTS or (path := route_path(scope)) in OPEN_WHILE_NOT_READY or needs_no_key(path):
+        if scope["type"] not in _REQUESTS or (path := route_path(scope)) in OPEN_WHILE_NOT_READY or opens_page(path):
             await self._app(scope, receive, send)
             return
         replica: ReplicaState = scope["state"]["replica"]
@@ -282,7 +281,7 @@ def _match(digests: Sequence[bytes], key: bytes) -> bytes | None:
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
-    """Return the header that has this name; empty if there is none, or several."""
+    """Return the header that has this name; empty without one, or with several."""
     values = [value for key, value in scope["headers"] if key == name]
     return values[0] if len(values) == 1 else b""
 

@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from multimodal.errors import shown
+from routers.page import CHAT, DOCS, STATIC
 
 INTERNAL = frozenset({"/prefill", "/encode", "/reset_prefix_cache", "/start_profile", "/stop_profile"})
 """Routes for replicas and operators, never for outside clients."""
@@ -35,6 +36,11 @@ def route_path(scope: Scope) -> str:
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path
+
+
+def opens_page(path: str) -> bool:
+    """Tell whether a browser opens this path before it knows a key: a page, or a file of one."""
+    return path in (CHAT, DOCS) or path.startswith(STATIC)
 
 
 def is_anthropic(scope: Scope) -> bool:

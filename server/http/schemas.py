@@ -191,7 +191,7 @@ _REFUSED: dict[type[Wire], Collection[str]] = {
     chat.ChatMessage: ("audio",),
     chat.ContentPart: REFUSED_PARTS,
 }
-"""Fields, besides those of requests, that are not supported."""
+"""Unsupported fields, in addition to those of requests."""
 
 
 def complete(schemas: dict[str, Schema], settings: Settings, model_name: str, info: EngineInfo | None) -> None:
@@ -330,14 +330,15 @@ def _ranges(settings: Settings, info: EngineInfo | None) -> dict[str, Schema]:
 
 
 def _refused(cls: type[Wire]) -> dict[str, tuple[object, ...]]:
-    """Return the fields of a class that are not supported, each with the values, besides null, that ask for nothing."""
+    """Return the fields of a class that are not supported, each with the values, other than null, that have no
+    effect."""
     if issubclass(cls, ModelFields):
         return refused(cls)
     return dict.fromkeys(_REFUSED.get(cls, ()), ())
 
 
 def _unguided(cls: type[Wire], kinds: Collection[GuideKind]) -> Iterator[str]:
-    """Yield the fields of a class that constrain the output in a way that is none of `kinds`."""
+    """Yield the fields of a class that constrain the output in a way other than `kinds`."""
     if issubclass(cls, GenerationFields):
         yield from (name for name, kind in GUIDES.items() if kind not in kinds)
     elif cls is common.StructuredOutputs:

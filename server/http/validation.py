@@ -35,7 +35,7 @@ _SENTENCES = {
     "string_pattern_mismatch": "must match {pattern}",
     "json_invalid": "is not valid JSON: {error}",
 }
-"""Messages for Pydantic's kinds of errors, besides wrong types."""
+"""Messages for Pydantic's kinds of errors, except wrong types."""
 
 
 class _Fault(NamedTuple):
@@ -51,7 +51,7 @@ class _Fault(NamedTuple):
 
     @property
     def progress(self) -> tuple[bool, tuple[str | int, ...]]:
-        """How far validation got before it failed."""
+        """Measure of how far validation got before it failed: further is greater."""
         return self.kind not in _TYPES, self.path
 
 

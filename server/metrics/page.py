@@ -43,7 +43,7 @@ class ServerMetrics(PushedMetrics):
         self._speed = 0.0
         self._engine: AdmissionEngine | None = None
         self.polled = Polled(self.registry, {"model_name": model_name})
-        """For numbers that are shown with the label model_name."""
+        """Metrics with the label model_name."""
         self.polled_unlabelled = Polled(self.registry, {})
         self._updates = [self.polled.update, self.polled_unlabelled.update]
         self.polled.gauge(

@@ -6,7 +6,7 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 GaugeMode = Literal["livesum", "livemax", "livemin"]
-"""How the page combines the gauge of several API processes."""
+"""Rule by which the page combines the gauges of several API processes."""
 _NO_LABEL = ""
 
 

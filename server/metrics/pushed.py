@@ -1,4 +1,4 @@
-"""Prometheus metrics that are told of each event, with the label model_name."""
+"""Prometheus metrics that are updated by each event, with the label model_name."""
 
 from collections.abc import Sequence
 

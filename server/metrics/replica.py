@@ -34,7 +34,7 @@ def watch_engine_process(polled: Polled, process: ServiceProcess) -> None:
     polled.counter("trellis_engine_takeovers", "Times that a standby process replaced it", lambda: process.takeovers)
     polled.gauge(
         "trellis_engine_standby",
-        "1 if a standby process has loaded the model and can take over",
+        "1 if a standby process is prepared to take over",
         lambda: process.standby_pid is not None,
         "livemax",
     )

@@ -40,7 +40,7 @@ class RoutingMetrics(PushedMetrics):
                 "unattached_blocks", "KV blocks that were ignored because their parent is unknown", "replica"
             ),
         }
-        """By the fields of `EventCounts`."""
+        """Counters by field of `EventCounts`."""
         self._seen: defaultdict[tuple[str, int], int] = defaultdict(int)
         self._numbers: set[int] = set()
         self._tokenise = self._histogram(

@@ -96,7 +96,7 @@ class Launcher:
                     config,
                     self._address,
                     self._settings.engine_on_death,
-                    self._settings.engine_standby,
+                    self._settings.standby,
                 )
                 stack.push_async_callback(process.close)
                 await process.start()

@@ -8,6 +8,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field
 
 from engine.config import CpuIsa, SleepConfig, TrtllmConfig
 from engine.memory.service import GRACE_SECONDS as MEMORY_GRACE_SECONDS
+from engine.process.wire import Standby
 from multimodal.answers.parsers.choose import family
 from multimodal.answers.parsers.response_templates import RESPONSE_TEMPLATE
 from server.settings.types import EMBEDDED, ExpandedPath, PathOrNone, Section
@@ -25,7 +26,7 @@ def _role(value: object) -> object:
 
 
 class ModelSettings(Section):
-    """Which model is served, and where its files are."""
+    """Settings of the served model and its files."""
 
     group = "Model"
 
@@ -38,19 +39,20 @@ class ModelSettings(Section):
     chat_template: PathOrNone = None
     """Jinja file used instead of the model's chat template."""
     tool_call_parser: str = "auto"
-    """How the model writes tool calls: hermes, llama3_json, mistral or another name in docs/agents.md; auto decides by
-    chat template and model type, response_template takes the model's own, none has no tools.
+    """Notation of the model's tool calls: hermes, llama3_json, mistral or another name in docs/agents.md; auto decides
+    by chat template and model type, response_template takes the model's own, none has no tools.
     """
     reasoning_parser: str = "auto"
-    """How the model writes its reasoning: deepseek_r1, qwen3 or another name in docs/agents.md; auto decides by chat
+    """Notation of the model's reasoning: deepseek_r1, qwen3 or another name in docs/agents.md; auto decides by chat
     template and model type, response_template takes the model's own, none takes reasoning for text.
     """
     sampling_defaults: Literal["model", "openai"] = "model"
-    """What requests that do not say are sampled by: temperature, top_p, top_k, min_p and repetition_penalty of the
-    model's generation_config.json, as vLLM has it, or OpenAI's defaults.
+    """Sampling parameters of requests that do not set them: temperature, top_p, top_k, min_p and repetition_penalty of
+    the model's generation_config.json, as in vLLM, or OpenAI's defaults.
     """
     thinking_token_budget: int = Field(-1, ge=-1)
-    """Most tokens of reasoning in a choice, where the request sets no limit: its end is then forced. -1 is no limit."""
+    """Maximum number of tokens of reasoning in a choice, where the request sets no limit: its end is then forced. -1 is
+    no limit."""
     stream_tool_arguments: bool = True
     """Stream the arguments of tool calls as they come; false sends whole calls, and one that never completes as text.
     """
@@ -79,7 +81,7 @@ class EngineSettings(Section):
     engine_process: bool = True
     """Run the engine in a process of its own; false runs it in the API process, for debugging."""
     engine_on_death: Literal["restart", "exit"] = "restart"
-    """When the engine process dies: restart it with back-off, or exit with a non-zero code."""
+    """Reaction to the death of the engine process: restart it with back-off, or exit with a non-zero code."""
     engine_address: str = ""
     """Address of an engine host that is already running (ipc:// or tcp://); empty starts one."""
 
@@ -94,11 +96,20 @@ class MemoryServiceSettings(Section):
     them, and a restarted engine need not load them. Empty is off.
     """
     memory_service_limit_mb: int = Field(0, ge=0)
-    """Most memory that `trellis memory` owns, on the host and all GPUs together, in MiB; 0 is what there is."""
+    """Maximum memory that `trellis memory` owns, on the host and all GPUs together, in MiB; 0 is what there is."""
     memory_service_grace_seconds: float = Field(MEMORY_GRACE_SECONDS, ge=0)
     """Seconds for which `trellis memory` keeps weights that no engine uses."""
-    engine_standby: bool = False
-    """Keep a second engine process that has loaded the model and takes over when the first one dies."""
+    engine_standby: bool | Literal["auto", "imports"] = "auto"
+    """Keep a second engine process, which takes over when the first one dies: true is one that has loaded the model,
+    imports one that has imported the engine's code. auto is imports with MEMORY_SERVICE, else false.
+    """
+
+    @property
+    def standby(self) -> Standby:
+        """What a second engine process does in advance."""
+        if self.engine_standby == "imports" or (self.engine_standby == "auto" and self.memory_service is not None):
+            return "imports"
+        return "model" if self.engine_standby is True else ""
 
     @field_validator("memory_service", mode="after")
     @classmethod
@@ -111,11 +122,11 @@ class MemoryServiceSettings(Section):
 
     @field_validator("engine_standby", mode="after")
     @classmethod
-    def _can_take_over(cls, value: bool, info: ValidationInfo) -> bool:
-        if not value:
+    def _can_take_over(cls, value: bool | str, info: ValidationInfo) -> bool | str:
+        if value in (False, "auto"):
             return value
         if info.data.get("engine") == "trtllm":
-            raise ValueError("TensorRT-LLM's weights cannot be loaded twice on the same GPUs")
+            raise ValueError("TensorRT-LLM's weights cannot be loaded twice on the same GPUs, and its code starts MPI")
         if not info.data.get("engine_process", True):
             raise ValueError("needs a process for the engine: ENGINE_PROCESS=true")
         if info.data.get("engine_on_death") == "exit":
@@ -124,7 +135,7 @@ class MemoryServiceSettings(Section):
 
 
 class ComputeSettings(Section):
-    """What the embedded engine computes with. TensorRT-LLM takes some of these, too."""
+    """Settings of computation for the embedded engine. TensorRT-LLM takes some of these, too."""
 
     group = "Device and computing"
 
@@ -225,7 +236,7 @@ class BatchSettings(Section):
 
 
 class SleepSettings(Section):
-    """When a replica gives its memory back by itself. ADMIN_KEY lets an operator decide."""
+    """Settings of sleep after idle time. ADMIN_KEY lets an operator put replicas to sleep."""
 
     group = "Sleep"
 
@@ -234,7 +245,8 @@ class SleepSettings(Section):
     encode replica its encoder; 0 is never.
     """
     sleep_level: int = Field(SleepConfig().idle_level, ge=1, le=2)
-    """How deep an idle engine sleeps: 1 keeps the weights in host memory, 2 reads them from the model's files again."""
+    """Depth of an idle engine's sleep: 1 keeps the weights in host memory, 2 reads them from the model's files
+    again."""
     wake_on_demand: bool = SleepConfig().wake_on_demand
     """Have a request wake an engine that fell asleep by itself, and wait for it; false answers 503 until /wake_up."""
 
@@ -252,9 +264,9 @@ class SpeculationSettings(Section):
     group = "Speculative decoding"
 
     speculative: Literal["none", "ngram", "suffix", "draft", "eagle3"] = EMBEDDED.speculative
-    """What proposes tokens: ngram looks for the end of the text in prompt, output and prediction; suffix also in
-    earlier answers; draft is a small model and eagle3 an EAGLE-3 head (SPECULATIVE_MODEL). TensorRT-LLM has ngram and
-    draft of its own.
+    """Method of speculative decoding: ngram looks for the end of the text in prompt, output and prediction; suffix also
+    in earlier answers; draft is a small model and eagle3 an EAGLE-3 head (SPECULATIVE_MODEL). TensorRT-LLM has ngram
+    and draft of its own.
     """
     speculative_model: str = EMBEDDED.speculative_model
     """Draft model, with the tokenizer of MODEL, or EAGLE-3 head that was trained for MODEL: Hugging Face folder or id.
@@ -267,8 +279,8 @@ class SpeculationSettings(Section):
     speculative_answer_tokens: int = Field(EMBEDDED.speculative_answer_tokens, ge=1024, le=1 << 20)
     """Tokens of earlier answers that suffix keeps, about 0.5 kB each."""
     speculative_min_speedup: float = Field(EMBEDDED.speculative_min_speedup, ge=0, le=10)
-    """Check proposals if that is expected to make a step so many times as fast, by measured acceptance and times of
-    steps; 0 checks all of them.
+    """Expected speed-up of a step from which on proposals are checked, by measured acceptance and times of steps; 0
+    checks all of them.
     """
 
     @field_validator("speculative", mode="after")
@@ -323,7 +335,7 @@ class TrtllmSettings(Section):
     processors computes them in logits processors, which need the overlap scheduler off and so cost throughput.
     """
     secondary_offload_min_priority: int = Field(-1, ge=-1, le=100)
-    """Least priority of KV blocks that are copied to the host (KV_HOST_CACHE_MB) before they are evicted; -1 takes
+    """Lowest priority of KV blocks that are copied to the host (KV_HOST_CACHE_MB) before they are evicted; -1 takes
     TensorRT-LLM's default. Requests of this server have its default priority, 35.
     """
     trust_remote_code: bool = False

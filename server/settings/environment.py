@@ -24,7 +24,7 @@ class EnvFile(NamedTuple):
     """The contents of `.env`."""
 
     settings: dict[str, str]
-    """By lower-case name; also misspelt ones."""
+    """Values by lower-case name, misspelt names included."""
     foreign: dict[str, str]
     """Variables for others, such as HF_TOKEN."""
 

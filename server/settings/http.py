@@ -12,7 +12,7 @@ from server.settings.types import EMBEDDED, Names, OptionalBool, Secret, Secrets
 
 
 class HttpSettings(Section):
-    """Where the server listens, and who may call it."""
+    """Settings of the server's address and of access to it."""
 
     group = "HTTP server"
 
@@ -64,7 +64,7 @@ class HttpSettings(Section):
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine reaches the address. Names besides localhost are taken for public ones."""
+        """Whether only this machine reaches the address. Names other than localhost are taken for public ones."""
         try:
             return ip_address(self.host).is_loopback
         except ValueError:
@@ -101,7 +101,7 @@ class ResponsesSettings(Section):
 
 
 class LimitSettings(Section):
-    """What one request may ask for."""
+    """Limits of a request."""
 
     group = "Limits of requests"
 
@@ -126,8 +126,8 @@ class LimitSettings(Section):
     queue_timeout_seconds: float = Field(60.0, gt=0)
     """Seconds that a request may wait for the engine before it is refused with 503."""
     min_priority: int = Field(Limits.min_priority, ge=-1000, le=1000)
-    """Most urgent priority that a request gets; smaller ones count as this one. A client that may be more urgent than
-    others can keep them waiting for ever.
+    """Most urgent priority that a request can have; smaller numbers count as this one. A client that may be more urgent
+    than others can keep them waiting forever.
     """
     max_n: int = Field(Limits.max_n, ge=1)
     """Maximum number of choices in one request: prompts multiplied by n. If they are more than the engine takes at
@@ -162,7 +162,7 @@ class LimitSettings(Section):
     )
     """Comma-separated template variables that requests may set."""
     special_tokens_in_content: Literal["text", "allow", "refuse"] = Limits.special_tokens_in_content
-    """What special tokens in messages, such as <|im_start|>, become: text, tokens (allow) or an error (refuse)."""
+    """Treatment of special tokens in messages, such as <|im_start|>: text, tokens (allow) or an error (refuse)."""
     strict_fields: bool = False
     """Refuse unknown request fields with 400 instead of ignoring them."""
     model_optional: bool = False

@@ -76,7 +76,8 @@ class EncodeSettings(Section):
     encode_urls: Urls = ()
     """Comma-separated encode replicas that encode images for this one: http://host:port, or dns+http://name:port."""
     encode_fallback: Literal["local", "refuse"] = "local"
-    """When no encode replica answers: local encodes images here (and loads the encoder), refuse answers 503."""
+    """Fallback when no encode replica answers: local encodes images here (and loads the encoder), refuse answers
+    503."""
     encode_attempts: int = Field(3, ge=1)
     """Maximum number of encode replicas tried for an image, one after another."""
     encode_inline_kb: int = Field(1024, ge=0, le=1 << 15)

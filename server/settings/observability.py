@@ -47,7 +47,7 @@ class MetricSettings(Section):
 
 
 class EventSettings(Section):
-    """Where KV-cache events go, if publish_kv_events is set."""
+    """Settings of KV-cache events, if publish_kv_events is set."""
 
     group = "KV-cache events"
 
@@ -75,7 +75,7 @@ class ProfileSettings(Section):
 
 
 class TraceSettings(Section):
-    """Where traces go."""
+    """Settings of traces."""
 
     group = "Traces"
 
@@ -90,7 +90,7 @@ class TraceSettings(Section):
 
 
 class HealthSettings(Section):
-    """How the replica checks itself."""
+    """Settings of the replica's checks of itself."""
 
     group = "Health"
 

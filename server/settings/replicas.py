@@ -17,7 +17,7 @@ class DisaggregationSettings(Section):
     or file:///path with one URL on each line, which is read again every few seconds.
     """
     prefill_fallback: Literal["local", "refuse"] = "local"
-    """When no prefill replica answers: local computes the prompt on the decode replica, refuse answers 503."""
+    """Fallback when no prefill replica answers: local computes the prompt on the decode replica, refuse answers 503."""
     prefill_min_tokens: int = Field(32, ge=0)
     """Shorter prompts are computed by the decode replica itself, unless PREFILL_FALLBACK is refuse."""
     prefill_attempts: int = Field(3, ge=1)
@@ -25,7 +25,7 @@ class DisaggregationSettings(Section):
     lease_seconds: float = Field(30.0, gt=0)
     """Seconds that a prefill replica keeps KV blocks that no replica has read."""
     kv_transfer: Literal["auto", "shared_memory", "cuda_ipc", "nixl", "tcp"] = "auto"
-    """How KV blocks move between replicas of the embedded engine; auto takes the fastest that both support."""
+    """Transport of KV blocks between replicas of the embedded engine; auto takes the fastest that both support."""
     kv_transfer_port: int = Field(EMBEDDED.kv_transfer_port, ge=0, le=65535)
     """TCP port on which KV blocks are served; 0 takes a free one."""
     transfer_timeout_seconds: float = Field(EMBEDDED.transfer_timeout_seconds, gt=0)
@@ -51,8 +51,8 @@ class RoutingSettings(Section):
     route_replay_port: int = Field(5560, ge=0, le=65535)
     """Port on which the replicas send missed events again; 0 uses none."""
     route_policy: Literal["kv", "least_loaded", "round_robin"] = "kv"
-    """How the router chooses: kv weighs the uncached tokens of the prompt against the replica's load, least_loaded
-    ignores the cache, round_robin takes turns.
+    """Policy by which the router chooses a replica: kv weighs the uncached tokens of the prompt against the replica's
+    load, least_loaded ignores the cache, round_robin takes turns.
     """
     route_overlap_weight: float = Field(1.0, ge=0)
     """Weight of the request's own uncached tokens against the replica's load."""
@@ -109,28 +109,28 @@ class DynamoSettings(Section):
     dynamo_discovery: Literal["etcd", "kubernetes", "file", "mem"] = Field(
         "etcd", validation_alias=_dyn("dynamo_discovery", "dyn_discovery_backend")
     )
-    """Where workers are found: etcd, kubernetes, file (a folder on this machine, named by DYN_FILE_KV) or mem."""
+    """Discovery of workers: etcd, kubernetes, file (a folder on this machine, named by DYN_FILE_KV) or mem."""
     dynamo_etcd: Names = Field(("http://localhost:2379",), validation_alias=_dyn("dynamo_etcd", "etcd_endpoints"))
     """Comma-separated addresses of etcd, with DYNAMO_DISCOVERY etcd."""
     dynamo_request_plane: Literal["tcp", "nats"] = Field(
         "tcp", validation_alias=_dyn("dynamo_request_plane", "dyn_request_plane")
     )
-    """How requests come from Dynamo's frontend; nats needs NATS_SERVER."""
+    """Transport of requests from Dynamo's frontend; nats needs NATS_SERVER."""
     dynamo_event_plane: Literal["zmq", "nats"] = Field(
         "zmq", validation_alias=_dyn("dynamo_event_plane", "dyn_event_plane")
     )
-    """How KV-cache events and load go to Dynamo's routers; nats needs NATS_SERVER."""
+    """Transport of KV-cache events and load to Dynamo's routers; nats needs NATS_SERVER."""
     dynamo_kv_events: bool = True
     """Publish KV-cache events to Dynamo's routers."""
     dynamo_tool_parser: str = Field("auto", validation_alias=_dyn("dynamo_tool_parser", "dyn_tool_call_parser"))
-    """Parser of tool calls that Dynamo's frontend shall use, by Dynamo's names; auto takes the one of our own HTTP if
-    Dynamo has it, empty uses none.
+    """Parser of tool calls for Dynamo's frontend, by Dynamo's names; auto takes the same as our own HTTP if Dynamo has
+    it, empty uses none.
     """
     dynamo_reasoning_parser: str = Field(
         "auto", validation_alias=_dyn("dynamo_reasoning_parser", "dyn_reasoning_parser")
     )
-    """Parser of reasoning that Dynamo's frontend shall use, by Dynamo's names; auto takes the one of our own HTTP if
-    Dynamo has it, empty uses none.
+    """Parser of reasoning for Dynamo's frontend, by Dynamo's names; auto takes the same as our own HTTP if Dynamo has
+    it, empty uses none.
     """
     dynamo_drain_seconds: float = Field(
         5.0, ge=0, validation_alias=_dyn("dynamo_drain_seconds", "dyn_graceful_shutdown_grace_period_secs")

@@ -8,13 +8,13 @@ from server.settings.types import JsonObject, Section
 
 
 class VisualSettings(Section):
-    """How a model of `diffusers` makes pictures and videos, and how long these are kept."""
+    """Settings of models of `diffusers`, and of the pictures and videos that they make."""
 
     group = "Pictures and videos out"
 
     modality: Literal["auto", "text", "visual"] = "auto"
-    """What the model makes: text, or pictures and videos (visual); auto takes visual for a folder of diffusers, which
-    has a model_index.json. For a model of the hub that has not been downloaded, say visual.
+    """Kind of the model's output: text, or pictures and videos (visual); auto takes visual for a folder of diffusers,
+    which has a model_index.json. For a model of the hub that has not been downloaded, say visual.
     """
     visual_max_batch: int = Field(4, ge=1, le=256)
     """Maximum number of pictures, of equal size, steps and guidance, that are computed together."""

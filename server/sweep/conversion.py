@@ -66,7 +66,7 @@ def to_aggregated(values: Values, source: Source = "decode") -> Values:
     values = copy.deepcopy(values)
     roles = values["roles"]
     if source not in roles:
-        raise SettingsError(f"there is no role {source} to make an aggregated one of")
+        raise SettingsError(f"there is no role {source} from which to make an aggregated one")
     role = roles.pop(source)
     for other in _DISAGGREGATED:
         roles.pop(other, None)
@@ -93,7 +93,7 @@ def to_disaggregated(values: Values, prefill: int = 1, decode: int = 1) -> Value
     values = copy.deepcopy(values)
     roles = values["roles"]
     if not roles.get("aggregated", {}).get("enabled", "aggregated" in roles):
-        raise SettingsError("there is no aggregated role to make prefill and decode of")
+        raise SettingsError("there is no aggregated role from which to make prefill and decode")
     role = roles.pop("aggregated")
     roles["aggregated"] = {"enabled": False}
     for name, replicas in (("prefill", prefill), ("decode", decode)):

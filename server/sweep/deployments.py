@@ -104,7 +104,7 @@ class RunningDeployment:
         return lines[-1][:_TAIL_CHARACTERS] if lines else "no output"
 
     def wait_ready(self) -> None:
-        """Raises DeploymentFailed."""
+        """Wait until the deployment is ready. Raises DeploymentFailed."""
         deadline = time.monotonic() + START_SECONDS
         while True:
             with suppress(OSError, HTTPException):

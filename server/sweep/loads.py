@@ -88,11 +88,11 @@ class LoadClient(Protocol):
     checks_prompts: bool
 
     def warm_up(self, points: Sequence[Point]) -> None:
-        """Raises MeasurementFailed."""
+        """Send requests to warm up. Raises MeasurementFailed."""
         ...
 
     def measure(self, point: Point, seed: str, folder: Path) -> Measurement:
-        """Raises MeasurementFailed. `folder` may keep what the client writes."""
+        """Measure a point; `folder` may keep the client's files. Raises MeasurementFailed."""
         ...
 
 

@@ -28,7 +28,7 @@ class Deployment(Strict):
     url: str = ""
     """URL of a server that runs already; nothing is started."""
     replicas: int = Field(0, ge=0, le=64)
-    """Behind a router; 0 starts one replica without a router."""
+    """Number of replicas behind a router; 0 starts one replica without a router."""
     prefill: int = Field(0, ge=0, le=64)
     decode: int = Field(0, ge=0, le=64)
     encode: int = Field(0, ge=0, le=64)
@@ -154,7 +154,8 @@ class SweepPlan(Strict):
         return {**self.settings, **deployment.settings}
 
     def digest(self, point: Point, environment: Mapping[str, Any] | None = None) -> str:
-        """Identify what a measurement of `point` depends on besides its repetition: another plan measures again.
+        """Return a digest of everything that a measurement of `point` depends on, except its repetition: another plan
+        measures again.
 
         `environment` has settings that started servers find there.
         """

@@ -51,7 +51,7 @@ class ScaleError(Exception):
 
 @dataclass(frozen=True)
 class ScalingPolicy:
-    """How many replicas a load needs."""
+    """Policy for the number of replicas that a load needs."""
 
     targets: Mapping[str, float]
     """Target of each metric for one replica; the metric that needs most replicas decides."""

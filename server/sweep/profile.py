@@ -38,7 +38,7 @@ class Targets:
 
     @property
     def lengths(self) -> tuple[Length, Length]:
-        """Those of prefill, and of whole requests."""
+        """The lengths of prefill alone, and of whole requests."""
         return Length(prompt=self.isl, answer=PREFILL_ANSWER), Length(prompt=self.isl, answer=self.osl)
 
     def met(self, result: PointResult) -> bool:
@@ -182,7 +182,7 @@ def predictions(plan: SweepPlan, found: Mapping[str, Capacity], targets: Targets
 
 
 def _times(deployment: Deployment, copies: int) -> Deployment:
-    """Return a deployment with so many times the replicas; one without a router gets one."""
+    """Return a deployment with this many times the replicas; one without a router gets one."""
     counts: dict[str, Any] = {role: getattr(deployment, role) * copies for role in ("prefill", "decode", "encode")}
     counts["replicas"] = 0 if deployment.decode else (deployment.replicas or 1) * copies
     gpus = deployment.gpus and deployment.gpus * copies

@@ -44,10 +44,10 @@ class Measured(msgspec.Struct, frozen=True, omit_defaults=True):
     rate: float = 0.0
     seconds: float = 0.0
     requests: list[tuple[float, float, float, int, int, int]] = []
-    """For each request: seconds, time to the first token, mean time between tokens; numbers of tokens in the prompt,
-    cached, and in the answer."""
+    """Figures of each request: seconds, time to the first token, mean time between tokens; numbers of tokens in the
+    prompt, cached, and in the answer."""
     error: str = ""
-    """Why there are no figures."""
+    """Reason why there are no figures."""
     note: str = ""
     commit: str = ""
     """Commit of the code that measured."""

@@ -19,9 +19,13 @@ import pytest
 import pytest_asyncio
 from PIL import Image
 
+from engine.embedded.whisper import reader
+from multimodal.speech import transcriber
 from tests.routers.test_tools import CALL, THINKING, WEATHER
+from tests.routers.test_transcriptions import ReaderHere, wav
 from tests.support.servers import ServerThread, serving
 from tests.support.waiting import slowness
+from tests.support.whisper_models import build_whisper
 
 pytest.importorskip("playwright", reason="Playwright is not installed")
 from axe_playwright_python.async_playwright import Axe
@@ -40,7 +44,9 @@ PHONE = {"width": 390, "height": 800}
 async def browser() -> AsyncIterator[Browser]:
     expect.set_options(timeout=SECONDS * 1e3)
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = await playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--use-fake-device-for-media-stream"]
+        )
         yield browser
         await browser.close()
 
@@ -391,7 +397,7 @@ async def test_images_come_by_button_drop_and_paste(opened: Any, tmp_path: Path)
     with ServerThread() as server:
         tab: Tab = await opened(server.url)
         await expect(tab.page.get_by_text("Talk to fake")).to_be_visible()
-        await tab.field("Attach images").set_input_files(file)
+        await tab.field("Attach files").set_input_files(file)
         for kind, event, name, target in (
             ("drop", "DragEvent", "dataTransfer", "document.body"),
             ("paste", "ClipboardEvent", "clipboardData", "document.querySelector('.composer textarea')"),
@@ -408,7 +414,7 @@ async def test_images_come_by_button_drop_and_paste(opened: Any, tmp_path: Path)
         await expect(tab.page.locator(".attached img")).to_have_count(3)
         await tab.button("Remove image 2").click()
         await expect(tab.page.locator(".attached img")).to_have_count(0)  # all three are the same picture
-        await tab.field("Attach images").set_input_files(file)
+        await tab.field("Attach files").set_input_files(file)
         await tab.set(max_tokens="60")
         await tab.say("What is this?")
         part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
@@ -418,11 +424,85 @@ async def test_images_come_by_button_drop_and_paste(opened: Any, tmp_path: Path)
         await expect(tab.page.locator(".bubble img")).to_be_visible()
         clip = tmp_path / "clip.mp4"
         clip.write_bytes(b"\0\0\0\x18ftypisom" + bytes(64))
-        await tab.field("Attach images").set_input_files(clip)
+        await tab.field("Attach files").set_input_files(clip)
         await expect(tab.page.locator(".attached video")).to_have_count(1)
         await tab.say("And this?")
         part = tab.sent[1]["messages"][-1]["content"][0]
         assert part["type"] == "video_url" and part["video_url"]["url"].startswith("data:video/mp4;base64,")
+
+
+async def test_pictures_and_videos_are_made(opened: Any, tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    with ServerThread(modality="visual", cache_dir=tmp_path, fake_token_delay_ms=20) as server:
+        tab: Tab = await opened(server.url)
+        made = tab.page.locator(".made img")
+        await tab.set(size="32x16", seed="7", quality="hd")
+        await tab.write.fill("a red circle")
+        await tab.button("Draw").click()
+        await expect(made).to_have_js_property("naturalWidth", 32)
+        await expect(tab.page.locator(".figures")).to_contain_text("seed7")
+        async with tab.page.expect_download() as download:
+            await tab.page.get_by_role("link", name="Download").click()
+        assert (await download.value).suggested_filename == "picture-1.png"
+        await tab.button("Attach").click()
+        await tab.set(size="33x16")
+        await tab.write.fill("blue")
+        await tab.button("Draw").click()
+        await expect(tab.answers.last.get_by_role("alert")).to_contain_text("multiples of 8")
+        await tab.set(size="")
+        await tab.button("Regenerate").last.click()
+        await expect(made.nth(1)).to_have_js_property("naturalWidth", 32)  # as large as the one to change
+        await tab.button("Inspect").last.click()
+        assert "images/edits" in (curl := await tab.listing("curl"))
+        assert "--form-string 'prompt=blue'" in curl
+        await check_accessible(tab.page)
+
+        await tab.field("Task").select_option("video")
+        await tab.set(num_inference_steps="200")
+        for prompt in ("a long one", "a square"):
+            await tab.write.fill(prompt)
+            await tab.button("Make video").click()
+            await expect(tab.page.get_by_role("progressbar")).to_be_visible()
+            if prompt == "a long one":
+                await tab.button("Stop").click()
+                await expect(tab.answers.last).to_contain_text("Stopped.")
+                await tab.set(num_inference_steps="20")
+        await expect(tab.page.locator(".made video")).to_have_js_property("readyState", 4)
+        async with httpx.AsyncClient() as client:
+            jobs = (await client.get(f"{server.url}/v1/videos")).json()["data"]
+        assert [job["status"] for job in jobs] == ["completed", "cancelled"]
+        await expect(tab.page.locator(".strip")).to_contain_text("steps/s")
+        await tab.page.reload()
+        await tab.page.get_by_role("navigation").get_by_text("a red circle").click()
+        await expect(tab.page.locator(".made video")).to_have_js_property("readyState", 4)
+
+
+async def test_recordings_are_written_down(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a tiny Whisper model, which writes nonsense; the second recording is of Chromium's beeping microphone."""
+    monkeypatch.setattr(reader, "HostedReader", ReaderHere)
+    for name, value in (("LEAST_LOGPROB", -100.0), ("MOST_COMPRESSION", 100.0)):
+        monkeypatch.setattr(transcriber, name, value)
+    speech = tmp_path / "speech.wav"
+    speech.write_bytes(wav(3.0))
+    whisper: dict[str, Any] = {"engine": "embedded", "model": str(build_whisper(tmp_path / "whisper")), "threads": 1}
+    with ServerThread(**whisper, max_transcription_seconds=20) as server:
+        tab: Tab = await opened(server.url, permissions=["microphone"])
+        await expect(tab.button("Transcribe")).to_be_disabled()
+        await tab.field("Attach files").set_input_files(speech)
+        await tab.button("Transcribe").click()
+        await expect(tab.page.locator(".plain")).to_have_text(re.compile(r"\S"))
+        await tab.set(response_format="srt")
+        await tab.button("Record").click()
+        await expect(tab.button("Record")).to_have_attribute("aria-pressed", "true")
+        await tab.page.wait_for_timeout(500)
+        await tab.button("Record").click()
+        await expect(tab.page.locator(".attached audio")).to_have_count(1)
+        await tab.button("Transcribe").click()
+        await expect(tab.page.locator(".plain").last).to_contain_text("-->")
+        clip = tmp_path / "clip.mp4"
+        clip.write_bytes(bytes(64))
+        await tab.field("Attach files").set_input_files(clip)
+        await expect(tab.page.locator(".composer .error")).to_contain_text("does not take clip.mp4 (video/mp4)")
 
 
 async def test_what_is_behind_an_answer(opened: Any) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
@@ -15,7 +15,7 @@ from engine.errors import EngineAsleep, EngineFailure, EngineNotReady, EngineWok
 from engine.fake.encoder import FakeEncoder
 from engine.fake.engine import FakeEngine
 from engine.kv_events import Removed, Stored
-from engine.media import MediaInput
+from engine.media import EncodedMedia, MediaInput
 from engine.process.child import EngineProcess
 from engine.process.client import EngineClient
 from engine.sleep import SleepingEncoder, SleepingEngine, SleepOrder, SleepState
@@ -193,20 +193,17 @@ async def test_an_idle_engine_sleeps_and_a_request_wakes_it() -> None:
 
 
 async def test_a_canary_keeps_no_engine_awake_and_wakes_none() -> None:
-    async with engine_of(SleepConfig(idle_seconds=0.1)) as (engine, backend):
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        while not backend.released:
-            canary = request_for(prompt_of(1), max_tokens=1, cache_salt=CANARY_SALT)
-            try:
-                await collect(engine.generate(canary))
-            except EngineAsleep:
-                break
-            await asyncio.sleep(0.005)
-            assert loop.time() - started < 30
+    canary = request_for(prompt_of(1), max_tokens=10_000, cache_salt=CANARY_SALT)
+    async with engine_of(SleepConfig(idle_seconds=0.01), delay=0.001) as (engine, backend):
+        running = engine.generate(canary)
+        await until(lambda: engine.state.phase == "falling_asleep")
+        assert backend.running and not backend.released, "it waits for the canary that runs"
+        with pytest.raises(EngineAsleep):
+            await collect(engine.generate(canary))  # and for no other
+        await running.aclose()
         await until(lambda: backend.released)
         with pytest.raises(EngineAsleep):
-            await collect(engine.generate(request_for(prompt_of(1), max_tokens=1, cache_salt=CANARY_SALT)))
+            await collect(engine.generate(canary))
         assert backend.released
 
 
@@ -417,17 +414,45 @@ async def test_an_encoder_sleeps_as_an_engine_does() -> None:
     await encoder.close()
 
 
+class CountingEncoder(FakeEncoder):
+    begun = 0
+
+    async def encode(self, media: Sequence[MediaInput], prompt: str = "") -> list[EncodedMedia]:
+        self.begun += 1
+        return await super().encode(media, prompt)
+
+
+async def test_an_engine_closes_while_it_falls_asleep_by_itself() -> None:
+    canary = request_for(prompt_of(1), max_tokens=10_000, cache_salt=CANARY_SALT)
+    async with engine_of(SleepConfig(idle_seconds=0.01), delay=0.001) as (engine, _):
+        running = engine.generate(canary)
+        await until(lambda: engine.state.phase == "falling_asleep")
+        closing = asyncio.create_task(engine.close())
+        await until(closing.done)
+        await running.aclose()
+
+
 async def test_images_wake_an_encoder_that_fell_asleep_by_itself() -> None:
-    backend = FakeEncoder()
+    backend = CountingEncoder(0.001)
     encoder = SleepingEncoder(backend, SleepConfig(idle_seconds=0.01))
     await encoder.start()
     for _ in range(2):
         await until(lambda: encoder.state.phase == "asleep")
         found = await asyncio.gather(*(encoder.encode([IMAGE]) for _ in range(3)))
         assert len(found) == 3
+    image = asyncio.create_task(encoder.encode([IMAGE] * 10_000))
+    await until(lambda: backend.begun == 7)
+    canary = asyncio.create_task(encoder.encode([IMAGE] * 10_000, counts=False))
+    await until(lambda: backend.begun == 8)
+    image.cancel()
+    await until(lambda: encoder.state.phase == "falling_asleep")
+    assert not canary.done()
+    with pytest.raises(EngineAsleep):
+        await encoder.encode([IMAGE], counts=False)  # another canary
+    canary.cancel()
     await until(lambda: encoder.state.phase == "asleep")
     with pytest.raises(EngineAsleep):
-        await encoder.encode([IMAGE], counts=False)  # a canary that came too late
+        await encoder.encode([IMAGE], counts=False)
     waiting = asyncio.create_task(encoder.encode([IMAGE]))
     waiting.cancel()
     await asyncio.wait({waiting})

@@ -111,8 +111,8 @@ NO_IMAGE = [MediaInput(b"GIF? no")]
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        (b"", 400, "no encode request"),
-        (b"\xc1", 400, "no encode request"),
+        (b"", 400, "not an encode request"),
+        (b"\xc1", 400, "not an encode request"),
         (b"\0\0\0\x01\x80", 400, "missing required field `version`"),
         (body_of(pages(1))[:-1], 400, "its parts are to have"),
         (body_of(pages(1), version=VERSION + 1), 409, f"version {VERSION + 1}; this replica reads version {VERSION}"),

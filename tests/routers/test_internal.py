@@ -108,8 +108,8 @@ async def test_a_prefill_replica_hands_over_and_has_no_public_routes() -> None:
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        (b"", 400, "no prefill request"),
-        (b"\xc1", 400, "no prefill request"),
+        (b"", 400, "not a prefill request"),
+        (b"\xc1", 400, "not a prefill request"),
         (b"\0\0\0\x01\x80", 400, "missing required field `version`"),
         (
             head_alone({"version": VERSION, "model": "fake", "request": {"request_id": 5}, "sizes": []}),
@@ -117,7 +117,7 @@ async def test_a_prefill_replica_hands_over_and_has_no_public_routes() -> None:
             "Expected `str`",
         ),
         (body_of() + b"more", 400, "its parts are to have 0 bytes, and have 4"),
-        (body_of()[:-1], 400, "no prefill request"),
+        (body_of()[:-1], 400, "not a prefill request"),
         (body_of(version=VERSION + 1), 409, f"version {VERSION + 1}; this replica reads version {VERSION}"),
         (body_of(model="other"), 409, "'other'; this replica has 'fake'"),
         (body_of(prompt=(600,)), 400, "from 0 to 511"),

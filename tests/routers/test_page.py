@@ -32,6 +32,7 @@ OURS = sorted(path for folder in ("page", "docs") for path in (FOLDER / folder).
         ({"host": "0.0.0.0", "page": True}, True),
         ({"page": False}, False),
         ({"page": ""}, True),
+        ({"modality": "visual"}, True),
         ({"disaggregation_mode": "prefill", "internal_secret": "secret"}, False),
         ({"disaggregation_mode": "router", "route_urls": ("http://127.0.0.1:1",)}, True),
     ],

@@ -247,9 +247,17 @@ async def test_an_encode_replica_sleeps_and_tells_its_peers() -> None:
         assert (await client.post("/encode", content=body_of([image(1)]), headers=message)).status_code == 200
 
 
-async def test_an_idle_encode_replica_is_woken_by_an_image() -> None:
-    idle = {"sleep_after_idle_seconds": 0.05, "canary_seconds": 0.5}
+async def test_an_idle_encode_replica_is_woken_by_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = {"sleep_after_idle_seconds": 0.05, "canary_seconds": 0.02}
+    encode, canaries = SleepingEncoder.encode, []
+
+    async def noted(self: SleepingEncoder, *args: Any, counts: bool = True) -> Any:
+        canaries.extend([] if counts else [args])
+        return await encode(self, *args, counts=counts)
+
+    monkeypatch.setattr(SleepingEncoder, "encode", noted)
     async with application(**ENCODES, **idle) as (client, state):
+        await until(lambda: canaries)  # a sleep waits for those that run
         await until(lambda: state["replica"].sleep.phase == "asleep")
         headers = {"authorization": "Bearer secret", "content-type": MEDIA_TYPE}
         assert (await client.get("/encode", headers=headers)).status_code == 200, "it would take an image"

@@ -118,6 +118,7 @@ def test_what_is_possible_is_no_problem(folder: Path, monkeypatch: pytest.Monkey
     assert problems(CPU, folder, memory_service="/run/memory.sock", engine_standby=True) == []
     assert problems(CPU, folder, engine_standby=True, disaggregation_mode="prefill") == []
     assert problems(H200, folder, memory_service="/run/memory.sock", engine_standby=True) == []
+    assert problems(H200, folder, engine_standby="imports", disaggregation_mode="prefill") == []
     assert problems(H200, folder, quantization="fp8", kv_cache_memory_mb=9000) == [], "a GPU's cache is elsewhere"
     assert problems(replace(H200, gpus=None), folder, device="cuda:1") == [], "nvidia-smi did not answer"
     assert problems(replace(CPU, torch=""), engine="fake") == []
@@ -206,6 +207,20 @@ async def test_the_doctor_asks_the_memory_service(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "standby"),
+    [
+        ({}, ""),
+        ({"memory_service": "/run/memory.sock"}, "imports"),
+        ({"memory_service": "/run/memory.sock", "engine_standby": "false"}, ""),
+        ({"engine_standby": "imports"}, "imports"),
+        ({"engine_standby": "true"}, "model"),
+    ],
+)
+def test_a_memory_service_brings_a_process_that_has_imported(settings: dict[str, Any], standby: str) -> None:
+    assert Settings(**settings).standby == standby
+
+
+@pytest.mark.parametrize(
     ("settings", "text"),
     [
         ({"kv_disk_cache_mb": 9}, "set KV_HOST_CACHE_MB too"),
@@ -214,6 +229,7 @@ async def test_the_doctor_asks_the_memory_service(tmp_path: Path) -> None:
         ({"memory_service": "/run/memory.sock", "engine": "fake"}, "the embedded engine, not of fake"),
         ({"memory_service": "/" + "long" * 30}, "at most 107 bytes"),
         ({"engine_standby": True, "engine": "trtllm"}, "cannot be loaded twice"),
+        ({"engine_standby": "imports", "engine": "trtllm"}, "starts MPI"),
         ({"engine_standby": True, "engine_process": False}, "ENGINE_PROCESS=true"),
         ({"engine_standby": True, "engine_on_death": "exit"}, "ENGINE_ON_DEATH=exit"),
     ],

@@ -45,10 +45,13 @@ async def application(wait: bool = True, **settings: Any) -> AsyncIterator[tuple
 
 
 class ServerThread:
-    """A ready server on the fake engine, in a thread of this process, for tests that need its connections alone."""
+    """A ready server, on the fake engine by default, in a thread of this process, for tests that need its connections
+    alone.
+    """
 
     def __init__(self, **settings: Any) -> None:
-        self._server = uvicorn.Server(uvicorn_config(Settings(engine="fake", engine_process=False, **settings)))
+        settings = {"engine": "fake", "engine_process": False} | settings
+        self._server = uvicorn.Server(uvicorn_config(Settings(**settings)))
         self._listener = listen("127.0.0.1", 0)
         self.url = url_of(self._listener)
         self.port = int(self._listener.getsockname()[1])

@@ -149,6 +149,51 @@ def latte(folder: Path) -> Path:
     return folder
 
 
+def ltx(folder: Path) -> Path:
+    """A diffusion transformer over clips of 32 x 32 pixels, which may begin with a picture."""
+    from diffusers import (  # noqa: PLC0415
+        AutoencoderKLLTXVideo,
+        FlowMatchEulerDiscreteScheduler,
+        LTXPipeline,
+        LTXVideoTransformer3DModel,
+    )
+
+    torch.manual_seed(0)
+    blocks, scaled = (8, 8, 8, 8), (True, True, False, False)
+    vae = AutoencoderKLLTXVideo(
+        latent_channels=8,
+        block_out_channels=blocks,
+        decoder_block_out_channels=blocks,
+        layers_per_block=(1,) * 5,
+        decoder_layers_per_block=(1,) * 5,
+        spatio_temporal_scaling=scaled,
+        decoder_spatio_temporal_scaling=scaled,
+        decoder_inject_noise=(False,) * 5,
+        upsample_residual=(False,) * 4,
+        upsample_factor=(1,) * 4,
+        patch_size=1,
+        patch_size_t=1,
+    )
+    transformer = LTXVideoTransformer3DModel(
+        in_channels=8,
+        out_channels=8,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        cross_attention_dim=16,
+        num_layers=1,
+        caption_channels=16,
+    )
+    _awaken(transformer)
+    LTXPipeline(
+        tokenizer=_tokenizer(12),
+        text_encoder=_text_encoder(16),
+        vae=vae,
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+    ).save_pretrained(folder)
+    return folder
+
+
 def _awaken(model: torch.nn.Module) -> None:
     """Give weights that begin as zeros other values, so that all inputs count."""
     with torch.no_grad():

@@ -24,7 +24,7 @@ _SAMPLING = {
 }
 """Parameters of sampling in GGUF metadata, and in generation_config.json."""
 _WEIGHTS_AT_ONCE = 1 << 24
-"""Most weights that are dequantised at a time, in tensors of which rows do not change places."""
+"""Maximum number of weights that are dequantised at a time, in tensors of which rows do not change places."""
 
 
 def convert(file: GgufFile, folder: Path, progress: Progress) -> None:

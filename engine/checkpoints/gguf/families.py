@@ -21,7 +21,7 @@ class Part(NamedTuple):
     """A tensor of the model."""
 
     name: str
-    """In the folder."""
+    """Name of the tensor in the model folder."""
     shape: tuple[str, ...]
     """Names of sizes, see `GgufModel.sizes`."""
     optional: bool = False
@@ -112,7 +112,7 @@ class GgufModel:
         return found
 
     def settings(self) -> Settings:
-        """Return config.json, but for the ids of special tokens."""
+        """Return config.json without the ids of special tokens."""
         return {
             "architectures": [self.family.model_class],
             "model_type": self.family.model_type,
@@ -236,14 +236,14 @@ class GgufModel:
 
 @dataclass(frozen=True)
 class GgufFamily:
-    """How an architecture's files differ from those of another."""
+    """Differences between the GGUF files of an architecture and those of others."""
 
     model_type: str
     model_class: str
     layer: Mapping[str, Part]
     """A layer's tensors by llama.cpp's names."""
     settings: Callable[[GgufModel], Settings]
-    """Return what config.json has besides what all families share."""
+    """Returns the entries of config.json that not all families share."""
     restore: Callable[[str, np.ndarray, Mapping[str, int]], np.ndarray] = lambda name, weights, sizes: weights
     """Return transformers' weights, given llama.cpp's name, its float32 weights and the model's sizes."""
 

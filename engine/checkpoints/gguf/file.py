@@ -126,7 +126,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[GgufTensor], np.ndarray]:
         with path.open("rb") as file:
             if (start := file.read(len(_MAGIC))) != _MAGIC:
                 found = f"it begins with {start!r}" if start else "it is empty"
-                raise EngineFailure(f"{path} is no GGUF file: {found} instead of {_MAGIC!r}")
+                raise EngineFailure(f"{path} is not a GGUF file: {found} instead of {_MAGIC!r}")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise EngineFailure(f"{path} cannot be read: {error}") from error
@@ -228,7 +228,7 @@ class _Reader:
         return values
 
     def _counted(self, count: int, size: int) -> int:
-        """Return a count of items that have at least this size, if the rest of the file can have so many."""
+        """Return a count of items that have at least this size, if the rest of the file has room for them."""
         if count * size > len(self._content) - self.at:
             raise _TornError(f"{count} items of {size} bytes at byte {self.at}")
         return count

@@ -16,7 +16,7 @@ from protocol.frames import packed, receive_payload
 
 _START_SECONDS = 120.0
 _CRASHES = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, 1)
-"""How a worker ends that a grammar has driven out of memory or stack."""
+"""Exit codes of a worker that ran out of memory or stack on a grammar."""
 
 
 class WorkerTimeoutError(Exception):
@@ -24,7 +24,7 @@ class WorkerTimeoutError(Exception):
 
 
 class WorkerKilledError(Exception):
-    """Something else than the guide, such as the kernel short of memory, killed the worker."""
+    """The worker was killed by something other than the guide, such as the kernel short of memory."""
 
 
 class GrammarWorker:

@@ -42,7 +42,7 @@ _PATIENCE_SECONDS = 2.0
 # ... and this much more with every token.
 _TOKEN_SECONDS = 0.02
 _MANY = 8
-"""Masks that are computed together rather than one after the other, if at least so many are."""
+"""Number of masks from which on they are computed together rather than one after the other."""
 _SLOW_SECONDS = 0.005
 """Time for masks that are computed together, above which the next `_MASKS_ALONE` of each sequence are not: one sequence
 must not use up the others' time unnoticed."""
@@ -164,7 +164,8 @@ class GrammarCompiler:
         self._cache: OrderedDict[Guide, Compiled] = OrderedDict()
         self._cached_bytes = 0
         self._refusals: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
-        """Until when each is remembered, and the message, by a digest of the guide: that may be large."""
+        """Recently refused guides: time until which the refusal is remembered, and its message, by a digest of the
+        guide (the guide itself may be large)."""
         self._pending: dict[Guide, asyncio.Task[Compiled]] = {}
         self._waiters: dict[Guide, int] = {}
         self._closed = False
@@ -226,7 +227,7 @@ class GrammarCompiler:
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
 
     def _left(self, guide: Guide, task: asyncio.Task[Compiled]) -> None:
-        """Note that a caller waits no longer; without any, nobody needs the result."""
+        """Note that a caller has stopped waiting; without callers, the compilation is cancelled."""
         self._waiters[guide] -= 1
         if not self._waiters[guide]:
             del self._waiters[guide]

@@ -52,7 +52,8 @@ class Position(Protocol):
 
     @property
     def together(self) -> Callable[[Bitmask, Sequence[tuple[Any, int]]], None] | None:
-        """What fills the rows of several positions of this class by several threads; None if the library cannot."""
+        """Function that fills the bitmask rows of several positions of this class, in several threads; None if the
+        library has none."""
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token that does not end the output. Return False, and stay, if it is not allowed."""

@@ -151,7 +151,8 @@ class WorkerPool:
         self._preempt()
 
     def _preempt(self) -> None:
-        """If slow guides occupy all of several workers, and a quick one waits, end the one that began last."""
+        """End the slow compilation that began last if slow guides occupy all of several workers while a quick one
+        waits."""
         slow = [worker for worker, run in self._running.items() if self._slow(run.lane)]
         waits = any(not self._slow(lane) for lane, _ in self._waiting.firsts())
         if waits and len(slow) == len(self._workers) > 1 and not any(run.preempted for run in self._running.values()):

@@ -21,7 +21,7 @@ from engine.types import Guide
 _LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=20_000, step_max_items=200_000, verbose_errors=False)
 """A state takes 1 or 2 kB. An object of 1,000 optional properties has 4,000 items in a row."""
 _BYTES = 64 << 10
-"""Bytes of a compiled grammar besides its text: the average over public schemas."""
+"""Bytes of a compiled grammar in addition to its text: the average over public schemas."""
 _MOST_THREADS = 8
 _NO_FORCING = '%llguidance {"no_forcing": true}\nstart: '
 """llguidance would write text that has no alternative in the tokenizer's own way, which may be a special token."""

@@ -217,7 +217,7 @@ def _ranges(text: str) -> list[tuple[int, int]]:
 
 
 def _complement(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the characters of Unicode that are in none of these ranges."""
+    """Return the Unicode characters outside these ranges."""
     found, start = [], 0
     for low, high in sorted([*ranges, _SURROGATES, (_LAST + 1, _LAST + 1)]):
         if low > start:
@@ -235,7 +235,7 @@ def _quoted(text: str) -> str:
 
 
 def _bounded(tags: Any) -> Any:
-    """Return a structural tag in which JSON has no endless white space, which a model may go on with for ever, and
+    """Return a structural tag in which JSON has no endless white space, which a model may continue endlessly, and
     grammars of texts are EBNF.
     """
     if isinstance(tags, list):

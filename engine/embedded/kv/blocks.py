@@ -160,7 +160,7 @@ class BlockPool:
         cache_salt: str = "",
     ) -> None:
         """Make computed blocks reusable: `(block, key, tokens)` in order; `parent` is None at the start of a sequence,
-        and `mm_keys` tells of those with images. Events repeat the salt of their root.
+        and `mm_keys` has the images of blocks that contain any. Events repeat the salt of their root.
 
         A block whose key another one already has stays private to its sequence.
         """

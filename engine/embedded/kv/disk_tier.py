@@ -29,11 +29,11 @@ from engine.media import MmKeys
 
 FORMAT = b"trlskv01"
 HEADER_LIMIT = 64 << 10
-"""Most bytes of a header. A block whose header would be larger is not stored."""
+"""Maximum number of bytes of a header. A block whose header would be larger is not stored."""
 _FIXED = struct.Struct("<8sIIQ32s32s")
 """Format, size of the header, of its description and of the block, hash of the block and of the header."""
 _STALE_SECONDS = 600.0
-"""Age of an unfinished file from which on nobody writes to it any more."""
+"""Age from which an unfinished file is considered abandoned."""
 _SCAN_SECONDS = 30.0
 _IDLE_SECONDS = 3600.0
 """Age from which on files of other models make way for ours."""
@@ -489,8 +489,8 @@ class DiskTier:
         self._reports.put(lambda: self._note_scan(found, known - present, others))
 
     def _trim_others(self) -> int:
-        """Delete files of other models that nobody has used for long, until an eighth is free; return the bytes that
-        are left of others."""
+        """Delete files of other models, the least recently used first, until an eighth is free; return the bytes that
+        others still use."""
         files = []
         for folder in os.scandir(self.folder.parent):
             if folder.is_dir(follow_symlinks=False) and folder.name != self.folder.name:

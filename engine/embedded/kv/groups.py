@@ -44,11 +44,11 @@ class BlockGroups:
             (longest_chunk(pool.num_blocks, self.block_size, window) for _, pool, window in self._sliding),
             default=UNLIMITED,
         )
-        """Most tokens of a sequence in one step."""
+        """Maximum number of tokens of a sequence in one step."""
 
     @property
     def capacity(self) -> int:
-        """Most tokens of a sequence; the pool of a window sets no limit."""
+        """Maximum number of tokens of a sequence; the pool of a window sets no limit."""
         return UNLIMITED if self.pools[0].window is not None else self.pools[0].num_blocks * self.block_size
 
     def stats(self) -> KvCacheStats:
@@ -157,8 +157,8 @@ class BlockGroups:
         mm_keys: Mapping[BlockKey, MmKeys],
         cache_salt: str,
     ) -> None:
-        """Make a sequence's computed blocks reusable, from index `first` to the last of `keys`, but those that are
-        gone by then; `mm_keys` tells of those with images, and events repeat the salt."""
+        """Make a sequence's computed blocks reusable, from index `first` to the last of `keys`, except those that are
+        gone by then. `mm_keys` are the images of blocks that contain any; events repeat the salt."""
         size = self.block_size
         for pool, table in zip(self.pools, tables, strict=True):
             start = first

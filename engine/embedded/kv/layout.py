@@ -1,4 +1,5 @@
-"""How a model's layers attend, asked of the model itself, and how their groups share the memory for KV blocks."""
+"""The attention windows of a model's layers, as a trial run of the model shows them, and the division of KV memory
+among groups of layers with equal windows."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class Attends(NamedTuple):
     """Size of the keys and values of a token, and how far back each layer attends."""
 
     windows: tuple[int | None, ...]
-    """For each layer the number of tokens, itself included, that a token attends to; None for all."""
+    """Attention window of each layer: the number of tokens, itself included, that a token attends to; None for all."""
     kv_heads: int
     head_dim: int
 
@@ -77,7 +78,7 @@ def ask(module: Any, config: PreTrainedConfig, context_length: int) -> Attends:
             f"the embedded engine needs attention in every layer, of one shape; {config.model_type} has other layers"
         )
     if kinds and [kind == "sliding_attention" for kind in kinds] != [window is not None for window in windows]:
-        raise EngineFailure(f"{config.model_type}'s layers do not attend as its configuration says")
+        raise EngineFailure(f"{config.model_type}'s layers do not attend according to its configuration")
     [(kv_heads, head_dim)] = probe.shapes
     return Attends(
         tuple(None if window is None or window >= context_length else window for window in windows), kv_heads, head_dim

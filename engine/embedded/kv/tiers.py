@@ -71,7 +71,7 @@ class _BlockLoad(NamedTuple):
     """Address on the device."""
     size: int
     slot: Slot | None
-    """Where it is on the host; None if it is on the disk."""
+    """Its place in host memory; None if it is on the disk."""
     header: int
     """Bytes of its file's header."""
 
@@ -243,7 +243,7 @@ class Tiers:
         keys = sequence.extend_keys(size)[: (len(sequence.tokens) - 1) // size]
         groups = range(len(self._sizes))
         seconds: list[list[float]] = [[0.0] for _ in groups]
-        """For each group the time to load its blocks up to each index."""
+        """Seconds to load each group's blocks up to each index."""
         runs, device_runs = [0] * len(self._sizes), [0] * len(self._sizes)
         """Blocks up to each index that some level has, and that the device has, without a gap."""
         present = usable = count = 0

@@ -9,7 +9,7 @@ from engine.errors import EngineFailure
 
 
 class UnsupportedModelError(ValueError):
-    """This model, or this machine, has no fast path; the message says why."""
+    """No fast path exists for this model or machine; the message gives the reason."""
 
 
 def device_of(config: EmbeddedConfig | EncoderConfig) -> torch.device:
@@ -19,7 +19,7 @@ def device_of(config: EmbeddedConfig | EncoderConfig) -> torch.device:
     try:
         device = torch.device(config.device)
     except RuntimeError as error:
-        raise EngineFailure(f"DEVICE={config.device} is no device of PyTorch, such as cpu, cuda or cuda:1") from error
+        raise EngineFailure(f"DEVICE={config.device} is not a PyTorch device, such as cpu, cuda or cuda:1") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise EngineFailure(
             f"DEVICE={config.device}, but PyTorch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices"

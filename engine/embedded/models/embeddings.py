@@ -43,8 +43,8 @@ class PromptImages:
     def rows(
         self, start: int, length: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """For each image with tokens among these, yield the image tokens, counted from `start`, and their embeddings
-        [tokens, hidden]."""
+        """Yield the image tokens, counted from `start`, and their embeddings [tokens, hidden], of each image with
+        tokens among these."""
         for index, first, last in self._parts(start, length):
             if index not in self._decoded:
                 image = self._images[index]

@@ -17,7 +17,7 @@ class HeadStep(NamedTuple):
     """Flat: the token that follows each position."""
     positions: list[int]
     starts: list[int]
-    """Where in its table the first position of each sequence lies."""
+    """Index of each sequence's first position in its table."""
     lengths: list[int]
     tables: list[list[int]]
     """Blocks of the head's own KV cache, which are numbered as the target's; further ones are for drafts."""
@@ -28,10 +28,10 @@ class HeadStep(NamedTuple):
 
 
 class HeadOutput(NamedTuple):
-    """What the head says of the last position of each sequence."""
+    """The head's prediction at the last position of each sequence."""
 
     tokens: list[int]
-    """The likeliest token, as the target counts them."""
+    """The likeliest token of each sequence, as an id of the target."""
     probabilities: list[float]
     hidden: torch.Tensor
     """[sequences, hidden]: the input of the next position."""

@@ -1,9 +1,11 @@
 """The choice of a model runner for a configuration. transformers is slow to import, so only runners that need it
 import it."""
 
+import contextlib
 import logging
 import threading
 from collections.abc import Collection, Iterator
+from importlib import import_module
 from pathlib import Path
 
 from engine.checkpoints.conversions import source_of
@@ -33,6 +35,13 @@ def load_runner(config: EmbeddedConfig) -> ModelRunner:
         if config.load_format != "dummy":
             _try_out(runner, config)
         return runner
+
+
+def import_runner(config: EmbeddedConfig) -> None:
+    """Import the runner that `load_runner` tries first. A device gets no context."""
+    kind = "cuda" if device_of(config).type == "cuda" else "native"
+    with contextlib.suppress(ImportError):  # `load_runner` says so, or takes another
+        import_module(f"engine.embedded.models.{'torch' if config.attention == 'sdpa' else kind}.runner")
 
 
 def state_of_files(folder: Path) -> dict[Path, tuple[int, int]]:

@@ -31,8 +31,8 @@ class EmbeddingRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """Everything that a model runner is told of a step, as plain data: some consecutive tokens of some sequences, side
-    by side.
+    """The whole description of a step for a model runner, as plain data: some consecutive tokens of some sequences,
+    side by side.
 
     Flat lists have an entry for each token, the others one for each sequence. Sequences of one token, which decodes
     are, come first. Lists may be the scheduler's own: a runner reads them while `forward` runs and does not keep them.
@@ -95,14 +95,14 @@ class ModelRunner(Protocol):
     """Level of the processor's instructions that is used; empty on a GPU."""
     vocab_size: int
     context_length: int
-    """Most tokens of a sequence."""
+    """Maximum number of tokens of a sequence."""
     eos_token_ids: tuple[int, ...]
     takes_images: ImageTokens | None
-    """How the model takes images; None if it takes none."""
+    """The tokens that embeddings of images replace; None if the model takes no images."""
     groups: list[LayerGroup]
     """Layers that share block tables, full attention first, and how many blocks each group has."""
     shared_weights: SharedWeights | None
-    """This engine's share in the memory service; None where nobody asked for one."""
+    """This engine's share in the memory service; None without a service."""
     hidden: torch.Tensor | None
     """Hidden states that entered some layers in the last step, [tokens, layers * hidden size], where
     `SPECULATIVE=eagle3` reads them. On a GPU the next step may overwrite them."""
@@ -127,7 +127,7 @@ class ModelRunner(Protocol):
         EngineFailure."""
 
     def load_head(self, head: EagleHead, spare_blocks: int) -> HeadRunner:
-        """Load an EAGLE-3 head for this model, whose KV cache has so many blocks more than `groups[0]`. Raises
+        """Load an EAGLE-3 head for this model, whose KV cache has this many more blocks than `groups[0]`. Raises
         EngineFailure."""
         ...
 

@@ -36,7 +36,7 @@ class SharedWeights:
         self.bytes = 0
         """Bytes of weights that the service owns."""
         self.failure = ""
-        """Why the service could not be used; empty if it could, or if none is configured."""
+        """Reason why the service could not be used; empty if it could, or if none is configured."""
 
     def pages(self, size: int, device: torch.device, *layout: object) -> Pages | None:
         """Return memory on a device for weights in a layout; None if this process has to allocate it."""
@@ -66,7 +66,7 @@ class SharedWeights:
             self.give_up(str(failure))
 
     def _leased(self, size: int, device: torch.device, layout: str) -> Pages:
-        """Raises MemoryServiceError."""
+        """Lease weights from the memory service. Raises MemoryServiceError."""
         service, folder = Path(self._service), self._folder
         try:
             facts = _facts(folder)
@@ -90,7 +90,7 @@ class SharedWeights:
 
 
 Move = Callable[[Callable[[torch.Tensor], torch.Tensor]], None]
-"""Has each of some tensors replaced by what a function returns for it, always in the same order."""
+"""Replaces each of some tensors by the result of a function for it, always in the same order."""
 
 
 class TensorLayout:

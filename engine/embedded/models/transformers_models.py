@@ -81,8 +81,8 @@ def load_weights(
     """Return the model that an automatic class of transformers makes of a folder, ready for inference.
 
     Every parameter that `needs` accepts by its name comes from the files, in the configured shape, and is finite; else
-    this raises EngineFailure. One warning tells of tensors in the files that the model does not have, if `uses` accepts
-    their names.
+    this raises EngineFailure. One warning lists the tensors in the files that the model does not have, as far as `uses`
+    accepts their names.
     """
     stored = read_headers(Path(folder))
     check_headers(facts, stored)
@@ -145,7 +145,7 @@ def read_weights(model: Any, folder: str, device: torch.device) -> bool:
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """Return whether none of the values is infinite or NaN. Types that torch cannot add are taken as they are."""
+    """Return whether all values are finite. Types that torch cannot add are assumed to be."""
     if values.dtype.itemsize < 2 or not values.is_floating_point():
         return True
     return bool(values.sum().isfinite()) or bool(values.isfinite().all())  # a sum is fast, but large ones overflow

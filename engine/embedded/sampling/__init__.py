@@ -1,1 +1,1 @@
-"""From logits to sampled tokens: penalties, truncation, seeds and log-probabilities."""
+"""Sampling of tokens from logits: penalties, truncation, seeds and log-probabilities."""

@@ -28,7 +28,7 @@ class Bias(NamedTuple):
 
 
 class Occurrences(NamedTuple):
-    """In the host's memory, so that only ids that have occurred go to a device."""
+    """Occurrences of token ids, in host memory: only ids that have occurred are sent to a device."""
 
     counts: NDArray[np.float32]
     """[vocab]: how often each id is in the output."""
@@ -100,7 +100,8 @@ class SamplerState:
 
     @cached_property
     def occurrences(self) -> Occurrences | None:
-        """For penalties; None without any. Those who never ask, as a GPU's sampler, spend nothing on it."""
+        """Occurrences for penalties; None without penalties. Computed on first use: the GPU's sampler never needs
+        them."""
         if not self.penalised:
             return None
         counts = np.bincount(np.array(self.tokens[self.num_prompt :], np.int64), minlength=self._vocab_size)
@@ -124,7 +125,7 @@ class SamplerState:
 
     @property
     def error(self) -> str:
-        """Why the sequence cannot go on, or "": its grammar has become too slow to follow, or leads nowhere."""
+        """Reason why the sequence cannot go on, or "": its grammar has become too slow to follow, or leads nowhere."""
         return self.matcher.error if self.matcher is not None else ""
 
     def banned(self) -> list[int]:

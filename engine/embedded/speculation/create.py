@@ -9,8 +9,8 @@ from engine.embedded.speculation.speculator import Speculator
 
 
 def create_speculator(config: EmbeddedConfig, runner: ModelRunner) -> Speculator | None:
-    """Return the speculator of a configuration, None if there is to be none. Raises EngineFailure if its draft model
-    or head cannot be loaded, or is none for this model."""
+    """Return the configured speculator, or None without speculation. Raises EngineFailure if its draft model or head
+    cannot be loaded or does not fit the target."""
     drafter: Drafter
     match config.speculative:
         case "none":

@@ -25,13 +25,14 @@ from engine.errors import EngineFailure
 log = logging.getLogger(__name__)
 
 _CATCH_UP = 64
-"""Most tokens of a sequence that are computed in one step before it is drafted for: a prompt is read bit by bit."""
+"""Maximum number of tokens of a sequence that are computed in one step before it is drafted for: a prompt is read bit
+by bit."""
 _CONTEXT = 4096
 """Tokens for each place of the batch that the draft model's KV cache has room for, if the context is longer."""
 
 
 class _Drafted:
-    """What the draft model has computed of a sequence."""
+    """The draft model's KV cache of a sequence."""
 
     def __init__(self, admission: int) -> None:
         self.admission = admission

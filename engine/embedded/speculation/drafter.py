@@ -18,7 +18,7 @@ class Draft(NamedTuple):
 
     tokens: list[int]
     classes: list[int]
-    """For each token its class of confidence, given that those before it are right: 0 is the lowest."""
+    """Confidence class of each token, given that the tokens before it are right; 0 is the lowest."""
 
 
 NOTHING = Draft([], [])
@@ -68,5 +68,5 @@ def class_of_probability(value: float) -> int:
 
 
 def class_of_match(length: int) -> int:
-    """Return the class of a token that follows a match of so many tokens."""
+    """Return the class of a token that follows a match of this many tokens."""
     return min(max(length.bit_length() - 2, 0), CLASSES - 1)

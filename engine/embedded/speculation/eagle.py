@@ -24,17 +24,17 @@ from engine.errors import EngineFailure
 log = logging.getLogger(__name__)
 
 _KEPT = 512
-"""Most hidden states of a sequence that wait to be read."""
+"""Maximum number of hidden states of a sequence that wait to be read."""
 _PIECES = 8
-"""Most tensors that hold them. Each is a view that keeps the hidden states of a whole step in memory."""
+"""Maximum number of tensors that hold them. Each is a view that keeps the hidden states of a whole step in memory."""
 _CATCH_UP = 64
-"""Most positions of a sequence that are read before it is drafted for."""
+"""Maximum number of positions of a sequence that are read before it is drafted for."""
 _LEAST = 0.2
 """A draft ends where it is less likely right than this."""
 
 
 class HeadReading:
-    """What the head has read of a sequence."""
+    """The head's state for a sequence: the positions it has read, and the hidden states it has yet to read."""
 
     def __init__(self, admission: int, start: int, size: int) -> None:
         """`size`: positions of a block."""
@@ -46,7 +46,7 @@ class HeadReading:
         """Hidden states of the positions from `end` on."""
         self.count = 0
         self.last: tuple[int, float, torch.Tensor] | None = None
-        """What the head said at the position before `end`."""
+        """The head's prediction at the position before `end`: token, probability and hidden state."""
 
     def keep(self, start: int, hidden: torch.Tensor) -> None:
         """Take hidden states of the positions from `start` on. Those that were there are of other tokens."""

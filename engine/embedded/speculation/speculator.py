@@ -1,4 +1,4 @@
-"""How many tokens are drafted for each sequence: as many as are worth their computation, by what has been measured.
+"""The number of tokens to draft for each sequence: as many as are worth their computation, according to measurements.
 
 A draft's next token is worth the probability that all of it up to there is right. It costs what one more row makes a
 step longer. Tokens are added in order of their worth for as long as they raise the tokens per second of the whole step,
@@ -24,11 +24,11 @@ _EXPECTED = (0.2, 0.4, 0.6, 0.8, 0.9)
 _ASSUMED = 4.0
 """Tokens that an assumption counts as."""
 _MEMORY_OF_ALL, _MEMORY_OF_ONE = 0.998, 0.95
-"""What an observation counts for after the next one of its class, in the engine and in a sequence."""
+"""Decay of older observations with each new one of the same class, in the engine and in a sequence."""
 _ROW_SHARE = 0.15
 """Assumed share of a step of one row by which each further row makes it longer."""
 _CERTAINTY: NDArray[np.float64] = np.array([0.5, 20.0, 4.0])
-"""What the assumptions of a base, a row and a draft weigh: one step of several rows must not overthrow them."""
+"""Weights of the assumed costs of a base, a row and a draft: one step of several rows must not overthrow them."""
 _STEPS_REMEMBERED = 0.98
 _OVERHEAD = 0.004
 """Most of the time that drafting may take where it leads to nothing, as a share of that of steps."""
@@ -118,7 +118,7 @@ class Speculator:
         self.drafter = drafter
         self._drafts = self._draft_tokens = 0
         self._accepted = [0] * most
-        """By place in the draft."""
+        """Number of accepted tokens by position in the draft."""
         self._most = most
         self._min_speedup = min_speedup
         self._context_length = context_length

@@ -1,4 +1,5 @@
-"""The embedded engine's encoder: a vision tower in a process of its own, which neither HTTP nor the engine waits for.
+"""The embedded engine's encoder: a vision tower in a process of its own, so that neither HTTP nor the engine waits for
+it.
 
 This side keeps the queue and moves bytes. Requests take turns, image by image, however many images each has. Large
 images are in a lane of their own, so that small ones pass them while they are decoded. Of each lane the process has at
@@ -28,7 +29,7 @@ _BATCHES = 2
 _BATCH_BYTES = 32 << 20
 _BATCH_PIXELS = 1 << 25
 _LARGE_BYTES = 1 << 20
-"""As LARGE_PIXELS, for images of which nobody has counted the pixels."""
+"""LARGE_PIXELS in bytes, for images whose pixels have not been counted."""
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class _ImageLane:
             self.add(job)
 
     def next_batch(self, most: int) -> list[_Job]:
-        """Take up to `most` images, in turns, without those that nobody waits for any more."""
+        """Take up to `most` images, in turns, without those whose requests have ended."""
         batch: list[_Job] = []
         size = pixels = 0
         while self.waiting and len(batch) < most:
@@ -165,7 +166,7 @@ class EmbeddedEncoder:
             raise EngineFailure("the model's files are others than those that were loaded: restart the replica")
 
     async def _start(self) -> EncoderProcess:
-        """Raises EngineFailure."""
+        """Start the process. Raises EngineFailure."""
         self._process, self._info = await EncoderProcess.start(self._options)
         self._serving = True
         return self._process

@@ -14,7 +14,7 @@ from engine.process.wire import Failed
 
 LANES = 2
 LARGE_PIXELS = 1 << 20
-"""Images with more are in the lane of large ones: decoding so many takes about 15 ms."""
+"""Number of pixels above which an image is in the lane of large ones: decoding this many takes about 15 ms."""
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     lane: int
     encoded: dict[int, EncodedMedia]
-    """Without embeddings."""
+    """Encoded files, without their embeddings."""
     sizes: list[int]
     """Bytes of the embeddings of each."""
     shared: list[int]

@@ -125,7 +125,7 @@ class EncoderProcess:
         await asyncio.get_running_loop().sock_sendall(self._channel, data)
 
     async def _read(self, size: int) -> bytes:
-        """Raises EOFError."""
+        """Read `size` bytes. Raises EOFError."""
         data = bytearray(size)
         view = memoryview(data)
         while view:
@@ -136,7 +136,7 @@ class EncoderProcess:
         return bytes(data)
 
     async def _shared(self, count: int) -> list[Data]:
-        """Receive so many descriptors of shared memory; fewer, the first ones, if this process may open no more.
+        """Receive up to this many descriptors of shared memory; only the first ones if this process may open no more.
 
         Raises EOFError.
         """

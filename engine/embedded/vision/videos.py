@@ -69,7 +69,7 @@ class VideoProcessing:
         self.description = [self._kind or "", self._settings, str(self._options)]
 
     def prepare(self, video: MediaInput, room: Callable[[int], AbstractContextManager[None]]) -> Prepared:
-        """Decode and process a file, while there is `room` for so many pixels. Raises InvalidRequest."""
+        """Decode and process a file, with `room` for this many pixels. Raises InvalidRequest."""
         file = VideoFile(video, self._options)
         sampling = sampling_of(video.sampling, self._options, self._own)
         wanted = _CHOOSE[self._kind](file.total, file.fps, sampling)

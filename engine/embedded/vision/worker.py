@@ -124,7 +124,7 @@ def _receive_message(channel: socket.socket) -> bytes:
 
 
 def _receive(channel: socket.socket, size: int) -> bytes:
-    """Raises EOFError."""
+    """Receive `size` bytes. Raises EOFError."""
     data = bytearray(size)
     view = memoryview(data)
     while view:

@@ -1,4 +1,5 @@
-"""When tokens are spoken: from how they attend to the speech, by dynamic time warping, as OpenAI's `timing.py` does."""
+"""Times of spoken tokens, derived from their attention to the audio by dynamic time warping as in OpenAI's
+`timing.py`."""
 
 import numpy as np
 import torch

@@ -153,7 +153,7 @@ class WhisperCore:
         self._encoded.clear()
 
     def release_memory(self, tags: Collection[Tag]) -> None:
-        """Weights are read from the files again."""
+        """Free memory. Weights are read from the files again when it is resumed."""
         assert not self.ready, "memory is released while nothing runs"
         self.forget()
         if "weights" in tags:
@@ -164,7 +164,7 @@ class WhisperCore:
             torch.cuda.empty_cache()
 
     def resume_memory(self, tags: Collection[Tag]) -> None:
-        """Raises EngineFailure."""
+        """Allocate memory again. Raises EngineFailure."""
         try:
             if "weights" in tags and self._model is None:
                 self._model = WhisperModel(self._config)

@@ -139,7 +139,7 @@ class AudioEncoder:
 
     @property
     def positions(self) -> int:
-        """Most positions of its output."""
+        """Maximum number of positions of its output."""
         return len(self._positions)
 
     @torch.inference_mode()

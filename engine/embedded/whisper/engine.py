@@ -1,73 +1,35 @@
-"""Whisper as an `Engine`: prompts steer it, and what it writes down comes beside them, as `Speech`. One thread runs the
-core's steps."""
+"""Whisper as an `Engine`: each request has a prompt of control tokens and `Speech` to transcribe."""
 
 import asyncio
-import contextlib
 import logging
-import queue
-import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
-from typing import TypeVar
+from collections.abc import Collection
 
 import torch
 
-from engine.base import DeltaStream, Latest
-from engine.config import EmbeddedConfig, Tag
+from engine.base import DeltaStream
+from engine.config import Tag
+from engine.embedded.threaded_engine import ThreadedEngine
 from engine.embedded.threads import compute_threads
-from engine.embedded.whisper.core import Outputs, WhisperCore, WhisperModel
-from engine.errors import (
-    EngineDied,
-    EngineError,
-    EngineFailure,
-    EngineNotReady,
-    EngineUnavailable,
-    InvalidRequest,
-    NotSupported,
-)
+from engine.embedded.whisper.core import WhisperCore, WhisperModel
+from engine.errors import EngineError, EngineNotReady, InvalidRequest, NotSupported
 from engine.kit.checks import check_prompt
-from engine.kit.kv_log import KvEventLog
-from engine.kv_events import KvEvent
 from engine.media import Speech
-from engine.stats import IterationStats
-from engine.types import Delta, EngineInfo, GenerateRequest
+from engine.types import EngineInfo, GenerateRequest
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 NOT_SPEECH = "This model transcribes speech and does nothing else: send audio to /v1/audio/transcriptions."
 _NO_PROFILE = "no profile is recorded of a model that transcribes"
 
 
-class WhisperEngine:
+class WhisperEngine(ThreadedEngine[WhisperCore]):
     """A Whisper model behind the `Engine` protocol. Of sampling parameters it knows the temperature, the seed, the
     number of tokens and whether log-probabilities are wanted, those of the tokens themselves."""
 
-    def __init__(self, config: EmbeddedConfig) -> None:
-        self._config = config
-        self._info: EngineInfo | None = None
-        self._commands: queue.SimpleQueue[Callable[[WhisperCore], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, DeltaStream] = {}
-        self._asked: set[asyncio.Future[None]] = set()
-        self._stats: Latest[IterationStats] = Latest()
-        self._events = KvEventLog()
-        self._thread: threading.Thread | None = None
-
-    @property
-    def info(self) -> EngineInfo:
-        if self._info is None:
-            raise EngineNotReady("the engine has not started")
-        return self._info
-
-    @property
-    def healthy(self) -> bool:
-        return self._info is not None and self._thread is not None and self._thread.is_alive()
-
     async def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        ready: asyncio.Future[EngineInfo] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, args=(ready,), name="engine", daemon=True)
-        self._thread.start()
+        ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._start_thread(self._run, ready)
         self._info = await ready
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
@@ -81,17 +43,8 @@ class WhisperEngine:
         self._commands.put(lambda core: core.add(request, speech))
         return stream
 
-    def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
-        return self._events.batches()
-
-    def stats(self) -> AsyncIterator[IterationStats]:
-        return self._stats.values()
-
     async def reset_prefix_cache(self) -> None:
         await self._ask(WhisperCore.forget)
-
-    def sleep_obstacle(self, level: int) -> str:
-        return ""
 
     async def release_memory(self, tags: Collection[Tag], level: int) -> None:
         await self._ask(lambda core: core.release_memory(tags))
@@ -104,15 +57,6 @@ class WhisperEngine:
 
     async def stop_profile(self, trace: str) -> None:
         raise NotSupported(_NO_PROFILE)
-
-    async def close(self) -> None:
-        if self._thread is not None:
-            self._commands.put(None)
-            await asyncio.to_thread(self._thread.join)
-            self._fail_all(EngineNotReady("the engine is closing"))
-        self._info = None
-        self._stats.close()
-        self._events.close()
 
     def _check(self, request: GenerateRequest) -> Speech:
         """Return the request's speech. Raises EngineNotReady and InvalidRequest."""
@@ -129,24 +73,6 @@ class WhisperEngine:
             raise InvalidRequest("a running request has the same request_id", "request_id")
         return request.media
 
-    async def _ask(self, function: Callable[[WhisperCore], None]) -> None:
-        """Have the engine's thread call a function. Raises EngineNotReady, and EngineFailure if the function does."""
-        if not self.healthy:
-            raise EngineNotReady("the engine is not running")
-        done: asyncio.Future[None] = self._loop.create_future()
-        self._asked.add(done)
-        done.add_done_callback(self._asked.discard)
-
-        def answer(core: WhisperCore) -> None:
-            try:
-                function(core)
-                self._call(_settle, done, None)
-            except EngineFailure as error:
-                self._call(_settle, done, error)
-
-        self._commands.put(answer)
-        await done
-
     # The engine thread.
 
     def _run(self, ready: "asyncio.Future[EngineInfo]") -> None:
@@ -156,22 +82,14 @@ class WhisperEngine:
             torch.set_num_threads(compute_threads(self._config.threads))
             core = WhisperCore(self._config, WhisperModel(self._config))
             self._window_bytes = 4 * core.sizes.bins * core.sizes.frames
-            self._call(_settle, ready, self._describe(core, time.monotonic() - began))
-        except EngineFailure as error:
-            self._call(_settle, ready, error)
+            self._settle(ready, self._describe(core, time.monotonic() - began))
+        except Exception as error:
+            self._fail_start(ready, error)
             return
-        except Exception as error:  # a bug, or a library's: the start must raise, or it would wait for ever
-            log.exception("cannot load %s", self._config.model)
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            self._call(_settle, ready, EngineFailure(f"cannot load {self._config.model}: {said}"))
-            return
-        try:
-            with torch.inference_mode():
-                while self._obey(core):
-                    self._call(self._deliver, core.step(), core.stats())
-        except Exception as error:  # a bug of ours: the engine is lost, its requests must not hang
-            log.critical("the engine thread died", exc_info=error)
-            self._call(self._fail_all, EngineDied("the engine died"))
+        self._run_steps(core)
+
+    def _step(self, core: WhisperCore) -> None:
+        self._call(self._deliver, core.step(), core.stats())
 
     def _obey(self, core: WhisperCore) -> bool:
         """Carry out queued commands, and wait for one while there is nothing to do. Returns False when told to stop."""
@@ -206,38 +124,3 @@ class WhisperEngine:
             max_logprobs=0,
             prompt_logprobs=False,
         )
-
-    def _call(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call a function on the event loop, unless the loop has been closed."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function, *arguments)
-
-    # Back on the event loop.
-
-    def _deliver(self, outputs: Outputs, stats: IterationStats) -> None:
-        self._stats.publish(stats)
-        for request_id, output in outputs:
-            if (stream := self._streams.get(request_id)) is None:
-                continue
-            if isinstance(output, Delta):
-                stream.put(output)
-                continue
-            log.error("request %s failed in the engine", request_id, exc_info=output.__cause__)
-            stream.fail(output)
-
-    def _fail_all(self, error: EngineUnavailable) -> None:
-        for stream in list(self._streams.values()):
-            stream.fail(error)
-        for asked in self._asked:
-            if not asked.done():
-                asked.set_exception(error)
-
-
-def _settle(future: "asyncio.Future[T]", outcome: T | EngineFailure) -> None:
-    """Give an outcome to whoever awaits it, unless that was cancelled meanwhile."""
-    if future.done():
-        return
-    if isinstance(outcome, EngineFailure):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)

@@ -1,4 +1,4 @@
-"""Audio files to features, in a process of its own: decoders of files from strangers may hang or crash.
+"""Conversion of audio files into features, in a process of its own: decoders of files from strangers may hang or crash.
 
 It imports neither torch nor transformers. A file whose decoding takes too long ends the process, and so may a damaged
 one; the process is restarted. The files that were read at the same time are read again, one by one, each of them once
@@ -31,7 +31,7 @@ _MAX_BYTES = 1 << 30
 """Memory of the files and features of an API process that are being read."""
 _PAUSE = 0.1
 _OVERHEAD = 1 << 10
-"""Bytes of a message with features, besides these."""
+"""Bytes of a message in addition to the features."""
 _MIN_SECONDS = 0.1
 
 
@@ -52,7 +52,7 @@ class ReaderConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReaderInfo(msgspec.Struct, frozen=True):
-    """There is nothing to say about it."""
+    """Facts of the service, of which there are none."""
 
 
 class AudioFile(msgspec.Struct, frozen=True):
@@ -79,10 +79,10 @@ class SpeechReader:
         return time.monotonic() - oldest < self._config.timeout_seconds
 
     async def start(self) -> None:
-        """There is nothing to load."""
+        """Do nothing: there is nothing to load."""
 
     async def read(self, file: AudioFile) -> Recording:
-        """Raises InvalidRequest."""
+        """Decode a file into features. Raises InvalidRequest."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._read, file)
 
     async def close(self) -> None:
@@ -134,7 +134,7 @@ class HostedReader(ServiceClient[ReaderInfo]):
         self._suspects = 0
         """Files that were being read when the process ended."""
         self._cleared = asyncio.Event()
-        """Set while there are none of these."""
+        """Set while there are no suspects."""
         self._cleared.set()
         self._alone = asyncio.Lock()
         super().__init__(READER, self.process.address, self.process.wait_failed)
@@ -148,7 +148,7 @@ class HostedReader(ServiceClient[ReaderInfo]):
             raise
 
     async def read(self, data: bytes) -> Recording:
-        """Raises InvalidRequest for a file that cannot be read, or is too long."""
+        """Read a file. Raises InvalidRequest for a file that cannot be read, or is too long."""
         file = AudioFile(data)
         async with self._turns.place(len(data)):
             try:

@@ -1,5 +1,5 @@
-"""What Whisper may generate next: the rules of OpenAI's `decoding.py`, as transformers has them in its logits
-processors."""
+"""Constraints on the tokens that Whisper may generate next: the rules of OpenAI's `decoding.py`, as in transformers'
+logits processors."""
 
 from collections.abc import Sequence
 

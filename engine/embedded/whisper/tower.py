@@ -1,4 +1,4 @@
-"""What a language model hears: Whisper's encoder and a projector, as Audio Flamingo 3 has them.
+"""The audio tower of a language model: Whisper's encoder and a projector, as in Audio Flamingo 3.
 
 A recording is cut into windows, each of which is encoded by itself. Results equal those of transformers'
 `AudioFlamingo3Processor` and model, but silence that fills a window is not computed.

@@ -13,7 +13,7 @@ class MmObject(msgspec.Struct, frozen=True):
     mm_hash: int
     """Unsigned 64-bit: the first 16 hex digits of the image's key."""
     offsets: tuple[tuple[int, int], ...] = ()
-    """Where it is in the block, first token and the one after the last; empty if that is not known."""
+    """Token range of the image in the block (first token, last token + 1); empty if unknown."""
 
 
 class MmInfo(msgspec.Struct, frozen=True):
@@ -39,8 +39,8 @@ class BlockStored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStore
     """The same for vLLM's consumers, who hash these with the tokens: for each block its images and, in the first of a
     sequence, the salt. None if no block has any."""
     medium: str | None = None
-    """Where the blocks are, as Dynamo spells it: CPU_PINNED or DISK; None for the device. A block that comes to another
-    medium is known already, and its event may lack tokens and parent."""
+    """Location of the blocks in Dynamo's spelling: CPU_PINNED or DISK; None for the device. A block that comes to
+    another medium is known already, and its event may lack tokens and parent."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag_field="type", tag="BlockRemoved", omit_defaults=True):

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where ZMQ publishes; the fields mean the same as the settings of these names."""
+    """Configuration of publishing over ZMQ. Each field means the same as the setting of its name."""
 
     endpoint: str
     replay_endpoint: str = ""
@@ -55,7 +55,7 @@ class Publisher:
     def __init__(self, engine: Engine, config: PublisherConfig, buses: Sequence[Sink] = ()) -> None:
         """Raises EngineFailure if an address cannot be bound."""
         self.failure: str | None = None
-        """Why nothing is published any more; None while it is."""
+        """Reason why nothing is published any more; None while it is."""
         self.config = config
         self.buses = buses
         self.ranks = [PublishedRank(Converter(engine.info.block_size)) for _ in range(engine.info.data_parallel_size)]

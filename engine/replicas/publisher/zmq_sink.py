@@ -18,7 +18,7 @@ from engine.process.sockets import LoopSocket, context
 from engine.replicas.publisher.sink import Message
 
 END = b"\xff" * 8
-"""In place of a sequence number: there are no more messages."""
+"""Marks the end of the messages, in place of a sequence number."""
 _HIGH_WATER_MARK = 1000
 """Messages that may wait for a slow subscriber. It misses those beyond, and can have them sent again."""
 _KEPT_BYTES = 64 << 20

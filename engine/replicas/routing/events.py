@@ -46,7 +46,7 @@ class StoredEvent:
     namespace: tuple[str, str] = ("", "")
     """Cache salt and LoRA adapter: requests with the same may share blocks."""
     media: tuple[Hashable, ...] = ()
-    """For each block what it holds of images, None for nothing; empty if no block does."""
+    """Images of each block, None for a block without any; empty if no block has images."""
     tier: Hashable = None
     """Data-parallel rank and medium; None for the first rank's device memory."""
 

@@ -26,7 +26,7 @@ _NO_AFFINITY = Affinity()
 
 @dataclass(frozen=True, slots=True)
 class EventSources:
-    """Where replicas publish their KV events: an endpoint for each fixed URL, or its host with these ports."""
+    """Endpoints of replicas' KV events: one for each fixed URL, or its host with these ports."""
 
     endpoints: tuple[str, ...] = ()
     replays: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ class Fleet(ReplicaPool[RoutedReplica]):
         super().__init__(addresses, attempts, observer)
         self.index = PrefixIndex()
         self.event_counts: defaultdict[int, EventCounts] = defaultdict(EventCounts)
-        """By number, which a replica may inherit from one that has left."""
+        """Counts by replica number. A replica may inherit the number of one that has left."""
         self._sources = sources
         self._policy = policy
         self._headers = headers

@@ -1,4 +1,4 @@
-"""Which replica has which prefixes in its KV cache, learnt from its events.
+"""Index of the prefixes in each replica's KV cache, learnt from its events.
 
 A block is known by our key for it (`block_keys`), which names a whole prefix whatever hashes the replicas use. For each
 key there is the set of replicas that have the block, as the bits of a number.
@@ -13,7 +13,7 @@ from engine.replicas.routing.events import CacheEvent, ClearedEvent, RemovedEven
 WEIGHTS = {"CPU": 0.75, "CPU_PINNED": 0.75, "CPU_TIER1": 0.75}
 """Weight of a cached token whose block is on a tier below the device, by the tier's name in vLLM and Dynamo."""
 MEDIA = (*WEIGHTS, "DISK", "CPU_TIER2")
-"""Media on which blocks may be known that come to another one."""
+"""Names of the tiers below the device. A block that moves to another medium may still be known under one of these."""
 LOWEST_WEIGHT = 0.25
 """The same for a block on disk, or anywhere else."""
 MAX_BLOCKS = 1 << 19
@@ -27,11 +27,12 @@ class _Blocks:
 
     def __init__(self) -> None:
         self.keys: dict[Hashable, int] = {}
-        """By the replica's own hash, oldest first: a number in the first rank's device memory, else (tier, number)."""
+        """Keys by the replica's own hash, oldest first: a number in the first rank's device memory, else (tier,
+        number)."""
         self.shared: dict[int, int] = {}
-        """For each key that the replica has under several hashes, how many more than one."""
+        """Number of additional hashes of each key that the replica has under several hashes."""
         self.lower: dict[int, list[float]] = {}
-        """For each key that tiers below the device have, their weights."""
+        """Weights of the tiers below the device that have each key."""
         self.size = 0
         """Tokens in a block; 0 before the first."""
 

@@ -1,4 +1,4 @@
-"""How busy the replicas are, as far as the router knows: by the work that it gave them."""
+"""Load of the replicas, as far as the router knows it: the work that the router gave them."""
 
 from dataclasses import dataclass
 

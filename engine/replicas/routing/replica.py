@@ -18,7 +18,7 @@ SILENCE_SECONDS = 5.0
 
 class _RuntimeInfo(msgspec.Struct):
     data_parallel_size: int | None = 1
-    """None before the engine has started."""
+    """Number of data-parallel ranks; None before the engine has started."""
 
 
 class _InfoAnswer(msgspec.Struct):
@@ -65,7 +65,7 @@ class RoutedReplica(Replica):
         """Listens to its KV events."""
         self._headers = headers
         self._heard = time.monotonic()
-        """When it last answered a probe."""
+        """Time of its last answer to a probe."""
 
     async def probe(self) -> None:
         try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Affinity:
-    """What ties a request to a replica. The first field for which the router knows a replica decides."""
+    """Ids that bind a request to a replica. The first one for which the router knows a replica decides."""
 
     responses: tuple[str, ...] = ()
     """Ids of the stored responses that the request continues or asks for."""

@@ -18,7 +18,8 @@ from engine.replicas.routing.events import END_OF_REPLAY, SEQUENCE, CacheEvent, 
 REPLAY_SECONDS = 1.0
 """Seconds that may pass between two messages of a replay."""
 NO_REPLAY_SECONDS = 60.0
-"""Pause after a replay that nobody answered: the replica may have none. It ends when the replica comes back."""
+"""Pause in seconds after an unanswered request for a replay, which the replica may not offer. It ends when the replica
+comes back."""
 QUIET_SECONDS = 3.0
 """Silence after which missed messages are asked for: the last one may have been lost."""
 _HIGH_WATER = 100_000
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class EventCounts:
-    """How the events of one replica have come."""
+    """Counts of a replica's events that did not arrive as they should."""
 
     gaps: int = 0
     missed: int = 0

@@ -245,7 +245,7 @@ class CallReader:
         self._parts.extend(calls)
 
     def _break(self, other: bool = False) -> None:
-        """Give a call that is none back as text, as far as it was not passed on. `other` text never looked like one."""
+        """Pass on the text of a malformed call, as far as it has not been passed on; `other`: of text that was none."""
         self.malformed += not other
         record, self._record = self._record, None
         if self._list is not None:

@@ -106,9 +106,9 @@ def choose(chat_template: str | None, model_type: str | None) -> tuple[str | Non
 def family(tools: str | None = None, reasoning: str | None = None) -> OutputFormat:
     """Return the family of parsers chosen by name. Raises ValueError for an unknown name, and lists the known."""
     if tools is not None and _plain(tools) not in {*_TOOLS, *_MESSAGES}:
-        raise ValueError(f"{tools} is none of the tool parsers {', '.join(TOOL_PARSERS)}")
+        raise ValueError(f"unknown tool parser {tools}; the known ones are {', '.join(TOOL_PARSERS)}")
     if reasoning is not None and _plain(reasoning) not in {*_REASONING, *_MESSAGES}:
-        raise ValueError(f"{reasoning} is none of the reasoning parsers {', '.join(REASONING_PARSERS)}")
+        raise ValueError(f"unknown reasoning parser {reasoning}; the known ones are {', '.join(REASONING_PARSERS)}")
     messages = _MESSAGES.get(_plain(tools or "")) or _MESSAGES.get(_plain(reasoning or ""))
     if messages is not None:
         return OutputFormat(messages=messages)

@@ -1,4 +1,4 @@
-"""How a family of models writes reasoning and tool calls. A family is data; `engine.py` reads it.
+"""Formats in which families of models write reasoning and tool calls. A family is data; `engine.py` reads it.
 
 Patterns are regular expressions. A literal between « and » is a marker: where the tokenizer has it as a special token,
 it is recognised by that token's id alone, whether or not the detokenizer shows it, and the same text in other tokens is
@@ -35,7 +35,7 @@ class ReasoningFormat:
     markup: str = ""
     """Markers without a meaning for the answer."""
     write: tuple[str, str] = ("", "")
-    """What a model writes before and after its reasoning."""
+    """Text that a model writes before and after its reasoning."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class WholeCalls:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How calls are written. Groups of `begin`: `name`, and `id` where the model chooses one."""
+    """The notation of calls. Groups of `begin`: `name`, and `id` where the model chooses one."""
 
     name: str
     begin: str
@@ -103,7 +103,7 @@ class ToolFormat:
     """Markers around all calls. Other text between them is dropped."""
     write_section: tuple[str, str] = ("", "")
     separator: str = ""
-    """Between two calls, as the model writes them."""
+    """Text between two calls, as the model writes it."""
     bare: str = ""
     """Begins a call too, where only white space came before: the format has no marker. The name must be a tool's."""
     loose: str = ""
@@ -129,7 +129,7 @@ class MessagesFormat:
     header: str
     """Groups: `channel` and `to`, both in several places."""
     kinds: tuple[tuple[str, str], ...]
-    """What the messages of a channel are: "text" or "reasoning"."""
+    """Pairs of a channel's name and the kind of its messages: "text" or "reasoning"."""
     end: str
     """Ends a message."""
     call: str
@@ -143,20 +143,20 @@ class MessagesFormat:
     readers: tuple[str, ...] = ()
     """Recipients whose messages the user reads. What else a model sends, say to a tool of its own, is dropped."""
     restart: str = ""
-    """Where to look for the next header after a malformed one."""
+    """Pattern of the place at which to look for the next header after a malformed one."""
     write: str = ""
     """A call as the model writes it."""
     write_reasoning: tuple[str, str] = ("", "")
-    """What a model writes before and after its reasoning, at the start of its answer."""
+    """Text that a model writes before and after its reasoning, at the start of its answer."""
     write_next: tuple[str, str] = ("", "")
-    """How the message after reasoning begins, and what would make that one reasoning, too."""
+    """Text that begins the message after reasoning, and text that would begin further reasoning."""
     xgrammar: str = "json"
     aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """What one model writes: reasoning, calls, or messages of both."""
+    """The output format of one model: reasoning, calls, or messages of both."""
 
     reasoning: ReasoningFormat | None = None
     tools: ToolFormat | None = None

@@ -54,7 +54,7 @@ def _bounded(found: "regex.Match[str] | None", text: str) -> "regex.Match[str] |
 
 
 class SpecialTokens:
-    """Where a family's markers are special tokens: puts one character that stands for the token into the text."""
+    """Replaces markers that are special tokens by one character each, which stands for the token in the text."""
 
     def __init__(self, family: OutputFormat, tokenizer: Tokenizer | None, skipped: bool) -> None:
         special = {} if tokenizer is None else _special_ids(tokenizer)

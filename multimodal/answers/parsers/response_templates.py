@@ -34,8 +34,8 @@ Field = Mapping[str, Any]
 def family_of(template: Any) -> OutputFormat:
     """Return the family that a response template describes. Raises ValueError if it cannot be understood.
 
-    Its fields `content`, `tool_calls` and `reasoning_content` (or `thinking`) are the parts of an answer. What it
-    says of other fields is dropped from the answer, as is text outside any field if `content` has markers.
+    Its fields `content`, `tool_calls` and `reasoning_content` (or `thinking`) are the parts of an answer. Its other
+    fields are dropped from the answer, as is text outside any field if `content` has markers.
     """
     if not isinstance(template, dict) or not isinstance(template.get("fields"), dict):
         raise ValueError("a response template is an object with fields")

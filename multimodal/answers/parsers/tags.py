@@ -30,7 +30,7 @@ class Tag:
     schema: Schema
     end: str
     style: str
-    """How the arguments are written: "json", or one of xgrammar's other styles."""
+    """Notation of the arguments: "json", or one of xgrammar's other styles."""
     number: str | None = None
     """Text behind a number that follows `begin`, where the model counts its calls."""
     text: TextGrammar | None = None
@@ -60,9 +60,9 @@ class StructuralTags:
     triggers: tuple[str, ...]
     tags: tuple[Tag, ...]
     begin: str = ""
-    """Before all calls."""
+    """Text before all calls."""
     end: str = ""
-    """After all calls."""
+    """Text after all calls."""
     separator: str = ""
 
     def xgrammar(self, at_least_one: bool = False, stop_after_first: bool = False) -> dict[str, Any]:

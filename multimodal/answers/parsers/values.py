@@ -46,7 +46,7 @@ def types_of(schema: Schema | None) -> set[str]:
 
 
 def cast(text: str, types: set[str]) -> Any:
-    """Return the value that a text stands for. A text that is of none of the types stays a text."""
+    """Return the value that a text stands for. A text that matches no type stays a text."""
     stripped = text.strip()
     if "string" in types and not ("null" in types and stripped in ("null", "None")):
         return text

@@ -6,18 +6,19 @@
 //   parts.js     what an answer consists of          fields.js  the request's fields, from /openapi.json
 //   inspect.js   what is behind an answer            api.js     HTTP, key.js the key
 //   settings.js  the settings                        live.js    figures from /metrics
+//   tasks.js     transcripts, pictures and videos    record.js  the microphone
 
 import { ApiError, getJson } from "./api.js";
 import { shownPath } from "./chats.js";
 import { addFiles, Composer } from "./composer.js";
-import { fieldGroups } from "./fields.js";
 import { html, render, Widget } from "./html.js";
 import { getKey, setKey } from "./key.js";
 import { Charts, look, Strip, watchServer } from "./live.js";
 import { Turn } from "./message.js";
-import { isRunning, openNewChat, stop } from "./run.js";
+import { chooseTask, isRunning, openNewChat, stop } from "./run.js";
 import { Settings } from "./settings.js";
 import { app, applyTheme, changed, deleteChat, loadChats, onChange, setTheme } from "./store.js";
+import { TASKS, tasksOf } from "./tasks.js";
 
 const THEMES = { auto: "light", light: "dark", dark: "auto" }; // which comes next
 const RETRY_MS = 1000;
@@ -88,6 +89,11 @@ class Messages extends Widget {
     this.follows = scrollHeight - scrollTop - clientHeight < 60;
   };
 
+  // A picture has its height once it is loaded.
+  onLoad = () => {
+    if (this.follows) this.element.scrollTop = this.element.scrollHeight;
+  };
+
   componentDidUpdate(before) {
     const { chat } = this.props;
     const opened = before.chat !== chat;
@@ -99,7 +105,7 @@ class Messages extends Widget {
 
   render({ chat }) {
     const path = shownPath(chat);
-    return html`<div class="messages" ref=${this.ref} role="log" aria-live="off" aria-label="Messages" tabindex="0" onScroll=${this.onScroll}>
+    return html`<div class="messages" ref=${this.ref} role="log" aria-live="off" aria-label="Messages" tabindex="0" onScroll=${this.onScroll} onLoadCapture=${this.onLoad} onLoadedMetadataCapture=${this.onLoad}>
       ${path.length
         ? path.map((node) => html`<${Turn} key=${node.parent} chat=${chat} node=${node} />`)
         : html`<${Welcome} />`}
@@ -109,13 +115,10 @@ class Messages extends Widget {
 
 function Welcome() {
   const guides = app.model?.runtime.guides.length;
+  const [title, about] = app.model ? TASKS[app.task].welcome(app.model) : ["Trellis", ""];
   return html`<div class="welcome">
-    <h2>${app.model ? `Talk to ${app.model.id}` : "Trellis"}</h2>
-    ${app.model &&
-    html`<p>
-      ${`It takes ${app.model.max_model_len.toLocaleString("en")} tokens of text.`}
-      ${guides > 0 && " Structured output is in the settings."}
-    </p>`}
+    <h2>${title}</h2>
+    <p>${about}${guides > 0 && app.task === "chat" && " Structured output is in the settings."}</p>
     <p class="about"><kbd>Enter</kbd> sends, <kbd>Shift</kbd>+<kbd>Enter</kbd> begins a line, <kbd>Esc</kbd> stops, <kbd>Alt</kbd>+<kbd>N</kbd> opens a new chat.</p>
   </div>`;
 }
@@ -178,8 +181,9 @@ function changeKey() {
 async function connect() {
   while (!app.keyWanted && !app.model) {
     try {
-      app.fields = fieldGroups(await getJson("openapi.json"));
+      app.document = await getJson("openapi.json");
       app.model = (await getJson("v1/models")).data[0];
+      chooseTask(tasksOf(app.model)[0]);
       document.title = `${app.model.id} · Trellis`;
       await look();
     } catch (error) {

@@ -1,12 +1,8 @@
 // The fields of a request, read from the server's own description at /openapi.json: a field that the server learns
 // appears here by itself, with its text, bounds and default. Fields that the server refuses or ignores do not.
 
-// What the page sets itself, or has another control for.
-const OURS = new Set(
-  "model messages stream stream_options response_format structured_outputs max_completion_tokens request_id".split(" "),
-);
-
 const GROUPS = [
+  ["Picture", "size seconds fps num_frames num_inference_steps guidance_scale negative_prompt strength"],
   ["Sampling", "temperature top_p top_k min_p max_tokens seed n"],
   ["Penalties", "repetition_penalty presence_penalty frequency_penalty logit_bias bad_words allowed_token_ids"],
   ["Stopping", "stop stop_token_ids include_stop_str_in_output min_tokens ignore_eos"],
@@ -25,21 +21,24 @@ const SLIDERS = {
   frequency_penalty: [-2, 2, 0.05],
 };
 
-// Returns [{group, fields: [{name, kind, description, minimum, maximum, initial, slider, example}]}].
-export function fieldGroups(document) {
-  const properties = document.components.schemas.ChatCompletionRequest.properties;
+// Returns [{group, fields: [{name, kind, options, description, minimum, maximum, initial, slider, example}]}] of a task
+// (tasks.js).
+export function fieldGroups(document, { schema: type, ours }) {
+  const { properties } = document.components.schemas[type];
+  const set = new Set(ours.split(" "));
   const found = new Map();
   for (const [name, schema] of Object.entries(properties)) {
     const kind = kindOf(schema);
-    if (!kind || OURS.has(name) || schema["x-unsupported"]) continue;
+    if (!kind || set.has(name) || schema["x-unsupported"]) continue;
     found.set(name, {
       name,
       kind,
+      options: optionsOf(schema, kind),
       description: schema.description || "",
       minimum: schema.minimum,
       maximum: schema.maximum,
       initial: schema.default,
-      slider: SLIDERS[name],
+      slider: sliderOf(name, schema),
       example: schema.examples?.[0],
     });
   }
@@ -60,6 +59,18 @@ function kindOf(schema) {
   if (list) return { string: "strings", integer: "integers" }[list.items?.type] || "json";
   if (types.includes("object")) return "json";
   return types.includes("string") ? "string" : "";
+}
+
+function sliderOf(name, { maximum = Infinity }) {
+  if (!SLIDERS[name]) return undefined;
+  const [low, high, step] = SLIDERS[name];
+  return [low, Math.min(high, maximum), step];
+}
+
+// Returns what a field may be, if that is a list of words.
+function optionsOf(schema, kind) {
+  if (kind === "boolean") return ["true", "false"];
+  return [schema, ...(schema.anyOf || [])].find((choice) => choice.enum)?.enum.filter(Boolean);
 }
 
 // Returns the value of a field as it was typed; undefined if it was left empty. Raises Error with what is wrong.

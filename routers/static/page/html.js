@@ -20,6 +20,12 @@ export async function copyText(text) {
 // What a data URL holds: image, video or audio.
 export const kindOf = (url) => url.slice("data:".length, url.indexOf("/"));
 
+// Returns the file in a data URL.
+export function blobOf(url) {
+  const [head, data] = url.split(",");
+  return new Blob([Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0))], { type: head.slice("data:".length, head.indexOf(";")) });
+}
+
 // An image, a video or a recording that was attached.
 export function Attachment({ url, alt }) {
   const kind = kindOf(url);

@@ -1,13 +1,16 @@
 // What is behind an answer: its tokens and their probabilities, the request, the events, and commands to repeat it.
 
 import { Component, copyText, html, Widget } from "./html.js";
-import { asCurl, asPython } from "./snippets.js";
+import { asCurl, asJson, asPython } from "./snippets.js";
+import { TASKS } from "./tasks.js";
 
 const TABS = ["Tokens", "Request", "Events", "curl", "Python"];
+const OTHERS = ["Request", "Events", "curl"]; // of what is no chat
 const LONGEST = 2000; // characters of a text, such as an image's, that is shown whole
 
 export class Inspector extends Widget {
-  state = { tab: "Tokens" };
+  tabs = (this.props.node.exchange.task || "chat") === "chat" ? TABS : OTHERS;
+  state = { tab: this.tabs[0] };
 
   shouldComponentUpdate(next, state) {
     return next.version !== this.props.version || state.tab !== this.state.tab;
@@ -17,7 +20,8 @@ export class Inspector extends Widget {
   onKey = (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!step) return;
-    const tab = TABS[(TABS.indexOf(this.state.tab) + step + TABS.length) % TABS.length];
+    const { tabs } = this;
+    const tab = tabs[(tabs.indexOf(this.state.tab) + step + tabs.length) % tabs.length];
     this.setState({ tab }, () => this.element.querySelector('[aria-selected="true"]').focus());
   };
 
@@ -25,7 +29,7 @@ export class Inspector extends Widget {
     const id = `inspect-${node.id}`;
     return html`<section class="inspector" ref=${this.ref} aria-label="Behind this answer">
       <div role="tablist" aria-label="Views" onKeyDown=${this.onKey}>
-        ${TABS.map(
+        ${this.tabs.map(
           (name) =>
             html`<button
               type="button"
@@ -49,12 +53,14 @@ function view(tab, node) {
   const { request, events } = node.exchange;
   if (tab === "Tokens") return html`<${HeatMap} tokens=${node.tokens} />`;
   if (tab === "Events") return html`<${Listing} text=${events.map(({ at, data }) => `${at} ms  ${data}`).join("\n")} />`;
-  const text = { Request: (body) => JSON.stringify(body, null, 2), curl: asCurl, Python: asPython }[tab];
+  const curl = (body) => asCurl(TASKS[node.exchange.task || "chat"].path(body), body);
+  const text = { Request: asJson, curl, Python: asPython }[tab];
   return html`<${Listing} text=${text(shortened(request))} whole=${() => text(request)} />`;
 }
 
 // Replaces the bytes of images, which nobody reads; copies have them.
 function shortened(value) {
+  if (value instanceof Blob) return value;
   if (typeof value === "string") return value.length > LONGEST ? `${value.slice(0, 60)}…` : value;
   if (Array.isArray(value)) return value.map(shortened);
   if (value === null || typeof value !== "object") return value;

@@ -14,6 +14,9 @@ const METRICS = {
   waiting: "trtllm_num_requests_waiting",
   kv: "trtllm_kv_cache_utilization",
   generated: "trtllm_generation_tokens_total",
+  drawing: "trellis_visual_running",
+  toDraw: "trellis_visual_waiting",
+  steps: "trellis_visual_steps_total",
   info: "trellis_info",
   ready: "trellis_ready",
   routed: "trtllm_router_requests_in_flight",
@@ -40,10 +43,11 @@ function figures(metrics, before) {
   const sum = (name) => (samples(name).length ? samples(name).reduce((total, { value }) => total + value, 0) : undefined);
   const now = {
     at: Date.now() / 1000,
-    running: sum("running") ?? sum("routed"),
-    waiting: sum("waiting"),
+    running: sum("drawing") ?? sum("running") ?? sum("routed"),
+    waiting: sum("toDraw") ?? sum("waiting"),
     kv: sum("kv"),
-    generated: sum("generated"),
+    generated: sum("steps") ?? sum("generated"),
+    unit: sum("steps") === undefined ? "tokens/s" : "steps/s",
     role: samples("info")[0]?.labels.role,
     replicas: replicas(samples),
   };
@@ -102,7 +106,7 @@ async function health() {
 export function Strip() {
   const { now, history } = app.live;
   if (!now) return null;
-  const { running, waiting, kv, speed, role } = now;
+  const { running, waiting, kv, speed, unit, role } = now;
   const available = now.replicas.filter((replica) => replica.available).length;
   const toggle = () => {
     app.chartsShown = !app.chartsShown;
@@ -112,7 +116,7 @@ export function Strip() {
     <${Figure} name="running" value=${running} />
     <${Figure} name="waiting" value=${waiting} />
     <${Figure} name="KV cache" value=${kv === undefined ? undefined : `${(100 * kv).toFixed(kv < 0.1 ? 1 : 0)} %`} />
-    <${Figure} name="tokens/s" value=${speed === undefined ? undefined : speed.toFixed(speed < 10 ? 1 : 0)} />
+    <${Figure} name=${unit} value=${speed === undefined ? undefined : speed.toFixed(speed < 10 ? 1 : 0)} />
     <${Spark} values=${history.map((sample) => sample.speed || 0)} />
     ${role && html`<span class="figure"><b>${role}</b></span>`}
     ${now.replicas.length > 0 && html`<${Figure} name="replicas" value=${`${available}/${now.replicas.length}`} />`}
@@ -123,7 +127,7 @@ function Figure({ name, value }) {
   return value === undefined ? null : html`<span class="figure"><b>${value}</b> <span>${name}</span></span>`;
 }
 
-// Tokens a second of the last two minutes, as a line.
+// Tokens or steps a second of the last two minutes, as a line.
 function Spark({ values }) {
   const last = values.slice(-60);
   const most = Math.max(...last, 1);
@@ -138,9 +142,10 @@ export function Charts() {
   return html`<section id="charts" aria-label="Live figures" tabindex="0" hidden=${!app.chartsShown}>
     ${app.chartsShown &&
     html`<div class="grid">
-        <${Chart} title="Tokens/s" data=${[times, column("speed")]} names=${["tokens/s"]} />
+        <${Chart} title=${now?.unit === "steps/s" ? "Steps/s" : "Tokens/s"} data=${[times, column("speed")]} names=${[now?.unit]} />
         <${Chart} title="Requests" data=${[times, column("running"), column("waiting")]} names=${["running", "waiting"]} />
-        <${Chart} title="KV cache in use, %" data=${[times, column("kv").map((share) => share && share * 100)]} names=${["KV cache"]} />
+        ${now?.kv !== undefined &&
+        html`<${Chart} title="KV cache in use, %" data=${[times, column("kv").map((share) => share && share * 100)]} names=${["KV cache"]} />`}
       </div>
       ${now?.replicas.length > 0 &&
       html`<table>

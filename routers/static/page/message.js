@@ -188,7 +188,7 @@ class Answer extends Component {
           ? html`<span class="kept">the chat goes on with this one</span>`
           : html`<button type="button" class="quiet" disabled=${busy} onClick=${keep}>Go on with this one</button>`}
       </header>`}
-      ${node.state === "waiting" && html`<p class="thinking" aria-label="Waiting for the first token"><i></i><i></i><i></i></p>`}
+      ${node.state === "waiting" && html`<p class="thinking" aria-label="Waiting"><i></i><i></i><i></i></p>`}
       <${Parts} node=${node} />
       ${node.error && html`<p class="error" role="alert">${node.error}</p>`}
       ${node.state === "stopped" && html`<p class="stopped">Stopped.</p>`}
@@ -196,7 +196,7 @@ class Answer extends Component {
       ${!going &&
       html`<div class="actions">
         ${chosen && html`<${BranchButtons} chat=${chat} node=${node} branch=${branch} />`}
-        <${CopyButton} text=${() => node.text} />
+        ${node.text && html`<${CopyButton} text=${() => node.text} />`}
         <button type="button" class="quiet" disabled=${busy} onClick=${() => regenerate(node)}>Regenerate</button>
         <button type="button" class="quiet" aria-expanded=${inspected} onClick=${this.inspect}>Inspect</button>
       </div>`}
@@ -208,7 +208,12 @@ class Answer extends Component {
 
 // Time to the first token, tokens a second, and what the server says of the tokens.
 function Figures({ node }) {
-  const { times, usage } = node;
+  const { times, usage, facts } = node;
+  if (node.exchange.task && node.exchange.task !== "chat") {
+    if (!times.last) return null;
+    const shown = Object.entries({ ...facts, time: seconds(times.last) });
+    return html`<dl class="figures">${shown.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
+  }
   if (times.first === undefined) return null;
   const cached = usage?.prompt_tokens_details?.cached_tokens;
   return html`<dl class="figures">

@@ -1,12 +1,21 @@
 // What an answer consists of: reasoning, text, and calls of tools. Each is a component, which shows its field of the node
 // (`take` in run.js fills it).
 
-import { copyText, html, Widget } from "./html.js";
+import { addFiles } from "./composer.js";
+import { Component, copyText, html, Widget } from "./html.js";
 import { toHtml } from "./markdown.js";
+import { app } from "./store.js";
 
 export function Parts({ node }) {
-  const { text, reasoning, calls = [] } = node;
+  const { text, reasoning, calls = [], files = [] } = node;
   const growing = node.state === "streaming";
+  if (node.exchange.task && node.exchange.task !== "chat") {
+    return html`
+      ${growing && node.progress !== undefined && html`<${Progress} ...${node} />`}
+      ${text && html`<p class="plain">${text}</p>`}
+      ${files.map((file, index) => html`<${Made} key=${index} file=${file} name=${`${node.exchange.task}-${index + 1}`} />`)}
+    `;
+  }
   return html`
     ${reasoning && html`<${Reasoning} text=${reasoning} growing=${growing} open=${!text && !calls.length} />`}
     <${Text} text=${text} growing=${growing} />
@@ -35,6 +44,33 @@ function pretty(text) {
     return JSON.stringify(JSON.parse(text), null, 2);
   } catch {
     return text;
+  }
+}
+
+function Progress({ progress, stage }) {
+  return html`<p class="progress"><progress max="100" value=${progress} aria-label="Progress"></progress> ${`${progress} % · ${stage}`}</p>`;
+}
+
+// A picture or video that the model made.
+class Made extends Component {
+  url = URL.createObjectURL(this.props.file);
+
+  componentWillUnmount() {
+    URL.revokeObjectURL(this.url);
+  }
+
+  render({ file, name }) {
+    const [kind, format] = file.type.split("/");
+    const made = kind === "video" ? html`<video src=${this.url} aria-label="What the model made" controls loop muted></video>` : html`<img src=${this.url} alt="What the model made" />`;
+    return html`<figure class="made">
+      ${made}
+      <figcaption class="actions">
+        <a class="quiet" href=${this.url} download=${`${name}.${format}`}>Download</a>
+        ${kind === "image" &&
+        app.model?.runtime.takes.includes("image") &&
+        html`<button type="button" class="quiet" onClick=${() => addFiles([file])}>Attach</button>`}
+      </figcaption>
+    </figure>`;
   }
 }
 

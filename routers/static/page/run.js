@@ -1,21 +1,24 @@
-// Asking for answers: builds the request, streams the answer into its nodes, and measures.
+// Asking for answers: builds the request, streams the answer into its nodes, and measures. tasks.js asks for what is no
+// chat.
 //
 // An answer's node has:
 //   lane      "A" or "B": whose settings it has; index: which choice of its request it is
-//   exchange  {request, events: [{at, data}]}: what was sent and what came, `at` in ms; shared by the choices of one
+//   exchange  {task, request, events: [{at, data}]}: what was sent and what came, `at` in ms; shared by the choices of one
 //             request
 //   state     "waiting", "streaming", "done", "stopped" or "failed" (then `error` says why)
 //   times     {first, last}: ms from the request to the first and the latest token
 //   count     tokens that have come, as far as known before the end
 //   reasoning what the model thought before its text
 //   calls     tools that it calls, as a message has them in `tool_calls`
+//   files     pictures and videos that came, as Blobs; facts: what the server says of them; progress: percent; stage
 //   tokens    log-probabilities, a token each; usage, finish: as the server says at the end
 
 import { ApiError, request, streamed } from "./api.js";
 import { addNode, choose, newChat, newId, pathTo, touch } from "./chats.js";
-import { laneFields } from "./fields.js";
+import { fieldGroups, laneFields } from "./fields.js";
 import { kindOf } from "./html.js";
-import { app, changed, saveChat, say } from "./store.js";
+import { app, changed, readSettings, saveChat, say } from "./store.js";
+import { TASKS, tasksOf } from "./tasks.js";
 
 const running = new Map(); // AbortController of each exchange that streams
 
@@ -27,12 +30,20 @@ export function stop(chat) {
   for (const [exchange, controller] of running) if (exchange.chat === chat.id) controller.abort();
 }
 
+// Has the model asked for something else from now on.
+export function chooseTask(name) {
+  app.task = name;
+  app.fields = fieldGroups(app.document, TASKS[name]);
+  app.settings = readSettings();
+  changed();
+}
+
 // Adds a user's message after the last one shown, and asks for its answer.
 export async function send(text, images) {
   const chat = app.chat;
   const last = lastShown(chat);
   const node = addNode(chat, last ? last.id : "root", { role: "user", text, images });
-  if (!last) chat.title = text.trim().slice(0, 60) || "Image";
+  if (!last) chat.title = text.trim().slice(0, 60) || { image: "Image", video: "Video", audio: "Recording" }[kindOf(images[0])];
   await answer(chat, node);
 }
 
@@ -62,6 +73,8 @@ export function wholeCalls({ calls = [] }) {
 
 // Asks again for the answer to the message before a node.
 export async function regenerate(node) {
+  const { task } = node.exchange;
+  if (task && task !== app.task && tasksOf(app.model).includes(task)) chooseTask(task);
   await answer(app.chat, app.chat.nodes[node.parent]);
 }
 
@@ -95,9 +108,14 @@ async function answer(chat, asked) {
   const group = newId();
   const exchanges = lanes().map((lane) => {
     const settings = app.settings[lane.toLowerCase()];
-    const body = requestBody(settings.system, pathTo(chat, asked), laneFields(app.fields, settings).fields);
-    const exchange = { chat: chat.id, request: body, events: [] };
-    const nodes = Array.from({ length: body.n || 1 }, (_, index) =>
+    const { task } = app;
+    const { fields } = laneFields(app.fields, settings);
+    const body =
+      task === "chat"
+        ? requestBody(settings.system, pathTo(chat, asked), fields)
+        : { model: app.model.id, ...TASKS[task].body(asked, fields) };
+    const exchange = { chat: chat.id, task, request: body, events: [] };
+    const nodes = Array.from({ length: (task === "chat" && body.n) || 1 }, (_, index) =>
       addNode(chat, asked.id, {
         group,
         role: "assistant",
@@ -110,6 +128,7 @@ async function answer(chat, asked) {
         count: 0,
         reasoning: "",
         calls: [],
+        files: [],
         tokens: [],
         usage: null,
         finish: "",
@@ -155,16 +174,20 @@ async function run(exchange, nodes) {
   let state = "done";
   let error = "";
   try {
-    const response = await request("v1/chat/completions", {
-      method: "POST",
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify(exchange.request),
-      signal: controller.signal,
-    });
-    for await (const data of streamed(response)) {
-      const at = Math.round((performance.now() - started) * 10) / 10;
-      exchange.events.push({ at, data });
-      take(nodes, JSON.parse(data), at);
+    const now = () => Math.round((performance.now() - started) * 10) / 10;
+    const { signal } = controller;
+    const send = (path, options = {}) => request(path, { ...options, signal });
+    if (exchange.task === "chat") await chat(exchange, nodes, send, now);
+    else {
+      const [node] = nodes;
+      const note = (data) => {
+        exchange.events.push({ at: now(), data });
+        node.state = "streaming";
+        touch(node);
+        changed();
+      };
+      await TASKS[exchange.task].ask(exchange.request, node, { send, note, signal });
+      node.times.last = now();
     }
   } catch (caught) {
     if (caught.name === "AbortError") state = "stopped";
@@ -180,6 +203,19 @@ async function run(exchange, nodes) {
   }
   running.delete(exchange);
   changed();
+}
+
+async function chat(exchange, nodes, send, now) {
+  const response = await send("v1/chat/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(exchange.request),
+  });
+  for await (const data of streamed(response)) {
+    const at = now();
+    exchange.events.push({ at, data });
+    take(nodes, JSON.parse(data), at);
+  }
 }
 
 // Takes one event into the nodes of its request.

@@ -42,14 +42,15 @@ export function Settings() {
       )}
     </div>`}
     <div key=${name}>
-      <label class="field">
-        <span>System prompt</span>
-        <textarea rows="3" value=${lane.system} onInput=${(event) => set({ system: event.target.value })}></textarea>
-      </label>
-      <${Guide} lane=${lane} set=${set} problem=${problems.response_format} />
+      ${app.task === "chat" &&
+      html`<label class="field">
+          <span>System prompt</span>
+          <textarea rows="3" value=${lane.system} onInput=${(event) => set({ system: event.target.value })}></textarea>
+        </label>
+        <${Guide} lane=${lane} set=${set} problem=${problems.response_format} />`}
       ${app.fields.map(
         ({ group, fields }, index) =>
-          html`<details key=${group} open=${index === 0}>
+          html`<details key=${group} open=${index === 0 || app.task !== "chat"}>
             <summary>${group}${used(fields, lane)}</summary>
             ${fields.map((field) => html`<${Field} key=${field.name} field=${field} lane=${lane} set=${set} problem=${problems[field.name]} />`)}
           </details>`,
@@ -95,17 +96,16 @@ function Guide({ lane, set, problem }) {
 }
 
 function Field({ field, lane, set, problem }) {
-  const { name, kind, description, initial, slider, example } = field;
+  const { name, kind, options, description, initial, slider, example } = field;
   const value = lane.values[name] ?? "";
   const change = (event) => set({ values: { ...lane.values, [name]: event.target.value } });
   const hint = initial !== undefined ? String(initial) : "default";
   const shared = { id: `field-${name}`, value, onInput: change, "aria-invalid": Boolean(problem), "aria-describedby": `about-${name}` };
   let control;
-  if (kind === "boolean") {
+  if (options && kind !== "strings") {
     control = html`<select ...${shared}>
       <option value="">default${initial === undefined ? "" : `: ${initial}`}</option>
-      <option value="true">true</option>
-      <option value="false">false</option>
+      ${options.map((option) => html`<option value=${option}>${option}</option>`)}
     </select>`;
   } else if (kind === "strings" || kind === "json") {
     const placeholder = kind === "strings" ? "a line each" : JSON.stringify(example) || "JSON";
@@ -115,7 +115,7 @@ function Field({ field, lane, set, problem }) {
     control = html`<input ...${shared} inputmode=${numeric ? "decimal" : "text"} autocomplete="off" placeholder=${kind === "integers" ? "1, 2, 3" : hint} />`;
   }
   return html`<div class="field">
-    <div class=${slider || kind === "boolean" || kind === "number" || kind === "integer" ? "row" : ""}>
+    <div class=${slider || options || kind === "number" || kind === "integer" ? "row" : ""}>
       <label for=${`field-${name}`}>${name}</label>
       ${control}
     </div>
@@ -126,7 +126,7 @@ function Field({ field, lane, set, problem }) {
       min=${slider[0]}
       max=${slider[1]}
       step=${slider[2]}
-      value=${value === "" ? initial : value}
+      value=${value === "" ? (initial ?? slider[0]) : value}
       onInput=${change}
     />`}
     <p class="about" id=${`about-${name}`}>${description}</p>

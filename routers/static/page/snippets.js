@@ -2,15 +2,30 @@
 
 import { BASE } from "./api.js";
 
-export function asCurl(body) {
+// The files of a form are not shown.
+export function asJson(body) {
+  return JSON.stringify(body, (name, value) => (value instanceof Blob ? `a file of ${value.size} bytes` : value), 2);
+}
+
+export function asCurl(path, body) {
+  const key = '-H "Authorization: Bearer $API_KEY"';
+  if (Object.values(body).some((value) => value instanceof Blob)) {
+    const parts = Object.entries(body).map(([name, value]) => (value instanceof Blob ? `-F ${name}=@FILE` : `--form-string ${quoted(`${name}=${value}`)}`));
+    return [`curl -N ${BASE}${path}`, key, ...parts].join(" \\\n  ");
+  }
   // JSON has no line that is EOF alone, so that nothing in it can end the here-document.
-  return `curl -N ${BASE}v1/chat/completions \\
-  -H "Authorization: Bearer $API_KEY" \\
+  return `curl -N ${BASE}${path} \\
+  ${key} \\
   -H "Content-Type: application/json" \\
   -d @- <<'EOF'
 ${JSON.stringify(body, null, 2)}
 EOF
 `;
+}
+
+// Quotes a text for a shell.
+function quoted(text) {
+  return `'${text.replaceAll("'", "'\\''")}'`;
 }
 
 // Fields that OpenAI's SDK has arguments for; others go into extra_body.

@@ -9,10 +9,13 @@ export const app = {
   model: null, // what /v1/models says of the model
   health: "", // why the server is not ready; empty if it is
   keyWanted: false, // whether the server has refused our key, or the lack of one
+  document: null, // what /openapi.json says
+  task: "chat", // what the model is asked for, see tasks.js
   fields: [], // what the settings offer, see fields.js
   chats: [], // newest first
   chat: null, // the one that is shown, see chats.js
   draft: { text: "", images: [] },
+  refused: "", // why something could not be attached
   editing: "", // id of the message that is being edited
   opened: "", // which drawer is open on a narrow screen: "chats", "settings" or none
   settingsShown: true, // on a wide screen
@@ -20,26 +23,32 @@ export const app = {
   notice: "", // said aloud to screen readers
   live: { now: null, history: [] }, // see live.js
   theme: localStorage.getItem(THEME) || "auto",
-  settings: readSettings(),
+  settings: null, // of the task: two lanes, and which of them are used
 };
+app.settings = readSettings();
 
 // One set of settings: a system prompt, fields as they were typed, and what the output must match.
 export function newLane() {
-  const values = { temperature: "0.7", top_p: "0.95", logprobs: "true", top_logprobs: "3" };
-  return { system: "", values, guide: { kind: "", text: "" } };
+  const chat = { temperature: "0.7", top_p: "0.95", logprobs: "true", top_logprobs: "3" };
+  return { system: "", values: app.task === "chat" ? chat : {}, guide: { kind: "", text: "" } };
 }
 
-function readSettings() {
+// Each task has settings of its own.
+function settingsKey() {
+  return app.task === "chat" ? SETTINGS : `${SETTINGS}-${app.task}`;
+}
+
+export function readSettings() {
   const fresh = { compare: false, shown: "a", a: newLane(), b: newLane() };
   try {
-    return { ...fresh, ...JSON.parse(localStorage.getItem(SETTINGS)) };
+    return { ...fresh, ...JSON.parse(localStorage.getItem(settingsKey())) };
   } catch {
     return fresh; // somebody else's text
   }
 }
 
 export function saveSettings() {
-  localStorage.setItem(SETTINGS, JSON.stringify(app.settings));
+  localStorage.setItem(settingsKey(), JSON.stringify(app.settings));
   changed();
 }
 

@@ -62,7 +62,7 @@ def test_a_damaged_file_is_refused(package: Path, tmp_path: Path, damage: str, m
     file.write_bytes(content[:1000] if damage == "cut" else b"\5" + content[1:])
     known = PACKAGED[WHISPER]._replace(sha256=hashlib.sha256(file.read_bytes()).hexdigest())
     monkeypatch.setitem(PACKAGED, WHISPER, known)
-    with pytest.raises(ModelError, match=r"cannot convert whisper-tiny.en: .* (is cut off|is no Whisper model)"):
+    with pytest.raises(ModelError, match=r"cannot convert whisper-tiny.en: .* (is cut off|is not a Whisper model)"):
         resolve_model(WHISPER, tmp_path / "cache")
 
 

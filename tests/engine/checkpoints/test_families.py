@@ -271,7 +271,7 @@ def test_what_transformers_refuses_is_told_with_the_folder(tmp_path: Path) -> No
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps .* must be a positive number, not nan"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings .* must be true or false, not 'no'"),
         ({"layer_types": "full_attention"}, "layer_types .* must be a list of strings"),
-        ({"eos_token_id": 8}, "eos_token_id of the model is 8, which is no token of a vocabulary of 8"),
+        ({"eos_token_id": 8}, "eos_token_id of the model is 8, which is outside a vocabulary of 8"),
         ({"eos_token_id": [2, -1]}, "eos_token_id of the model is -1"),
     ],
 )

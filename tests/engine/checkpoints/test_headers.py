@@ -181,7 +181,7 @@ def test_sizes_that_do_not_fit_are_refused(folder: Path, path: str, key: str, va
 def test_a_truncated_file_is_named(folder: Path, path: str, size: int) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:size])
-    assert f"{file} is damaged or no safetensors file: " in refusal(folder, path)
+    assert f"{file} is damaged or not a safetensors file: " in refusal(folder, path)
 
 
 def test_an_index_names_what_is_missing(tmp_path: Path, path: str) -> None:
@@ -195,7 +195,7 @@ def test_an_index_names_what_is_missing(tmp_path: Path, path: str) -> None:
     index = folder / "model.safetensors.index.json"
     for content in ("{", "[]", '{"weight_map": 3}'):
         index.write_text(content)
-        assert f"{index} is no index of safetensors files" in refusal(folder, path)
+        assert f"{index} is not an index of safetensors files" in refusal(folder, path)
 
 
 def test_files_beside_the_model_are_not_read(folder: Path, path: str) -> None:
@@ -225,7 +225,9 @@ def test_models_that_nothing_computes_are_refused_in_one_line(
 @pytest.mark.parametrize("device", ["cuda", "cuda:3", "foo"])
 def test_a_device_that_is_absent_is_named(folder: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(EngineFailure, match=rf"^DEVICE={device}(, but PyTorch \S+ sees 0 CUDA devices| is no device)"):
+    with pytest.raises(
+        EngineFailure, match=rf"^DEVICE={device}(, but PyTorch \S+ sees 0 CUDA devices| is not a PyTorch)"
+    ):
         load(folder, "native", device=device)
 
 

@@ -278,11 +278,12 @@ async def test_the_host_ends_with_a_parent_that_is_killed(tmp_path: Path, host_s
 async def test_a_standby_engine_takes_over_from_killed_ones_with_the_weights_it_has_mapped(
     tmp_path: Path, memory_service: MemoryService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two kills under load: equal answers, one copy of the weights, and no lease or process too many."""
+    """Two kills under load, for a standby with weights and one without: equal answers, one copy of the weights, and no
+    lease or process too many."""
     monkeypatch.setattr("engine.process.child.STANDBY_PAUSE", 0.0)
     folder = make_folder(tmp_path / "model")
     config = EmbeddedConfig(model=str(folder), memory_service=str(memory_service.path), num_blocks=64, guide_workers=1)
-    process = EngineProcess(config, standby=True)
+    process = EngineProcess(config, standby="model")
     await process.start()
     client = EngineClient(process.address, process.wait_failed)
     await client.start()
@@ -290,7 +291,9 @@ async def test_a_standby_engine_takes_over_from_killed_ones_with_the_weights_it_
     for kill in range(3):
         await until(lambda: process.standby_pid is not None, 60)
         (held,) = memory_service.status.held
-        assert (held.leases, memory_service.status.filled, memory_service.status.granted) == (2, 1, kill + 1)
+        leases = (held.leases, memory_service.status.filled, memory_service.status.granted)
+        assert leases == [(2, 1, 1), (1, 1, 1), (1, 1, 2)][kill]
+        process.standby = "imports"  # the next ones map no weights
         answers.append([token for delta in await collect(client.generate(request_for())) for token in delta.token_ids])
         if kill == 2:
             break
@@ -329,7 +332,7 @@ async def test_a_standby_that_dies_is_replaced_and_one_that_hangs_does_not_serve
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("engine.process.child.STANDBY_PAUSE", 0.0)
-    process = EngineProcess(CONFIG, standby=True)
+    process = EngineProcess(CONFIG, standby="imports")
     await process.start()
     client = EngineClient(process.address, process.wait_failed)
     await client.start()
@@ -367,12 +370,13 @@ async def test_each_standby_has_the_configuration_that_the_first_host_named(monk
         return Told()
 
     monkeypatch.setattr("engine.process.child._Host.spawn", spawn)
-    process: Any = EngineProcess(CONFIG, standby=True)
+    process: Any = EngineProcess(CONFIG, standby="model")
     spawn = process._spawn
-    for standby in (False, True, True):  # the last takes the place of the second, which names no other
-        process._host = host = await spawn(standby=standby)
+    # The third takes the place of the second, which names no other; one that only imports starts as the first did.
+    for standby in ("", "model", "model", "imports"):
+        process._host = host = await spawn(standby)
         if not standby:
             host.successor = msgspec.json.encode(msgspec.structs.replace(CONFIG, context_length=7))
     configs = [msgspec.json.decode(options.config, type=FakeConfig) for options in told]
-    assert [config.context_length for config in configs] == [CONFIG.context_length, 7, 7]
+    assert [config.context_length for config in configs] == [CONFIG.context_length, 7, 7, CONFIG.context_length]
     process._folder.close()

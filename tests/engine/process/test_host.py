@@ -110,7 +110,7 @@ def test_a_standby_that_is_ended_by_force_leaves_the_socket_of_the_host_that_ser
     monkeypatch.setattr("engine.process.host.STOP_SECONDS", 0.0)
     monkeypatch.setattr("engine.process.host.leave", left.append)
     config = msgspec.Raw(msgspec.json.encode(FakeConfig()))
-    options = wire.HostOptions(config, f"ipc://{socket}", logs.current(), standby=True)
+    options = wire.HostOptions(config, f"ipc://{socket}", logs.current(), standby="model")
     standby: Any = _HostProcess(ENGINE, options, SimpleNamespace(), b"")
     standby.exit_by_force()
     assert left == [1] and socket.exists()

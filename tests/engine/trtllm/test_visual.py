@@ -62,7 +62,8 @@ def test_the_pipeline_says_what_it_takes(library: Any) -> None:
     assert pipeline("plain").load().accepts == ("negative_prompt",)
     assert pipeline("edit").load().edits
     clips = pipeline("video").load()
-    assert (clips.makes, clips.frames, clips.fps) == (("video",), 5, 16.0)
+    assert (clips.makes, clips.frames, clips.fps, clips.animates) == (("video",), 5, 16.0, False)
+    assert pipeline("video-animate").load().animates
 
 
 def test_each_picture_has_its_seed(library: Any) -> None:
@@ -86,7 +87,10 @@ def test_a_picture_to_change_is_a_reference(library: Any) -> None:
     made = pipeline("edit")
     made.load()
     made.generate([picture(image=b"picture")], no_tick)
-    assert library.VisualGen.submitted[0][1].image_reference == b"picture"
+    animated = pipeline("video-animate")
+    animated.load()
+    animated.generate([picture(image=b"first", frames=5, fps=8.0)], no_tick)
+    assert [params.image_reference for _, params in library.VisualGen.submitted] == [b"picture", b"first"]
 
 
 def test_what_the_pipeline_does_not_take_is_refused(library: Any) -> None:

@@ -168,9 +168,35 @@ def test_clips(tmp_path: Path) -> None:
     pipeline = loaded(visual_models.latte(tmp_path / "latte"))
     info = pipeline.load()
     assert (info.makes, info.frames, info.frames_fixed) == (("video",), 16, True)
+    assert not info.animates
     (clip,) = drawn(pipeline, picture(frames=16, steps=2))
     assert clip.shape == (16, 32, 32, 3)
     assert abs(clip[0] - clip[15]).max() > 0
+
+
+def test_clips_that_begin_with_a_picture(tmp_path: Path) -> None:
+    """A folder whose weights make videos both with and without, and one that needs a picture."""
+    folder = visual_models.ltx(tmp_path / "ltx")
+    pipeline = loaded(folder)
+    info = pipeline.load()
+    assert (info.makes, info.edits, info.animates, info.needs_image) == (("video",), False, True, False)
+    assert (info.multiple, info.frames_step, info.fps) == (8, 4, 25)
+    asked: dict[str, Any] = {"frames": 9, "fps": 25.0, "steps": 2}
+    (plain,) = drawn(pipeline, picture(**asked))
+    (red,) = drawn(pipeline, picture(image=file(), **asked))
+    (blue,) = drawn(pipeline, picture(image=file(colour="blue"), **asked))
+    assert plain.shape == red.shape == (9, 32, 32, 3)
+    assert abs(red - blue).max() > 0
+    with pytest.raises(InvalidRequest) as refused:
+        drawn(pipeline, picture(image=b"none", **asked))
+    assert refused.value.param == "input_reference"
+
+    index = folder / "model_index.json"
+    index.write_text(index.read_text().replace("LTXPipeline", "LTXImageToVideoPipeline"))
+    pipeline = loaded(folder)
+    info = pipeline.load()
+    assert (info.pipeline, info.animates, info.needs_image) == ("LTXImageToVideoPipeline", True, True)
+    assert (drawn(pipeline, picture(image=file(), **asked))[0] == red).all()
 
 
 def test_folders_that_are_no_pipelines(tmp_path: Path, pixart: Path) -> None:

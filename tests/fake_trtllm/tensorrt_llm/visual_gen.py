@@ -72,7 +72,8 @@ class VisualGen:
         elif "plain" in str(model):
             del defaults["guidance_scale"]
         self._defaults = defaults
-        self.ref_slot_specs = {"image_reference": SimpleNamespace(roles=[])} if "edit" in str(model) else {}
+        takes_image = bool({"edit", "animate"} & {*str(model).split("-")})
+        self.ref_slot_specs = {"image_reference": SimpleNamespace(roles=[])} if takes_image else {}
         self.extra_param_specs: dict[str, Any] = {}
         self.running = True
 

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 from engine.config import FakeConfig
 from engine.fake.engine import FakeEngine
 from engine.types import GuideKind
-from multimodal.answers.formats import AnswerFormat
-from multimodal.answers.parts import Part, PlainText, Reasoning, Text, ToolCall
+from multimodal.answers.formats import AnswerFormat, PlainText
+from multimodal.answers.parts import Part, Reasoning, Text, ToolCall
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Processor
 from multimodal.request import Ask, Limits
@@ -56,7 +56,7 @@ class ScriptedFormat(AnswerFormat):
         self.script: Sequence[list[Part]] | None
 
     def parser(self, ask: Ask, kinds: Collection[GuideKind], tokenizer: Tokenizer, opening: str) -> Any:
-        return PlainText(tokenizer) if self.script is None else Scripted(self.script)
+        return PlainText() if self.script is None else Scripted(self.script)
 
 
 async def answers(script: Sequence[list[Part]] | None, **fields: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -13,9 +13,8 @@ from tokenizers import Tokenizer as Backend
 from engine.kit import work
 from engine.kit.tasks import cancel
 from multimodal.errors import RequestError
-from multimodal.text import slices
-from multimodal.text.slices import encoded
-from multimodal.text.tokenizer import Tokenizer, byte_tokenizer
+from multimodal.text import tokenizer as text_tokenizer
+from multimodal.text.tokenizer import Tokenizer, byte_tokenizer, cuts_of, encoded, pieces_of
 from tests.support.waiting import until
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -88,18 +87,18 @@ TOKENIZERS = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slices, "INLINE_LENGTH", 0)
-    monkeypatch.setattr(slices, "SLICE_CHARACTERS", 3)
+    monkeypatch.setattr(text_tokenizer, "INLINE_LENGTH", 0)
+    monkeypatch.setattr(text_tokenizer, "SLICE_CHARACTERS", 3)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 async def test_slices_have_the_tokens_of_the_whole(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
-    cuts = slices.cuts_of(tokenizer)
+    cuts = cuts_of(tokenizer)
     assert cuts is not None
     cut = 0
     for text in texts(sum(map(ord, name))):
-        cut += len(list(slices.pieces_of(text, cuts.at))) - 1
+        cut += len(list(pieces_of(text, cuts.at))) - 1
         for special in (False, True):
             whole = tokenizer.encode(text, special)
             assert await encoded(tokenizer, text, special) == whole, text
@@ -116,15 +115,15 @@ async def test_slices_have_the_tokens_of_the_whole(name: str) -> None:
     ],
 )
 def test_tokenizers_that_may_join_over_a_space_are_not_cut(expression: str) -> None:
-    assert slices.cuts_of(byte_level([expression])) is None
+    assert cuts_of(byte_level([expression])) is None
 
 
 def test_nor_are_those_whose_normalizer_or_tokens_depend_on_the_place() -> None:
-    assert slices.cuts_of(byte_tokenizer()) is not None
+    assert cuts_of(byte_tokenizer()) is not None
     for normalizer in (normalizers.Prepend("▁"), normalizers.Strip(), normalizers.Replace(Regex("a b"), "c")):
         tokenizer = byte_tokenizer()
         tokenizer.backend.normalizer = normalizer
-        assert slices.cuts_of(tokenizer) is None
+        assert cuts_of(tokenizer) is None
     for token in (
         AddedToken("of space", special=True),
         AddedToken("x", rstrip=True),
@@ -132,7 +131,7 @@ def test_nor_are_those_whose_normalizer_or_tokens_depend_on_the_place() -> None:
     ):
         tokenizer = byte_tokenizer()
         tokenizer.backend.add_tokens([token])
-        assert slices.cuts_of(tokenizer) is None
+        assert cuts_of(tokenizer) is None
 
 
 async def test_the_work_ends_with_its_waiter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +155,7 @@ async def test_it_stops_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_what_cannot_be_cut_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slices, "MAX_WHOLE_CHARACTERS", 100)
+    monkeypatch.setattr(text_tokenizer, "MAX_WHOLE_CHARACTERS", 100)
     tokenizer = byte_tokenizer()
     assert len(await encoded(tokenizer, "x" * 100)) == 100
     with pytest.raises(RequestError, match=r"101 characters .* it may have 100"):

@@ -255,6 +255,7 @@ async def test_routes_say_what_the_model_makes(client: httpx.AsyncClient) -> Non
     assert "makes pictures" in answer.text
     runtime = (await client.get("/v1/models")).json()["data"][0]["runtime"]
     assert (runtime["pipeline"], runtime["makes"]) == ("FakePipeline", ["image", "video"])
+    assert runtime["takes"] == ["text", "image"]
     document = (await client.get("/openapi.json")).json()
     assert {"/v1/images/generations", "/v1/images/edits", "/v1/videos"} <= document["paths"].keys()
     assert "prompt" in document["components"]["schemas"]["ImageEditRequest"]["properties"]
@@ -262,3 +263,5 @@ async def test_routes_say_what_the_model_makes(client: httpx.AsyncClient) -> Non
         answer = await text.post(NEW, json=BODY)
         assert answer.status_code == 404
         assert "makes text" in answer.text
+        takes = (await text.get("/v1/models")).json()["data"][0]["runtime"]["takes"]
+        assert takes == ["text", "image", "video"]

@@ -37,6 +37,7 @@ def test_pictures_and_videos_by_the_sdk(tmp_path: Path) -> None:
                 prompt="a red circle",
                 seconds="4",
                 size="64x128",
+                input_reference=("a.png", picture()),
                 poll_interval_ms=20,  # type: ignore[arg-type]
             )
             assert (video.status, video.progress, video.seconds, video.size) == ("completed", 100, "4", "64x128")

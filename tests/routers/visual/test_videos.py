@@ -2,15 +2,18 @@
 
 import asyncio
 import io
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from engine.errors import EngineDied
 from engine.visual.base import VisualStream
+from engine.visual.engine import QueuedVisualEngine
 from engine.visual.types import VisualDelta, VisualInfo, VisualRequest
 from multimodal.errors import RequestError
 from protocol.visual import VideoJob, VideoRequest
@@ -20,7 +23,7 @@ from routers.visual.jobs import VideoJobs, VideoRecord
 from routers.visual.media import MediaStore
 from routers.visual.worker import VideoWorker
 from server.http.errors import render_event
-from tests.routers.visual.test_images import KEYS, key, refusal
+from tests.routers.visual.test_images import KEYS, key, picture, refusal
 from tests.support.servers import application
 from tests.support.waiting import slowness
 
@@ -53,9 +56,14 @@ async def reached(client: httpx.AsyncClient, job: VideoJob, *states: str, **opti
             await asyncio.sleep(0.01)
 
 
-async def test_a_job_from_the_request_to_the_file(client: httpx.AsyncClient) -> None:
+def frames_of(answer: httpx.Response) -> list[Any]:
     import av  # noqa: PLC0415
 
+    with av.open(io.BytesIO(answer.content)) as container:
+        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+
+
+async def test_a_job_from_the_request_to_the_file(client: httpx.AsyncClient) -> None:
     body = BODY | {"seconds": "1.5", "fps": 4, "size": "32x16", "seed": 3, "output_compression": 50}
     job = await create(client, body)
     assert (job.status, job.progress, job.seconds, job.num_frames) == ("queued", 0, "1.5", 6)
@@ -65,9 +73,7 @@ async def test_a_job_from_the_request_to_the_file(client: httpx.AsyncClient) -> 
     assert done.expires_at is not None
     file = await client.get(f"{PATH}/{job.id}/content")
     assert file.headers["content-type"] == "video/webm"
-    with av.open(io.BytesIO(file.content)) as container:
-        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
-    assert [frame.shape for frame in frames] == [(16, 32, 3)] * 6
+    assert [frame.shape for frame in frames_of(file)] == [(16, 32, 3)] * 6
     part = await client.get(f"{PATH}/{job.id}/content", headers={"Range": "bytes=0-3"})
     assert (part.status_code, part.content) == (206, b"\x1aE\xdf\xa3")
     deleted = await client.delete(f"{PATH}/{job.id}")
@@ -162,7 +168,38 @@ async def test_a_form_is_taken_as_json_is(client: httpx.AsyncClient) -> None:
     assert answer.status_code == 202, answer.text
     assert answer.json()["seconds"] == "2"
     reference = files | {"input_reference": ("a.png", b"x", "image/png")}
-    assert refusal(await client.post(PATH, files=reference))[0] == "input_reference"
+    assert refusal(await client.post(PATH, files=reference), 415)[0] == "input_reference"
+
+
+async def test_a_video_begins_with_a_picture(tmp_path: Path) -> None:
+    """As a file of a form, or by a URL; the job has it over a restart, and the store no longer than that."""
+    url = f"data:image/png;base64,{b64encode(picture()).decode()}"
+    asked = BODY | {"seed": 1, "num_inference_steps": 200}
+    by_url = asked | {"input_reference": {"image_url": url}}
+    form = {name: (None, str(value)) for name, value in asked.items()} | {"input_reference": ("a.png", picture())}
+    async with application(**SLOW, cache_dir=tmp_path) as (client, _):
+        job = await create(client, by_url)
+        await reached(client, job, "in_progress")
+        cancelled = await create(client, by_url)
+        await client.post(f"{PATH}/{cancelled.id}/cancel")
+    async with application(modality="visual", cache_dir=tmp_path) as (client, state):
+        await reached(client, job, "completed")
+        found = frames_of(await client.get(f"{PATH}/{job.id}/content"))
+        assert (found[0] == frames_of(await client.post(f"{PATH}/generations", files=form))[0]).all()
+        assert (found[0] != frames_of(await client.post(f"{PATH}/generations", json=asked))[0]).any()
+        left = "SELECT count(*) FROM video_images"
+        database = state["replica"].service.media.database
+        assert await database.run(lambda db: db.execute(left).fetchone()) == (0,)
+
+
+async def test_pictures_for_models_that_take_none_and_none_for_those_that_need_one(client: httpx.AsyncClient) -> None:
+    given = BODY | {"input_reference": {"image_url": "data:image/png;base64,iVBORw0KGgo="}}
+    answers = []
+    for info, body in ((FREE, given), (replace(FREE, animates=True, needs_image=True), BODY)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(QueuedVisualEngine, "info", info)
+            answers.append(refusal(await client.post(PATH, json=body)))
+    assert answers == [("input_reference", "unsupported_parameter"), ("input_reference", None)]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -175,7 +212,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"fps": 0.5}, "fps"),
     ({"size": "8192x8192"}, "size"),
     ({"num_frames": 250, "size": "2048x2048"}, "num_frames"),
-    ({"input_reference": {"image_url": "http://x"}}, "input_reference"),
+    ({"input_reference": {"image_url": "http://127.0.0.1/a.png"}}, "input_reference"),
+    ({"input_reference": {"file_id": "file-1"}}, "input_reference"),
+    ({"input_reference": {}}, "input_reference"),
 ]
 
 

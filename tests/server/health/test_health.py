@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from engine.errors import EngineFailure
+from engine.errors import EngineAsleep, EngineError, EngineFailure
 from engine.kit.audio_file import decode_audio
 from engine.media import MediaInput
 from engine.types import CANARY_SALT
@@ -162,15 +162,16 @@ async def test_the_canary_waits_for_idleness_and_goes_on_until_it_succeeds() -> 
         await asyncio.wait([working, running])
 
 
-async def test_a_canary_that_a_sleep_ends_counts_for_nothing() -> None:
+@pytest.mark.parametrize(("error", "known"), [(EngineFailure("aborted"), True), (EngineAsleep("asleep"), False)])
+async def test_a_canary_that_a_sleep_ends_counts_for_nothing(error: EngineError, known: bool) -> None:
     outcomes: list[str] = []
     up, probed = True, asyncio.Event()
 
     async def probe() -> None:
         nonlocal up
-        up = False
+        up = not known
         probed.set()
-        raise EngineFailure("aborted")
+        raise error
 
     canary = Canary(probe, lambda: 0, lambda: up, outcomes.append)
     running = asyncio.create_task(canary.run(0.001, 1))

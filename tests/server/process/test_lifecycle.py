@@ -294,7 +294,7 @@ def test_a_damaged_model_ends_the_start_with_its_name_and_no_traceback(tiny_mode
     server = ServerProcess("--engine", "embedded", "--device", "cpu", "--model", str(tmp_path))
     assert server.wait(60 * slowness()) == 1
     [end] = [line for line in server.lines if "the server ends: " in line]
-    assert f"{file} is damaged or no safetensors file" in end
+    assert f"{file} is damaged or not a safetensors file" in end
     assert server.log.count("is damaged") == 1, "and said once"
     assert "Traceback" not in server.log
 

@@ -60,7 +60,7 @@ class CudaAttention:
         """int32 [slots + 1, blocks]; the last row is for the padding of graphs, and like all that is unused it names
         the spare block."""
         self._tabled = [(-1, 0)] * (max_num_seqs + 1)
-        """For each slot the admission that its row is of, and how many blocks of that are in it."""
+        """Admission of the sequence in each slot's row, and the number of its blocks that the row has."""
         self._layers = [(cache.data[:, layer, 0], cache.data[:, layer, 1]) for layer in range(cache.layers)]
         self._stride = cache.layers * 2 * cache.block_size
         self._decode = DecodeAttention(heads, cache.heads, cache.head_dim, scale, self._device)

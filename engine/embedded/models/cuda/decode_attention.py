@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _PROGRAMS = 264
-"""Two programs for each multiprocessor of an H200: attention is divided into so many while there are fewer
+"""Two programs for each multiprocessor of an H200: attention is divided into this many while there are fewer
 sequences."""
 _MAX_SPLITS = 8
 

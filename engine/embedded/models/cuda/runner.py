@@ -32,13 +32,13 @@ from engine.embedded.models.transformers_models import auto_class, load_config, 
 log = logging.getLogger(__name__)
 
 _SPACING = ((64, 16), (256, 32), (1 << 30, 64))
-"""Distances of graph sizes from 16 on: below so many rows, so many apart."""
+"""Distances of graph sizes from 16 on, as pairs: below this number of rows, graph sizes have this distance."""
 _SHORT_PROMPT = 256
-"""Steps of so many tokens have a graph, however few sequences run: a chat that goes on often adds no more to its
+"""Number of tokens in steps that have a graph, however few sequences run: a chat that goes on often adds no more to its
 prompt."""
 _MOST_READ = 1 << 17
-"""Most keys that the prompts of a graph's step may read for each head: above, FlashInfer is faster than its planning
-takes."""
+"""Maximum number of keys that the prompts of a graph's step may read for each head: above, FlashInfer is faster than
+its planning takes."""
 
 _TOLERANCE = 0.05
 """Tolerance of logits, relative to the largest and to each: what rounding to bfloat16 explains."""
@@ -159,7 +159,7 @@ class CudaRunner(TorchRunner):
             return attends
 
     def _load_own(self, config: EmbeddedConfig, facts: ModelFacts) -> Attends:
-        """Load weights that nobody shares, where they can be released if the engine sleeps."""
+        """Load weights that are not shared, where they can be released if the engine sleeps."""
         attends = super()._load(config, facts)
         if config.sleep is not None:
             self._weights = ReleasableWeights(self.device)

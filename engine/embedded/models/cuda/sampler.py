@@ -27,7 +27,7 @@ _SEED_MASK = (1 << 64) - 1
 
 
 class RowDraws(NamedTuple):
-    """What the kernels found for each row of logits."""
+    """Results of the sampling kernels for each row of logits."""
 
     tokens: torch.Tensor
     """int64 [rows]"""

@@ -27,9 +27,9 @@ SEARCHED = 4096
 """Ids that the one program of a row looks at together when it searches."""
 LEVELS = 16
 CANDIDATES = 8192
-"""Most ids that are collected for a row; if more may be kept, the whole row is searched."""
+"""Maximum number of ids that are collected for a row; if more may be kept, the whole row is searched."""
 TOP = 20
-"""Most alternatives that are reported."""
+"""Maximum number of alternatives that are reported."""
 REPORT = 3 + 2 * TOP
 """Values of a report: log of the sum of exponentials, the token's logit and rank, then the likeliest logits, and their
 ids."""
@@ -54,7 +54,7 @@ IN_PROMPT = 1
 AN_END = 2
 """Bit of a mark: the id is banned until there are min_tokens."""
 COUNTED = 4
-"""What an occurrence in the output adds to a mark."""
+"""Increment of a mark for each occurrence of the id in the output."""
 
 _NEVER = tl.constexpr(float("-inf"))
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -64,7 +64,7 @@ _INFINITE = tl.constexpr(0x7F800000)
 _SPREAD = tl.constexpr(0.06)
 """Level i lies i² times this below the largest scaled logit."""
 _MARGIN = tl.constexpr(1.00001)
-"""For sums of weights in another order."""
+"""Tolerance for sums of weights that are added in another order."""
 
 
 @triton.jit

@@ -87,7 +87,7 @@ class Products(ABC):
 
     @abstractmethod
     def load(self, weight: Weight, rows: int) -> None:
-        """Have the library of products load its kernel for so many rows."""
+        """Have the library of products load its kernel for this many rows."""
 
     @abstractmethod
     def _norm_rows(self, x: torch.Tensor, norm: Norm) -> Normed: ...

@@ -9,7 +9,7 @@
 #include <cmath>
 #include <vector>
 
-#include "vectors.h"
+#include "products.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -17,7 +17,7 @@
 namespace {
 
 constexpr int kBlock = 32;
-constexpr int kAhead = 8;  // blocks to prefetch before they are needed
+constexpr long kBytesAhead = 2048;  // of blocks to prefetch before they are needed
 #ifdef __AVX512F__
 constexpr int kBlockRows = 8;  // activations that are multiplied with a panel at a time: as many as registers hold
 #else
@@ -219,63 +219,76 @@ inline bool quantize_block(const float* x, int count, uint8_t* raw) {
 
 typedef Vec Outputs[2];
 
-// The first M rows of a tile times a panel.
-template <class Format, int M>
-void multiply_blocks(const Activations& x, long tile, const uint8_t* panel, Outputs* out) {
-  Vec sums[M][2];
-  for (int m = 0; m < M; m++) sums[m][0] = sums[m][1] = Vec{};
+// The first M rows of a tile times P panels; out: [P][M].
+template <class Format, int M, int P>
+void multiply_blocks(const Activations& x, long tile, const uint8_t* const* panels, Outputs* out) {
+  Vec sums[P][M][2] = {};
   long row = tile * x.blocks * kBlockRows;
   const int16_t* codes = x.codes + row * kBlock;
-  for (long b = 0; b < x.blocks; b++, row += kBlockRows, codes += kBlockRows * kBlock, panel += Format::kBytes) {
-    for (long at = 0; at < Format::kBytes; at += 64) __builtin_prefetch(panel + kAhead * Format::kBytes + at);
-    Ints dots[M][2];
-    for (int m = 0; m < M; m++)
-      dots[m][0] = dots[m][1] = Format::kOffset ? all(x.sums[row + m]) : Ints{};
+  for (long b = 0; b < x.blocks; b++, row += kBlockRows, codes += kBlockRows * kBlock) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kBlock / 2 / Format::kParts; v++) {
-      Codes low = load<Codes>(panel + Format::kCodes + 8 * v * kLanes);
-      Codes high = load<Codes>(panel + Format::kCodes + (8 * v + 4) * kLanes);
+    for (int p = 0; p < P; p++) {
+      const uint8_t* block = panels[p] + b * Format::kBytes;
+      if (P == 1)
+        for (long at = 0; at < Format::kBytes; at += 64) __builtin_prefetch(block + kBytesAhead + at);
+      Ints dots[M][2];
+      for (int m = 0; m < M; m++)
+        dots[m][0] = dots[m][1] = Format::kOffset ? all(x.sums[row + m]) : Ints{};
+#pragma GCC unroll 8
+      for (int v = 0; v < kBlock / 2 / Format::kParts; v++) {
+        Codes low = load<Codes>(block + Format::kCodes + 8 * v * kLanes);
+        Codes high = load<Codes>(block + Format::kCodes + (8 * v + 4) * kLanes);
 #pragma GCC unroll 4
-      for (int part = 0; part < Format::kParts; part++) {
-        const bool last = part + 1 == Format::kParts;
-        const Codes low_part = last ? low : low & Format::kMask, high_part = last ? high : high & Format::kMask;
-        low >>= Format::kBits, high >>= Format::kBits;
+        for (int part = 0; part < Format::kParts; part++) {
+          const bool last = part + 1 == Format::kParts;
+          const Codes low_part = last ? low : low & Format::kMask, high_part = last ? high : high & Format::kMask;
+          low >>= Format::kBits, high >>= Format::kBits;
 #pragma GCC unroll 16
+          for (int m = 0; m < M; m++) {
+            const Codes both = (Codes)all(load<int32_t>(codes + m * kBlock + 2 * (v * Format::kParts + part)));
+            add_dot(dots[m][0], low_part, both);
+            add_dot(dots[m][1], high_part, both);
+          }
+        }
+      }
+      for (int h = 0; h < 2; h++) {
+        const Vec scales = halves(block + 2 * h * kLanes);
+        const Vec minima = Format::kMinimum ? halves(block + Format::kScales + 2 * h * kLanes) : Vec{};
         for (int m = 0; m < M; m++) {
-          const Codes both = (Codes)all(load<int32_t>(codes + m * kBlock + 2 * (v * Format::kParts + part)));
-          add_dot(dots[m][0], low_part, both);
-          add_dot(dots[m][1], high_part, both);
+          sums[p][m][h] += __builtin_convertvector(dots[m][h], Vec) * (scales * x.scales[row + m]);
+          if (Format::kMinimum) sums[p][m][h] += minima * (x.scales[row + m] * x.sums[row + m]);
         }
       }
     }
-    for (int h = 0; h < 2; h++) {
-      const Vec scales = halves(panel + 2 * h * kLanes);
-      const Vec minima = Format::kMinimum ? halves(panel + Format::kScales + 2 * h * kLanes) : Vec{};
-      for (int m = 0; m < M; m++) {
-        sums[m][h] += __builtin_convertvector(dots[m][h], Vec) * (scales * x.scales[row + m]);
-        if (Format::kMinimum) sums[m][h] += minima * (x.scales[row + m] * x.sums[row + m]);
-      }
-    }
   }
-  for (int m = 0; m < M; m++) out[m][0] = sums[m][0], out[m][1] = sums[m][1];
+  std::memcpy(out, sums, sizeof sums);
 }
 
 template <class Format, int... M>
 constexpr auto block_products(std::integer_sequence<int, M...>) {
-  return std::array{&multiply_blocks<Format, M + 1>...};
+  return std::array{&multiply_blocks<Format, M + 1, 1>...};
 }
 
-// store(row, panel, low, high) takes rows from `first` on, where a tile begins, times `count` panels that begin `stride` bytes apart.
+// Whether one row is multiplied with kStreams panels at a time: with 4 bits, the processor has too much to compute for that.
+inline bool streams(int64_t kind) { return kind == kBfloat16 || kind == kQ8_0; }
+
+// store(row, panel, low, high) takes rows from `first` on, where a tile begins, times `count` panels.
 template <class Store>
-void multiply(const Activations& x, int first, int rows, int64_t kind, const uint8_t* panels, int count, Store store) {
+void multiply(const Activations& x, int first, int rows, int64_t kind, const uint8_t* const* panels, int count, Store store) {
   with_format(kind, [&](auto format) {
     using Format = decltype(format);
     static constexpr auto products = block_products<Format>(std::make_integer_sequence<int, kBlockRows>());
-    Outputs out[kBlockRows];
-    for (int p = 0; p < count; p++) {
+    Outputs out[std::max(kBlockRows, kStreams)];
+    int p = 0;
+    if constexpr (Format::kBits == 8)
+      for (; rows == 1 && p + kStreams <= count; p += kStreams) {
+        multiply_blocks<Format, 1, kStreams>(x, first / kBlockRows, panels + p, out);
+        for (int i = 0; i < kStreams; i++) store(0, p + i, out[i][0], out[i][1]);
+      }
+    for (; p < count; p++) {
       for (int row = 0; row < rows; row += kBlockRows) {
         const int some = std::min(kBlockRows, rows - row);
-        products[some - 1](x, (first + row) / kBlockRows, panels + p * x.blocks * Format::kBytes, out);
+        products[some - 1](x, (first + row) / kBlockRows, panels + p, out);
         for (int m = 0; m < some; m++) store(row + m, p, out[m][0], out[m][1]);
       }
     }

@@ -45,7 +45,7 @@ def library(folder: Path, level: Level) -> ctypes.CDLL:
 
 
 def find_compiler() -> str:
-    """Raises NoCompilerError."""
+    """Return the command of a C++ compiler. Raises NoCompilerError."""
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise NoCompilerError(f"there is no C++ compiler ({', '.join(_COMPILERS)}); install g++")

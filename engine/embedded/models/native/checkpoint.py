@@ -83,7 +83,8 @@ class LlamaConfig:
 
 
 def read_config(folder: Path) -> LlamaConfig:
-    """Raises EngineFailure for values that no model can have, else UnsupportedModelError."""
+    """Read config.json. Raises EngineFailure for values that no model can have, and UnsupportedModelError for other
+    models."""
     facts = read_model_facts(folder)
     facts.check_values()
     try:

@@ -21,6 +21,7 @@ namespace {
 constexpr int kTaskPanels = 6;                 // panels in a task: even, as gate and up panels come in pairs
 constexpr int kTaskRows = 16 * kTileRows;
 static_assert(kTaskRows % kBlockRows == 0, "tasks begin where tiles of activations begin");
+static_assert(kTaskPanels % (2 * kStreams) == 0, "a gate and what it gates are in one task");
 constexpr int kAttentionRows = 8 * kTileRows;  // query rows that share a pass over keys and values
 constexpr int kFewRows = 32;
 
@@ -196,16 +197,24 @@ class Decoder {
   void product(int& phase, const Matrix& m, const float* x, long stride, int rows, Store store) {
     const bool blocks = m.kind != kBfloat16;
     const Activations codes = blocks ? coded(phase, m, x, stride, rows) : Activations{};
-    const int panels = (m.outputs + kPanel - 1) / kPanel, row_blocks = (rows + kTaskRows - 1) / kTaskRows;
-    team_.each(phase, (panels + kTaskPanels - 1) / kTaskPanels * row_blocks, [&](int i) {
-      const int first = i / row_blocks * kTaskPanels, first_row = i % row_blocks * kTaskRows;
-      const int count = std::min(kTaskPanels, panels - first), count_rows = std::min(kTaskRows, rows - first_row);
-      const uint8_t* begin = m.panels + first * m.stride();
-      const auto place = [&](int row, int panel, Vec low, Vec high) { store(first_row + row, first + panel, low, high); };
-      if (blocks) return multiply(codes, first_row, count_rows, m.kind, begin, count, place);
-      WeightPanel group[kTaskPanels];
-      for (int p = 0; p < count; p++) group[p].data = (const uint32_t*)(begin + p * m.stride());
-      multiply(x + first_row * stride, stride, count_rows, group, count, m.inputs, place);
+    const int panels = (m.outputs + kPanel - 1) / kPanel, tasks = (panels + kTaskPanels - 1) / kTaskPanels;
+    const int row_blocks = (rows + kTaskRows - 1) / kTaskRows, sides = rows == 1 && streams(m.kind) ? kStreams : 1;
+    team_.each(phase, tasks * row_blocks, [&](int i) {
+      // Panels side by side are `tasks` times `width` apart, so that each goes on where it ended in the task before.
+      const int first_row = i % row_blocks * kTaskRows, count_rows = std::min(kTaskRows, rows - first_row);
+      const int width = kTaskPanels / sides;
+      int numbers[kTaskPanels], count = 0;
+      for (int place = 0; place < kTaskPanels; place++) {
+        const int number = (place % sides * tasks + i / row_blocks) * width + place / sides;
+        if (number < panels) numbers[count++] = number;
+      }
+      const uint8_t* group[kTaskPanels];
+      for (int p = 0; p < count; p++) group[p] = m.panels + numbers[p] * m.stride();
+      const auto place = [&](int row, int panel, Vec low, Vec high) { store(first_row + row, numbers[panel], low, high); };
+      if (blocks) return multiply(codes, first_row, count_rows, m.kind, group, count, place);
+      WeightPanel weights[kTaskPanels];
+      for (int p = 0; p < count; p++) weights[p].data = (const uint32_t*)group[p];
+      multiply(x + first_row * stride, stride, count_rows, weights, count, m.inputs, place);
     });
   }
 
@@ -300,13 +309,14 @@ class Decoder {
     }
     for (int block = 0; block <= last / size; block++) {
       const float *key = keys(layer, chunk, block, head), *value = values(layer, chunk, block, head);
-      for (int p = 0; p < width / kPanel; p++) panels[p] = {key + p * kPanel, size};
+      const float* next = block < last / size ? keys(layer, chunk, block + 1, head) : value;
+      for (int p = 0; p < width / kPanel; p++) panels[p] = {key + p * kPanel, size, value + p * kPanel};
       multiply(query.data(), dim, rows, panels.data(), width / kPanel, dim, [&](int row, int panel, Vec low, Vec high) {
         save(&scores[row * width + panel * kPanel], low);
         save(&scores[row * width + panel * kPanel + kLanes], high);
       });
       for (int r = 0; r < rows; r++) weigh(&scores[r * width], first + r / group - block * size + 1, &state[2 * r], &out[r * out_width]);
-      for (int p = 0; p < out_width / kPanel; p++) panels[p] = {value + p * kPanel, dim};
+      for (int p = 0; p < out_width / kPanel; p++) panels[p] = {value + p * kPanel, dim, next + p * kPanel};
       multiply(scores.data(), width, rows, panels.data(), out_width / kPanel, std::min(size, last - block * size + 1),
                [&](int row, int panel, Vec low, Vec high) {
                  float* to = &out[row * out_width + panel * kPanel];

@@ -5,10 +5,11 @@ The torch runner (`engine/embedded/models/torch/runner.py`) runs whatever transf
 what it knows: bfloat16 or quantised weights, float32 activations, keys and values, a whole step in one call.
 """
 
+import ctypes
 import logging
 import math
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +25,12 @@ from engine.embedded.models.native.build import NoCompilerError, find_compiler, 
 from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig, read_config
 from engine.embedded.models.native.head import NativeHead
 from engine.embedded.models.native.levels import chosen
-from engine.embedded.models.native.sampler import NativeSampler
-from engine.embedded.models.native.structures import NativeStep
+from engine.embedded.models.native.structures import NativeDraw, NativeStep
 from engine.embedded.models.native.weights import Weights, zeros
 from engine.embedded.models.runner import EmbeddingRows, PendingTokens, StepInput
 from engine.embedded.models.shared_weights import SharedWeights
+from engine.embedded.sampling.sampler import SPARE, Report, Sampler, uniform
+from engine.embedded.sampling.state import SamplerState
 from engine.embedded.threads import compute_threads
 
 log = logging.getLogger(__name__)
@@ -185,3 +187,33 @@ def _block_bytes(config: EmbeddedConfig, shape: LlamaConfig) -> int:
     """Return the bytes of a block in all layers: keys as float32 [kv_heads, head_dim, block_size], values as
     [kv_heads, block_size, head_dim]."""
     return shape.layers * 2 * shape.kv_heads * shape.head_dim * config.kv_block_size * 4
+
+
+class NativeSampler(Sampler):
+    """A `Sampler` that draws the same tokens by compiled code (`sampling.h`), up to the rounding of exponentials."""
+
+    def __init__(self, vocab_size: int, code: ctypes.CDLL) -> None:
+        super().__init__(vocab_size, torch.device("cpu"))
+        self._code = code
+
+    def _draw(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
+        tokens = torch.empty(len(states), dtype=torch.int64)
+        draws = (NativeDraw * len(states))(*map(_describe, states))
+        self._code.draw(logits.data_ptr(), *logits.shape, draws, tokens.data_ptr())
+        return tokens
+
+    def _report(self, logits: torch.Tensor, chosen: torch.Tensor, counts: Sequence[int]) -> Report:
+        logits = logits.contiguous()
+        listed = min(max(counts) + SPARE, self._vocab_size)
+        values = torch.empty((len(logits), 3 + 2 * listed))
+        self._code.report(logits.data_ptr(), *logits.shape, chosen.data_ptr(), listed, values.data_ptr())
+        return Report(values, counts, SPARE)
+
+
+def _describe(state: SamplerState) -> NativeDraw:
+    sampling = state.sampling
+    races = sampling.seed is not None
+    quantile = 0.0 if races else uniform(state.seed, state.position)
+    truncation = sampling.temperature, sampling.top_p, sampling.min_p
+    # ctypes keeps the low 64 bits of a seed, which are all that count.
+    return NativeDraw(state.seed, state.position, sampling.top_k, quantile, *truncation, races)

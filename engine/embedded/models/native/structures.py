@@ -5,7 +5,7 @@ from enum import IntEnum
 
 
 class Kind(IntEnum):
-    """How a matrix is stored: `Kind` in `blocks.h`. The names of blocks are those of GGUF."""
+    """Storage format of a matrix: `Kind` in `blocks.h`. Names of block formats are GGUF's."""
 
     BFLOAT16 = 0
     Q8_0 = 1

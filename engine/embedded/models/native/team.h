@@ -63,7 +63,7 @@ class TeamSize {
 class Team {
  public:
   explicit Team(int size) : starts_(size), size_(size) {
-    for (int i = 1; i < size; i++) threads_.emplace_back([this, i] { serve(starts_[i]); });
+    for (int i = 1; i < size; i++) threads_.emplace_back([this, i] { serve(i); });
   }
   ~Team() {
     stopping_ = true;
@@ -74,7 +74,7 @@ class Team {
   template <class Work>
   void run(int phases, Work& work) {
     const int64_t began = nanoseconds(CLOCK_MONOTONIC);
-    if ((int)next_.size() < phases) next_ = std::vector<std::atomic<int>>(phases);
+    if (next_.size() < phases * starts_.size()) next_ = std::vector<std::atomic<int>>(phases * starts_.size());
     for (auto& next : next_) next.store(0, std::memory_order_relaxed);
     work_ = &work;
     call_ = [](void* work) { (*static_cast<Work*>(work))(); };
@@ -84,10 +84,14 @@ class Team {
     take_part();
     size_.ran(nanoseconds(CLOCK_MONOTONIC) - began, worked_);
   }
+  // Each thread takes its share of the tasks, in order, then what is left of others' shares.
   template <class Task>
   void each(int& phase, int count, Task task) {
-    std::atomic<int>& next = next_[phase++];
-    for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) task(i);
+    std::atomic<int>* taken = &next_[phase++ * starts_.size()];
+    for (int turn = 0; turn < running_; turn++) {
+      const long share = (place_ + turn) % running_, begin = share * count / running_, end = (share + 1) * count / running_;
+      for (long i; (i = begin + taken[share].fetch_add(1, std::memory_order_relaxed)) < end;) task(i);
+    }
     meet();
   }
 
@@ -102,9 +106,10 @@ class Team {
       starts_[i].runs.notify_one();
     }
   }
-  void serve(Start& start) {
+  void serve(int place) {
+    place_ = place;
     for (uint32_t seen = 0;; seen++) {
-      start.runs.wait(seen);
+      starts_[place].runs.wait(seen);
       if (stopping_) return;
       take_part();
     }
@@ -135,6 +140,7 @@ class Team {
   }
 
   inline static thread_local int64_t spun_ = 0;
+  inline static thread_local int place_ = 0;  // of a thread in its team; the one that calls `run` is the first
   std::vector<std::thread> threads_;
   std::vector<Start> starts_;
   std::vector<std::atomic<int>> next_;

@@ -120,7 +120,7 @@ class _Decodes(NamedTuple):
 
     rows: slice
     gathered: Sequence[torch.Tensor]
-    """For each layer the flat [2 * count * width] indices of key, then value block rows."""
+    """Flat indices of each layer's key, then value block rows, [2 * count * width]."""
     length: int
     """Number of tokens of the longest sequence, from its first block on."""
     mask: torch.Tensor | None

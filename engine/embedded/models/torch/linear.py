@@ -26,7 +26,7 @@ class PackedLinear(nn.Module):
     """`nn.Linear` for inference with float32 activations; keeps neither `weight` [out, in] nor a reference to it."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, few_only: bool = False) -> None:
-        """With `few_only`, for linears that seldom have many rows, the wide layout is left out if the narrow one can
+        """`few_only`: the linear seldom has many rows; leave out the layout for them if the one for few rows can
         serve."""
         super().__init__()
         self._bias = bias

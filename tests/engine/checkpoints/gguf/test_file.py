@@ -46,8 +46,8 @@ def test_a_torn_file_names_the_tensor_or_the_header(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "is no GGUF file: it is empty"),
-        (b"PK\3\4 a zip", r"is no GGUF file: it begins with b'PK\\x03\\x04' instead of b'GGUF'"),
+        (b"", "is not a GGUF file: it is empty"),
+        (b"PK\3\4 a zip", r"is not a GGUF file: it begins with b'PK\\x03\\x04' instead of b'GGUF'"),
         (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "is a GGUF file of version 1; only little-endian ones"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "is a GGUF file big-endian; only"),
         (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1 << 60), "is truncated or damaged"),

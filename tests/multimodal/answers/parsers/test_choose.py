@@ -32,7 +32,7 @@ def test_reasoning_parsers_have_names_of_others(name: str) -> None:
 
 
 def test_names_are_listed_for_who_mistypes_one() -> None:
-    with pytest.raises(ValueError, match=r"hermez is none of the tool parsers .*hermes"):
+    with pytest.raises(ValueError, match=r"unknown tool parser hermez; .*hermes"):
         family("hermez")
     with pytest.raises(ValueError, match=r"none of the reasoning parsers .*qwen3"):
         family(None, "hermes")

@@ -12,8 +12,7 @@ import torch
 from engine.config import EmbeddedConfig
 from engine.embedded.models.native import levels
 from engine.embedded.models.native.build import library
-from engine.embedded.models.native.runner import NativeRunner
-from engine.embedded.models.native.sampler import NativeSampler
+from engine.embedded.models.native.runner import NativeRunner, NativeSampler
 from engine.embedded.sampling.sampler import Sampled, Sampler, uniform
 from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sampling.truncation import Truncation, quantile, weigh
