@@ -16,7 +16,7 @@ from multimodal.answers.formats import AnswerFormat
 from multimodal.answers.shapes import AnswerContext, Shape
 from multimodal.errors import DeadlineExceeded, RequestError
 from multimodal.metrics import ChoiceTimer, GenerationMetrics
-from multimodal.request import Ask, Conversation, Limits, Sampling, check_tools
+from multimodal.request import Ask, Conversation, Limits, Sampling, SamplingDefaults, check_tools
 from multimodal.text.prompts import Prompts
 
 
@@ -25,7 +25,7 @@ class Processor:
     """Prepares requests for one engine.
 
     Every request names the logits processors `logits`. `format` says what the parts of answers to chats are; other
-    answers are plain text.
+    answers are plain text. `defaults` are of sampling.
     """
 
     engine: Engine
@@ -35,6 +35,7 @@ class Processor:
     metrics: GenerationMetrics
     logits: tuple[str, ...] = ()
     format: AnswerFormat = field(default_factory=AnswerFormat)
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     _fingerprint: str = field(default_factory=lambda: f"fp_{uuid4().hex[:10]}", init=False)
 
     async def prepare(
@@ -55,7 +56,7 @@ class Processor:
         if not all(prompt.ids for prompt in prompts):
             raise RequestError("The prompt is empty.", ask.spelled("prompt"))
         tokenizer = self.prompts.tokenizer
-        sampling = Sampling(info, tokenizer, self.limits, self.logits)
+        sampling = Sampling(info, tokenizer, self.limits, self.logits, self.defaults)
         lengths = [len(prompt.ids) for prompt in prompts]
         asked, first = ask, self.format.parser(ask, info.guides, tokenizer, prompts[0].opening)
 

@@ -170,11 +170,12 @@ class Ask:
     default_max_tokens: int | None = None
     """Used without `max_tokens`, as far as there is room; None fills the context."""
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float | None = None
+    """None is the default (`SamplingDefaults`), here and in the next four."""
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
@@ -237,6 +238,22 @@ class Limits:
         return self.max_tokenize_tokens or 4 * info.context_length
 
 
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """Sampling parameters of requests that do not set them: OpenAI's defaults, unless the model has its own."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def of(self, ask: Ask, name: str) -> float:
+        """Return a request's own value of a parameter, or the default."""
+        value: float | None = getattr(ask, name)
+        return getattr(self, name) if value is None else value
+
+
 def check_tools(ask: Ask, limits: Limits) -> None:
     """Raise RequestError for more tools, or larger or deeper schemas, than the limits allow."""
     if not isinstance(ask.prompt, Conversation) or not (tools := ask.prompt.tools):
@@ -261,6 +278,7 @@ class Sampling:
     limits: Limits
     processors: tuple[str, ...] = ()
     """Logits processors of every request."""
+    defaults: SamplingDefaults = SamplingDefaults()
 
     def params(self, ask: Ask, lengths: Sequence[int], budget: ReasoningBudget | None = None) -> list[SamplingParams]:
         """Return the parameters of every choice: `ask.n` for each prompt, whose tokens are `lengths` in number."""
@@ -268,11 +286,11 @@ class Sampling:
         common = SamplingParams(
             max_tokens=min(max_tokens),
             min_tokens=_within("min_tokens", ask.min_tokens, 0, min(max_tokens)),
-            temperature=_in_range("temperature", ask.temperature),
-            top_p=_top_p(ask.top_p),
-            top_k=max(0, _in_range("top_k", ask.top_k)),
-            min_p=_in_range("min_p", ask.min_p),
-            repetition_penalty=_in_range("repetition_penalty", ask.repetition_penalty),
+            temperature=_in_range("temperature", self.defaults.of(ask, "temperature")),
+            top_p=_top_p(self.defaults.of(ask, "top_p")),
+            top_k=max(0, int(_in_range("top_k", self.defaults.of(ask, "top_k")))),
+            min_p=_in_range("min_p", self.defaults.of(ask, "min_p")),
+            repetition_penalty=_in_range("repetition_penalty", self.defaults.of(ask, "repetition_penalty")),
             presence_penalty=_in_range("presence_penalty", ask.presence_penalty),
             frequency_penalty=_in_range("frequency_penalty", ask.frequency_penalty),
             logit_bias=self._logit_bias(ask.logit_bias),

@@ -20,6 +20,8 @@ _SIZES = (
 )  # fmt: skip
 _NUMBERS = ("rms_norm_eps", "rope_theta")
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+_SAMPLING = {"temperature": float | int, "top_p": float | int, "top_k": int, "min_p": float | int}
+_SAMPLING["repetition_penalty"] = float | int
 _MOST = (1 << 31) - 1
 """Largest size that a configuration may name."""
 
@@ -124,6 +126,17 @@ class ModelFacts:
             if ids:
                 return tuple(ids)
         return ()
+
+    @cached_property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """Sampling parameters in generation_config.json."""
+        found = {name: value for name in _SAMPLING if (value := self._generation.get(name)) is not None}
+        for name, value in found.items():
+            if isinstance(value, bool) or not isinstance(value, _SAMPLING[name]):
+                raise EngineFailure(
+                    f"{name} in the generation_config.json of {self.folder} must be a number, not {value!r}"
+                )
+        return found
 
     @property
     def layers(self) -> int:

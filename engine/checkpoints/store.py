@@ -122,6 +122,8 @@ def packaged_folder(model: str, cache_dir: Path) -> Path:
 def _name(model: str, made_of: bytes) -> str:
     """Return a digest of the weights, of what they are made on top of, and of the way in which they are converted."""
     digest = blake3(made_of + PACKAGED[model].sha256.encode())
+    if PACKAGED[model].sampling:
+        digest.update(repr(PACKAGED[model].sampling).encode())
     if not PACKAGED[model].sha256:
         for part in installed_files(model):
             digest.update_mmap(part)
@@ -154,6 +156,7 @@ def _packaged(model: str, cache_dir: Path) -> Path:
                 return
             file = GgufFile(source)
             make_room(cache_dir, 2 * file.weights)
+            file.metadata |= {f"general.sampling.{key}": value for key, value in PACKAGED[model].sampling}
             convert(file, made, progress)
 
     try:

@@ -295,7 +295,8 @@ class _Host:
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
-            await asyncio.wait_for(self.process.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self.process.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()
@@ -317,7 +318,8 @@ class _Host:
         """
         await asyncio.wait([self._control])
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._log_ended.wait(), 0.5)
+            async with asyncio.timeout(0.5):
+                await self._log_ended.wait()
         self._close_log()
 
     async def _read_control(self) -> None:

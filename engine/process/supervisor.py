@@ -55,7 +55,8 @@ class Supervisor:
                 continue
             log.error("restarting in %.2g s: %s", self._pause, reason)
             try:
-                await asyncio.wait_for(self._stopped.wait(), self._pause)
+                async with asyncio.timeout(self._pause):
+                    await self._stopped.wait()
                 return end.reason
             except TimeoutError:
                 self._pause = min(2 * self._pause, LONGEST_PAUSE)

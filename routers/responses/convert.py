@@ -7,7 +7,7 @@ from typing import Any
 
 from multimodal.answers.responses import Asked
 from multimodal.errors import RequestError, shown
-from multimodal.request import Ask, AskedGuide, Conversation, TextGrammar, Tool, Tools
+from multimodal.request import Ask, AskedGuide, Conversation, SamplingDefaults, TextGrammar, Tool, Tools
 from protocol.chat import FunctionDefinition
 from protocol.responses import (
     ContextFields,
@@ -95,7 +95,7 @@ def items_of(given: str | list[InputItem] | None) -> list[InputItem]:
     return given or []
 
 
-def asked_of(body: ResponsesRequest, ask: Ask, unique: str) -> Asked:
+def asked_of(body: ResponsesRequest, ask: Ask, unique: str, defaults: SamplingDefaults) -> Asked:
     """Return the fields of the response that repeat its request."""
     tools = [(space, tool) for _, space, tool in _flat(body.tools or ()) if tool.type in ("function", "custom")]
     text, reasoning = body.text, body.reasoning
@@ -123,7 +123,7 @@ def asked_of(body: ResponsesRequest, ask: Ask, unique: str) -> Asked:
             "safety_identifier": body.safety_identifier,
             "service_tier": "default",
             "store": body.store is not False,
-            "temperature": ask.temperature,
+            "temperature": defaults.of(ask, "temperature"),
             "text": {
                 "format": _shown_format(text.format)
                 if text is not None and text.format is not None
@@ -133,7 +133,7 @@ def asked_of(body: ResponsesRequest, ask: Ask, unique: str) -> Asked:
             "tool_choice": body.tool_choice or "auto",
             "tools": [_shown_tool(tool) for tool in body.tools or () if tool.type in _TYPES],
             "top_logprobs": body.top_logprobs or 0,
-            "top_p": ask.top_p,
+            "top_p": defaults.of(ask, "top_p"),
             "truncation": body.truncation or "disabled",
             "user": body.user,
         },

@@ -260,7 +260,7 @@ async def prepare(
     history = await responses.history(owner, body, kept)
     unique = uuid4().hex
     ask = await converted(state, lambda: convert(_with_input(body, history.own), history.earlier))
-    shape = partial(ResponsesShape, asked=asked_of(body, ask, unique))
+    shape = partial(ResponsesShape, asked=asked_of(body, ask, unique, service.processor.defaults))
     make = partial(service.processor.prepare, shape=shape, request_id=request_id, dp_rank=dp_rank)
     generation = await (_fitting(make, ask) if body.truncation == "auto" else make(ask))
     assert isinstance(generation.shape, ResponsesShape)

@@ -174,7 +174,8 @@ class Responses:
                 break
             waiting = changed.wait() if changed is not None else asyncio.sleep(_POLL_SECONDS)
             with suppress(TimeoutError):
-                await asyncio.wait_for(waiting, BEAT_SECONDS)
+                async with asyncio.timeout(BEAT_SECONDS):
+                    await waiting
         if not last or orjson.loads(last[0])["type"] not in _LAST:  # its process has died, or it was deleted
             failed = {"type": "response.failed", "sequence_number": after + 1}
             status = record.status if record.status in FINAL else "cancelled"

@@ -36,7 +36,7 @@ from routers.state import ChatService, PrefillService
 from server.compose.composition import Composition, Failed, never
 from server.compose.config import default_processors, engine_config, sleep_config
 from server.compose.encoders import Encoders, image_prompts, start_encoders
-from server.compose.model import answer_format, load_text, model_folder
+from server.compose.model import answer_format, load_text, model_folder, sampling_defaults
 from server.compose.publishing import publish_events
 from server.compose.sleeping import follow_sleep
 from server.health.canary import engine_probe
@@ -190,6 +190,7 @@ def _chat_service(
         metrics,
         default_processors(settings),
         answers,
+        sampling_defaults(settings, folder, dict(engine.info.refused_parameters)),
     )
     transcriber = None
     if speech is not None:

@@ -1,15 +1,19 @@
 """The model that the settings name: its name in requests, its folder, its tokenizer and chat template."""
 
 import logging
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from engine.checkpoints.facts import read_model_facts
 from engine.checkpoints.gguf.split import stem_of
 from engine.checkpoints.pipelines import present_pipeline, resolve_pipeline
+from engine.errors import EngineFailure
 from multimodal.answers.formats import AnswerFormat
 from multimodal.answers.parsers.choose import choose, family
 from multimodal.answers.parsers.formats import OutputFormat
 from multimodal.answers.parsers.response_templates import RESPONSE_TEMPLATE, family_of
+from multimodal.request import RANGES, SamplingDefaults
 from multimodal.text.control import ControlTokens
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import IMAGE, Tokenizer, byte_tokenizer, response_template
@@ -93,6 +97,26 @@ def load_text(settings: Settings, folder: Path | None) -> tuple[Tokenizer, ChatT
         return tokenizer, None
     control = ControlTokens(tokenizer, _control_texts(settings, folder, tokenizer))
     return tokenizer, ChatTemplate(source, tokenizer.special_tokens, control)
+
+
+def sampling_defaults(settings: Settings, folder: Path | None, refused: Collection[str]) -> SamplingDefaults:
+    """Return the default sampling parameters, which are the model's own if the settings say so. Those that the engine
+    has `refused` are left out. Raises EngineFailure for a value out of range.
+    """
+    if folder is None or settings.engine == "fake" or settings.sampling_defaults == "openai":
+        return SamplingDefaults()
+    found = read_model_facts(folder).sampling_defaults
+    for name, value in found.items():
+        low, high = RANGES[name]
+        if not low <= value <= high or (name == "top_p" and not value):
+            raise EngineFailure(
+                f"{name} in the generation_config.json of {folder} is {value}, which is not from {low:g} to {high:g}; "
+                "SAMPLING_DEFAULTS=openai leaves it out"
+            )
+    used = {name: value for name, value in found.items() if name not in refused}
+    if used:
+        log.info("default sampling parameters of the model: %s", used)
+    return replace(SamplingDefaults(), **used)
 
 
 def answer_format(settings: Settings, folder: Path | None, template: ChatTemplate | None) -> AnswerFormat:

@@ -32,7 +32,7 @@ class ModelSettings(Section):
 
     model: str = Field(DEFAULT_MODEL, min_length=1, validation_alias=AliasChoices("model", "model_path"))
     """Hugging Face folder or id, GGUF file, or a built-in model: smollm2-135m-instruct, smolvision, smolvideo,
-    smolaudio, gemma-3-270m, qwen2.5-coder-0.5b or whisper-tiny.en. `trellis models` lists them.
+    smolaudio, gemma-3-270m, qwen2.5-coder-0.5b, qwen2.5-coder-1.5b or whisper-tiny.en. `trellis models` lists them.
     """
     served_model_name: str = ""
     """Name in /v1/models and in requests; empty takes the model's own."""
@@ -45,6 +45,10 @@ class ModelSettings(Section):
     reasoning_parser: str = "auto"
     """Notation of the model's reasoning: deepseek_r1, qwen3 or another name in docs/agents.md; auto decides by chat
     template and model type, response_template takes the model's own, none takes reasoning for text.
+    """
+    sampling_defaults: Literal["model", "openai"] = "model"
+    """Sampling parameters of requests that do not set them: temperature, top_p, top_k, min_p and repetition_penalty of
+    the model's generation_config.json, as in vLLM, or OpenAI's defaults.
     """
     thinking_token_budget: int = Field(-1, ge=-1)
     """Maximum number of tokens of reasoning in a choice, where the request sets no limit: its end is then forced. -1 is

@@ -4,6 +4,7 @@ Every field is honoured, ignored or refused by name, and every answer has OpenAI
 """
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -29,7 +30,7 @@ from multimodal.answers.parsers.choose import family
 from multimodal.errors import DeadlineExceeded, ModelNotFound, RequestError
 from multimodal.metrics import GenerationMetrics
 from multimodal.processor import Generation, Processor
-from multimodal.request import Limits
+from multimodal.request import Limits, SamplingDefaults
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import Tokenizer, byte_tokenizer
@@ -158,6 +159,20 @@ async def test_extensions_and_nulls_are_taken(setup: Setup, base: dict[str, Any]
     assert answer["id"].endswith("-mine")
     fields = (ChatCompletionRequest if base is CHAT else CompletionRequest).model_fields
     await setup.complete({**dict.fromkeys(fields), **base, "max_tokens": 2})
+
+
+async def test_what_a_request_leaves_open_is_sampled_as_the_model_says(setup: Setup) -> None:
+    setup.processor = dataclasses.replace(setup.processor, defaults=SamplingDefaults(0.7, 0.8, 20, 0.1, 1.1))
+
+    async def sampled(**fields: Any) -> list[float]:
+        (choice,) = (await setup.prepare({**CHAT, **fields})).choices
+        own = choice.request.sampling
+        return [own.temperature, own.top_p, own.top_k, own.min_p, own.repetition_penalty]
+
+    plain = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+    assert await sampled() == await sampled(**dict.fromkeys(plain)) == [0.7, 0.8, 20, 0.1, 1.1]
+    assert await sampled(temperature=0) == [0, 0.8, 20, 0.1, 1.1]
+    assert await sampled(**plain) == [1, 1, 0, 0, 1]
 
 
 async def test_a_request_keeps_its_blocks_from_tiers(setup: Setup) -> None:

@@ -106,7 +106,7 @@ def write_gguf(
         **(settings or {}),
     }
     for key, value in known.items():
-        add(writer, f"{architecture}.{key}", value)
+        add(writer, key if key.startswith("general.") else f"{architecture}.{key}", value)
     given = {"chat_template": TEMPLATE} | words | (tokenizer or {})
     for key, value in given.items():
         ids = key in ("bos", "eos", "eot", "padding", "unknown")

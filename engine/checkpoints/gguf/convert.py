@@ -15,6 +15,14 @@ from engine.errors import EngineFailure
 
 _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 """Names of special tokens in Hugging Face files, and in GGUF metadata."""
+_SAMPLING = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Parameters of sampling in GGUF metadata, and in generation_config.json."""
 _WEIGHTS_AT_ONCE = 1 << 24
 """Maximum number of weights that are dequantised at a time, in tensors of which rows do not change places."""
 
@@ -30,7 +38,9 @@ def convert(file: GgufFile, folder: Path, progress: Progress) -> None:
     ids = {name: token_id for name, token_id in ids.items() if token_id is not None}
     config = model.settings() | ids
     _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", ids | {"eos_token_id": vocabulary.ends})
+    sampling = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    sampling = {name: round(value, 6) for name, value in sampling.items() if value is not None}  # of float32
+    _write_json(folder / "generation_config.json", ids | sampling | {"eos_token_id": vocabulary.ends})
     (folder / "tokenizer.json").write_text(vocabulary.tokenizer().to_str(pretty=True), encoding="utf-8")
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(vocabulary, config["max_position_embeddings"]))
     if template := file.metadata.get("tokenizer.chat_template"):

@@ -52,8 +52,6 @@ class CallState:
         self.id_length = id_length
         self.id = ""
         self.name: str | None = None
-        self.possible = ""
-        """A name that is one if arguments follow."""
         self.arguments: list[str] = []
         self.given = False
 
@@ -167,8 +165,11 @@ class CallReader:
     def _calls(
         self, tools: ToolFormat, found: "regex.Match[str]", before: Sequence[str] = (), known: bool = False
     ) -> Generator[None, None, bool]:
-        """Read a call, or a list of some. Return whether it was one; otherwise it is text."""
+        """Read a call, or a list of some. Return whether it was one; otherwise it is text. `known` calls have no marker
+        of their own, but the name of a tool; where the format has markers they are no calls before they are complete.
+        """
         groups = found.groupdict()
+        whole, self._whole = self._whole, self._whole or (known and bool(tools.loose))
         name, call_id = groups.get("name"), groups.get("id")
         self._record = list(before)
         self._take(found.end())
@@ -199,6 +200,7 @@ class CallReader:
             return False
         finally:
             self._record = self._list = None
+            self._whole = whole
         return True
 
     def _leave_out(self, pattern: Pattern) -> Reading:
@@ -295,17 +297,9 @@ class CallReader:
             name = yield from self._word()
             if not name or (known and name not in self._schemas):
                 raise Malformed
-            if known and not self._call.given:
-                self._call.possible = name
-            else:
-                self._begin(name)
+            self._begin(name)
         elif key in content.arguments and not self._call.given:
-            possible = self._call.possible
-            if possible and (yield from self._next()) == "{":
-                self._begin(possible)
             yield from self._arguments()
-            if possible and self._call.name is None:
-                self._begin(possible)
         elif known and key not in ("id", "type"):
             raise Malformed
         else:

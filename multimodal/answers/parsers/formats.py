@@ -107,7 +107,8 @@ class ToolFormat:
     bare: str = ""
     """Begins a call too, where only white space came before: the format has no marker. The name must be a tool's."""
     loose: str = ""
-    """Begins a call too, wherever it is, as small models write calls. The name must be a tool's."""
+    """Begins a call too, wherever it is, as small models write calls. The name must be a tool's. With this, calls
+    without the marker come out whole, since they are none if they do not end as such."""
     marker: str = ""
     """Markers that begin calls. They are dropped where the output ends right behind them."""
     markup: str = ""

@@ -187,6 +187,16 @@ def test_tokens_that_end_a_sequence(
     assert read_model_facts(write(tmp_path, config, generation)).eos_token_ids == ids
 
 
+def test_parameters_that_the_makers_sample_with(tmp_path: Path) -> None:
+    generation = {"do_sample": True, "temperature": 0.7, "top_k": 20, "repetition_penalty": None, "eos_token_id": 2}
+    assert read_model_facts(write(tmp_path, {}, generation)).sampling_defaults == {"temperature": 0.7, "top_k": 20}
+    assert read_model_facts(write(tmp_path, {}, {})).sampling_defaults == {}
+    for wrong in ({"top_p": "0.9"}, {"top_k": 0.5}, {"min_p": True}):
+        facts = read_model_facts(write(tmp_path, {}, wrong))
+        with pytest.raises(EngineFailure, match=rf"{next(iter(wrong))} in the generation_config\.json"):
+            _ = facts.sampling_defaults
+
+
 @pytest.mark.parametrize(
     ("change", "name", "message"),
     [

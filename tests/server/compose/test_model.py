@@ -1,4 +1,4 @@
-"""Which parsers a model gets."""
+"""Which parsers a model gets, and how it is sampled."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from engine.errors import EngineFailure
+from multimodal.request import SamplingDefaults
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import CHATML
-from server.compose.model import answer_format
+from server.compose.model import answer_format, sampling_defaults
 from server.settings import Settings
 
 OWN: dict[str, Any] = {
@@ -48,3 +50,18 @@ def test_a_response_template_that_cannot_be_used(tmp_path: Path, caplog: pytest.
     assert "version 9" in caplog.text
     with pytest.raises(ValueError, match="response_template"):
         names(tmp_path, CHATML, None, tool_call_parser="response_template")
+
+
+def test_requests_are_sampled_as_the_models_makers_do(tmp_path: Path) -> None:
+    def found(generation: dict[str, Any], *refused: str, **settings: Any) -> SamplingDefaults:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return sampling_defaults(Settings(model=str(tmp_path), **settings), tmp_path, refused)
+
+    (tmp_path / "config.json").write_text("{}")
+    own = {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.1}
+    assert found(own) == SamplingDefaults(temperature=0.7, top_k=20, repetition_penalty=1.1)
+    assert found(own, "repetition_penalty", "seed") == SamplingDefaults(temperature=0.7, top_k=20)
+    assert found({}) == found(own, sampling_defaults="openai") == SamplingDefaults()
+    for wrong in ({"temperature": 3.0}, {"top_p": 0}):
+        with pytest.raises(EngineFailure, match="SAMPLING_DEFAULTS=openai"):
+            found(wrong)

@@ -36,14 +36,17 @@ def folders(cache: Path) -> set[str]:
 
 
 def test_a_file_is_converted_once_and_found_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file, cache = write_gguf(tmp_path / "mine.gguf", tied=True), tmp_path / "cache"
+    sampling = {"general.sampling.temp": 0.7, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.1}
+    file, cache = write_gguf(tmp_path / "mine.gguf", tied=True, settings=sampling), tmp_path / "cache"
     assert present_model(str(file), cache) is None
     with caplog.at_level("INFO"):
         folder = resolve_model(str(file), cache)
     assert folder.name.startswith("mine-") and f"converting {file}" in caplog.text
     config = json.loads((folder / "config.json").read_text())
     assert config["tie_word_embeddings"] and config["vocab_size"] == len(byte_level()["tokens"])
-    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [2, 0]
+    assert (generation["temperature"], generation["top_k"], generation["repetition_penalty"]) == (0.7, 20, 1.1)
     assert "<|im_start|>" in (folder / "chat_template.jinja").read_text()
     caplog.clear()
     assert resolve_model(str(file), cache) == present_model(str(file), cache) == folder and not caplog.messages

@@ -300,6 +300,8 @@ def test_a_family_without_formats_passes_text_on() -> None:
         ('Now.\n<tools>\n{"name": "write", "arguments": "{}"}\n</tools>', 1, "Now."),
         ('So:\n```json\n{"name": "write", "description": "a tool"}\n```', 0, None),
         ('So:\n```json\n{"name": "other", "arguments": {}}\n```', 0, None),
+        ('```json\n{"name": "write", "arguments": {}, "response": {"done": true}}\n```', 0, None),
+        ('{"name": "write", "arguments": {"text": "a', 0, None),
         ('So:\n```json\n[{"text": "a"}, 1]\n```\n', 0, None),
         ("So:\n```python\n{}\n```", 0, None),
         ('So, {"name": "write", "arguments": {"text": "a"}} is a call.', 0, None),
@@ -313,4 +315,9 @@ def test_hermes_without_markers(written: str, calls: int, text: str | None, whol
         parts = read(found, *pieces)
         assert len([name for name, _ in names_and_arguments(parts) if name]) == calls
         assert "".join(part.text for part in parts if isinstance(part, Text)) == (written if text is None else text)
-        assert found.malformed == 0
+
+
+def test_other_json_in_a_code_block_is_no_malformed_call() -> None:
+    found = parser()
+    read(found, 'So:\n```json\n{"a": 1}\n```\n```json\n{"name": "Ana", "arguments": {}}\n```')
+    assert found.malformed == 0
