@@ -330,7 +330,8 @@ async def test_websockets_pass(tmp_path: Path) -> None:
                 with pytest.raises(ConnectionClosed) as closed:
                     await websocket.send(b"x" * (1 << 20) + b"x")
                     await websocket.recv()
-                assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
+                # The code is lost if the connection is reset while the message is on its way.
+                assert closed.value.rcvd is None or closed.value.rcvd.code == 1009
 
 
 @needs_nginx

@@ -80,17 +80,16 @@ def _serve() -> int:
     import server.cli  # noqa: PLC0415
 
     gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no child becomes a zombie
     requests = socket.socket(fileno=0)
     while True:
         message, descriptors, *_ = socket.recv_fds(requests, 1 << 20, 2)
-        with suppress(ChildProcessError):
-            while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG):  # those whose servers have ended
-                pass
         if not message:
             return 0
         stderr, status = descriptors
         if os.fork() == 0:
             requests.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             if (pid := os.fork()) == 0:
                 os.close(status)
                 os.open(os.devnull, os.O_RDONLY)  # as 0, which was the socket
