@@ -1,6 +1,7 @@
 """What `engine/base.py` promises of prompts with images, on every engine that takes their embeddings."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -61,8 +62,13 @@ def without_data(spans: tuple[MediaSpan, ...]) -> MediaSpans:
 
 
 def said(deltas: list[Delta]) -> list[tuple[int, float]]:
-    """Tokens, and their log-probabilities to five digits."""
-    return [(entry[0].token_id, round(entry[0].logprob, 5)) for delta in deltas for entry in delta.logprobs]
+    """Tokens and their log-probabilities."""
+    return [(entry[0].token_id, entry[0].logprob) for delta in deltas for entry in delta.logprobs]
+
+
+def near(one: list[tuple[int, float]], other: list[tuple[int, float]]) -> bool:
+    """Whether answers are equal but for rounding, which depends on what is computed together."""
+    return all((a[0], a[1]) == (b[0], pytest.approx(b[1], abs=1e-4)) for a, b in zip(one, other, strict=True))
 
 
 async def prefill(engine: Engine, request: GenerateRequest) -> tuple[Handoff, DeltaStream]:
@@ -75,8 +81,8 @@ async def test_another_image_gives_another_answer(engine: Engine) -> None:
     red, blue, again = [
         await generate(engine, showing(before, seed, after, max_tokens=12, logprobs=0)) for seed in (1, 2, 1)
     ]
-    assert said(red) == said(again) and len(said(red)) == 12
-    assert [entry for entry, other in zip(said(red), said(blue), strict=True) if entry != other]
+    assert near(said(red), said(again)) and len(said(red)) == 12
+    assert not near(said(red), said(blue))
 
 
 async def test_the_order_of_images_is_theirs(engine: Engine) -> None:
@@ -86,7 +92,7 @@ async def test_the_order_of_images_is_theirs(engine: Engine) -> None:
         said(await generate(engine, showing(texts[0], a, texts[1], b, texts[2], max_tokens=16, logprobs=0)))
         for a, b in orders
     ]
-    assert len({tuple(answer) for answer in answers}) == 3
+    assert not any(near(one, other) for one, other in itertools.combinations(answers, 2))
 
 
 async def test_many_at_once_do_not_mix(engine: Engine) -> None:
