@@ -44,7 +44,7 @@ def measure(
     said = [answer for first in range(0, len(chats), batch) for answer in answers(chats[first : first + batch])]
     found: dict[str, Any] = {kind: {"asked": per_kind, "right": per_kind, "wrong": []} for kind in held_out}
     for (kind, chat, expected), answer in zip(asked, said, strict=True):
-        if _normal(answer) != _normal(expected):
+        if normal(answer) != normal(expected):
             question = next(part["text"] for part in chat.messages[-1]["content"] if part["type"] == "text")
             found[kind]["right"] -= 1
             found[kind]["wrong"].append((question, expected, answer))
@@ -54,7 +54,7 @@ def measure(
     return {"asked": len(asked), "right": right, "accuracy": right / len(asked), "kinds": found}
 
 
-def _normal(answer: str) -> str:
+def normal(answer: str) -> str:
     return " ".join(answer.lower().split()).rstrip(".")
 
 

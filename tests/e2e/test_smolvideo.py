@@ -8,7 +8,8 @@ from random import Random
 import pytest
 
 from smolvideo.chats import held_out_chats
-from smolvideo.evaluate import normal, video_file
+from smolvideo.evaluate import video_file
+from smolvision.measure import normal
 from tests.support.disaggregated import servers
 from tests.support.pictures import ask, said
 from tests.support.servers import ServerProcess
