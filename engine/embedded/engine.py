@@ -240,8 +240,7 @@ class EmbeddedEngine(ThreadedEngine[EngineCore]):
         except Exception as error:
             self._fail_start(awaited, error)
             return
-        with contextlib.closing(core):
-            self._run_steps(core)
+        self._run_steps(core, contextlib.closing(core))
 
     def _step(self, core: EngineCore) -> None:
         with torch.profiler.record_function("step") if self._profiler else contextlib.nullcontext():

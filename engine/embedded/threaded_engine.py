@@ -7,6 +7,7 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -101,10 +102,12 @@ class ThreadedEngine(ABC, Generic[Core]):
             error = EngineFailure(f"cannot load {self._config.model}: {said}")
         self._settle(awaited, error)
 
-    def _run_steps(self, core: Core) -> None:
-        """Run steps until told to stop."""
+    def _run_steps(self, core: Core, resources: AbstractContextManager[object]) -> None:
+        """Run steps until told to stop. Requests hear of an error after `resources` are closed: then nobody reads the
+        core's memory any more.
+        """
         try:
-            with torch.inference_mode():
+            with resources, torch.inference_mode():
                 while self._obey(core):
                     self._step(core)
         except Exception as error:  # a bug of ours: the engine is lost, its requests must not hang

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection
+from contextlib import nullcontext
 
 import torch
 
@@ -86,7 +87,7 @@ class WhisperEngine(ThreadedEngine[WhisperCore]):
         except Exception as error:
             self._fail_start(ready, error)
             return
-        self._run_steps(core)
+        self._run_steps(core, nullcontext())
 
     def _step(self, core: WhisperCore) -> None:
         self._call(self._deliver, core.step(), core.stats())
