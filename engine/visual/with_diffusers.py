@@ -92,8 +92,12 @@ class DiffusersPipeline:
 
         def stepped(step: int, steps: int, latents: Any) -> None:
             tick(step, steps)
-            if is_previewed(asked, step, steps) and (pixels := _seen(pipe, latents, asked)) is not None:
-                show(pixels)
+            if is_previewed(asked, step, steps):
+                try:
+                    if (pixels := _seen(pipe, latents, asked)) is not None:
+                        show(pixels)
+                except EngineFailure as error:  # float16 may be too small for what pipelines decode in float32
+                    log.debug("a preview is left out: %s", error)
 
         arguments |= _reporting(_parameters(pipe), stepped, asked.steps)
         try:

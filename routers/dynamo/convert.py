@@ -8,7 +8,7 @@ import msgspec
 
 from engine.types import Delta, EngineInfo, GenerateRequest, Handoff, Logprob, PromptReport, TokenLogprobs
 from multimodal.errors import RequestError
-from multimodal.request import RANGES, Ask, AskedGuide, Limits, MediaRef, Sampling
+from multimodal.request import RANGES, Ask, AskedGuide, Limits, MediaRef, Sampling, SamplingDefaults
 from multimodal.text.prompts import Prompt
 from protocol.dynamo import DynamoGuides, DynamoRequest
 
@@ -70,6 +70,7 @@ def engine_requests(
     *,
     prompt: Prompt | None = None,
     processors: tuple[str, ...] = (),
+    defaults: SamplingDefaults = SamplingDefaults(),
     prefill_only: bool = False,
     handoffs: Sequence[Handoff] = (),
     trace: Mapping[str, str] | None = None,
@@ -86,7 +87,8 @@ def engine_requests(
     routing = asked.routing
     bad_words = _bad_words(asked.sampling_options.bad_words_token_ids or [], info, limits)
     found = []
-    for index, params in enumerate(Sampling(info, None, limits, processors).params(ask, [len(prompt.ids)])):
+    sampler = Sampling(info, None, limits, processors, defaults)
+    for index, params in enumerate(sampler.params(ask, [len(prompt.ids)])):
         sampling = msgspec.structs.replace(params, bad_words=bad_words) if bad_words else params
         found.append(
             GenerateRequest(

@@ -42,7 +42,7 @@ from engine.types import Delta, EngineInfo, GenerateRequest, Handoff
 from multimodal.errors import RequestError
 from multimodal.media.prompts import Keyed
 from multimodal.metrics import ChoiceTimer, GenerationMetrics
-from multimodal.request import Limits
+from multimodal.request import Limits, SamplingDefaults
 from multimodal.text.prompts import Prompt
 from protocol.dynamo import DynamoRequest
 from routers.dynamo.convert import CANCELLED, GraphOutputs, engine_requests, read_request
@@ -359,6 +359,7 @@ class EngineWorker(GraphWorker):
         images: GraphImages | BackendImages | None = None,
         offered: OfferedEmbeddings | None = None,
         processors: tuple[str, ...] = (),
+        defaults: SamplingDefaults = SamplingDefaults(),
         metrics: GenerationMetrics | None = None,
         lease_seconds: float,
         drain_seconds: float,
@@ -369,6 +370,7 @@ class EngineWorker(GraphWorker):
         self._images = images
         self._offered = offered
         self._processors = processors
+        self._defaults = defaults
         self._metrics = metrics
         self._held = HeldBlocks(lease_seconds, self._count)
 
@@ -517,6 +519,7 @@ class EngineWorker(GraphWorker):
         make = partial(
             engine_requests,
             processors=self._processors,
+            defaults=self._defaults,
             trace=_trace(context.trace_headers()),
             **more,
         )

@@ -23,7 +23,7 @@ from routers.state import ChatService, PrefillService
 from server.compose.composition import Composition
 from server.compose.config import default_processors
 from server.compose.encoders import Encoders, image_prompts
-from server.compose.model import load_text, model_folder
+from server.compose.model import load_text, model_folder, sampling_defaults
 from server.settings import Settings
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ async def _engine_worker(to: Composition, graph: DynamoGraph, folder: Path, serv
         prompts = await _prompts(to, folder, encoder, service.engine.info.max_encoded_images)
         offered = None if service.encoding is None else _offered(to, graph, service.encoding)
     tools, reasoning = ("", "") if processor is None else processor.format.parser_names
+    refused = dict(service.engine.info.refused_parameters)
     return dynamo.EngineWorker(
         graph,
         cast("WorkerRole", to.role.name),
@@ -100,6 +101,7 @@ async def _engine_worker(to: Composition, graph: DynamoGraph, folder: Path, serv
         images=_images(to, graph, prompts),
         offered=offered,
         processors=default_processors(settings),
+        defaults=sampling_defaults(settings, folder, refused) if processor is None else processor.defaults,
         metrics=None if processor is None else processor.metrics,
         lease_seconds=settings.lease_seconds,
         drain_seconds=settings.dynamo_drain_seconds,

@@ -166,7 +166,8 @@ class CallReader:
         self, tools: ToolFormat, found: "regex.Match[str]", before: Sequence[str] = (), known: bool = False
     ) -> Generator[None, None, bool]:
         """Read a call, or a list of some. Return whether it was one; otherwise it is text. `known` calls have no marker
-        of their own, but the name of a tool; where the format has markers they are no calls before they are complete.
+        of their own, but the name of a tool; where the format has markers they are no calls before they are complete,
+        with all calls of their list.
         """
         groups = found.groupdict()
         whole, self._whole = self._whole, self._whole or (known and bool(tools.loose))
@@ -174,7 +175,7 @@ class CallReader:
         self._record = list(before)
         self._take(found.end())
         self._call = CallState(tools.id_length)
-        self._list = None
+        self._list = [] if known and tools.loose else None
         try:
             if name is not None and not isinstance(tools.content, WholeCalls):
                 self._begin(self._tokens.show(name), call_id)
@@ -194,6 +195,10 @@ class CallReader:
                     yield from self._arguments()
             if self._call.name is not None:
                 self._end()
+            if self._list is not None:
+                self._emit(self._list)
+                self._list = []
+                self._after_call = True
             yield from self._leave_out(self._pattern(tools.end))
         except Malformed:
             self._break(other=known and self._call.name is None)
@@ -583,10 +588,6 @@ class CallReader:
             self._end()
             if (yield from self._expect(",]")) == "]":
                 break
-        if self._list is not None:
-            self._emit(self._list)
-            self._list = []
-            self._after_call = True
 
     def _python_arguments(self) -> Reading:
         yield from self._expect("(")

@@ -12,7 +12,7 @@ export function Parts({ node }) {
   if (node.exchange.task && node.exchange.task !== "chat") {
     return html`
       ${text && html`<p class="plain">${text}</p>`}
-      ${files.map((file, index) => html`<${Made} key=${file} file=${file} whole=${!growing} name=${`${node.exchange.task}-${index + 1}`} />`)}
+      ${files.map((file, index) => html`<${Made} key=${file} file=${file} whole=${node.state === "done"} name=${`${node.exchange.task}-${index + 1}`} />`)}
       ${growing && (node.progress === undefined ? html`<${Waiting} />` : html`<${Progress} ...${node} />`)}
     `;
   }

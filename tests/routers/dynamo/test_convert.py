@@ -6,7 +6,7 @@ import pytest
 
 from engine.errors import ContextOverflow, InvalidRequest
 from engine.types import Delta, EngineInfo, GenerateRequest, Guide, Handoff, Held, Logprob, PromptReport
-from multimodal.request import Limits
+from multimodal.request import Limits, SamplingDefaults
 from routers.dynamo.convert import GraphOutputs, engine_requests, image_refs, read_request
 
 INFO = EngineInfo(
@@ -53,6 +53,14 @@ def test_what_is_not_said_has_our_defaults() -> None:
     assert request.sampling.stop_token_ids == (2,)
     assert request.sampling.logprobs is None and request.sampling.seed is None
     assert (request.group, request.dp_rank, request.cache_salt) == ("", None, "")
+
+
+def test_what_is_not_said_is_sampled_as_the_model_says() -> None:
+    defaults = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20, min_p=0.1, repetition_penalty=1.1)
+    asked = read_request(body(sampling_options={"top_p": 1.0}))
+    (request,) = engine_requests(asked, INFO, Limits(), "r", defaults=defaults)
+    own = request.sampling
+    assert (own.temperature, own.top_p, own.top_k, own.min_p, own.repetition_penalty) == (0.7, 1.0, 20, 0.1, 1.1)
 
 
 def test_without_max_tokens_the_context_is_filled() -> None:

@@ -303,6 +303,8 @@ def test_a_family_without_formats_passes_text_on() -> None:
         ('```json\n{"name": "write", "arguments": {}, "response": {"done": true}}\n```', 0, None),
         ('{"name": "write", "arguments": {"text": "a', 0, None),
         ('So:\n```json\n[{"text": "a"}, 1]\n```\n', 0, None),
+        ('```json\n[{"name": "write", "arguments": {}}, {"name": "write", "result": 1}]\n```', 0, None),
+        ('[{"name": "write", "arguments": {}}, {"name": "wri', 0, None),
         ("So:\n```python\n{}\n```", 0, None),
         ('So, {"name": "write", "arguments": {"text": "a"}} is a call.', 0, None),
     ],
