@@ -254,6 +254,9 @@ class SamplingDefaults:
         return getattr(self, name) if value is None else value
 
 
+OPENAI_DEFAULTS = SamplingDefaults()
+
+
 def check_tools(ask: Ask, limits: Limits) -> None:
     """Raise RequestError for more tools, or larger or deeper schemas, than the limits allow."""
     if not isinstance(ask.prompt, Conversation) or not (tools := ask.prompt.tools):
@@ -278,7 +281,7 @@ class Sampling:
     limits: Limits
     processors: tuple[str, ...] = ()
     """Logits processors of every request."""
-    defaults: SamplingDefaults = SamplingDefaults()
+    defaults: SamplingDefaults = OPENAI_DEFAULTS
 
     def params(self, ask: Ask, lengths: Sequence[int], budget: ReasoningBudget | None = None) -> list[SamplingParams]:
         """Return the parameters of every choice: `ask.n` for each prompt, whose tokens are `lengths` in number."""

@@ -8,7 +8,7 @@ import msgspec
 
 from engine.types import Delta, EngineInfo, GenerateRequest, Handoff, Logprob, PromptReport, TokenLogprobs
 from multimodal.errors import RequestError
-from multimodal.request import RANGES, Ask, AskedGuide, Limits, MediaRef, Sampling, SamplingDefaults
+from multimodal.request import OPENAI_DEFAULTS, RANGES, Ask, AskedGuide, Limits, MediaRef, Sampling, SamplingDefaults
 from multimodal.text.prompts import Prompt
 from protocol.dynamo import DynamoGuides, DynamoRequest
 
@@ -70,7 +70,7 @@ def engine_requests(
     *,
     prompt: Prompt | None = None,
     processors: tuple[str, ...] = (),
-    defaults: SamplingDefaults = SamplingDefaults(),
+    defaults: SamplingDefaults = OPENAI_DEFAULTS,
     prefill_only: bool = False,
     handoffs: Sequence[Handoff] = (),
     trace: Mapping[str, str] | None = None,

@@ -359,7 +359,7 @@ class EngineWorker(GraphWorker):
         images: GraphImages | BackendImages | None = None,
         offered: OfferedEmbeddings | None = None,
         processors: tuple[str, ...] = (),
-        defaults: SamplingDefaults = SamplingDefaults(),
+        defaults: SamplingDefaults,
         metrics: GenerationMetrics | None = None,
         lease_seconds: float,
         drain_seconds: float,

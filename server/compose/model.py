@@ -13,7 +13,7 @@ from multimodal.answers.formats import AnswerFormat
 from multimodal.answers.parsers.choose import choose, family
 from multimodal.answers.parsers.formats import OutputFormat
 from multimodal.answers.parsers.response_templates import RESPONSE_TEMPLATE, family_of
-from multimodal.request import RANGES, SamplingDefaults
+from multimodal.request import OPENAI_DEFAULTS, RANGES, SamplingDefaults
 from multimodal.text.control import ControlTokens
 from multimodal.text.templates import ChatTemplate
 from multimodal.text.tokenizer import IMAGE, Tokenizer, byte_tokenizer, response_template
@@ -104,7 +104,7 @@ def sampling_defaults(settings: Settings, folder: Path | None, refused: Collecti
     has `refused` are left out. Raises EngineFailure for a value out of range.
     """
     if folder is None or settings.engine == "fake" or settings.sampling_defaults == "openai":
-        return SamplingDefaults()
+        return OPENAI_DEFAULTS
     found = read_model_facts(folder).sampling_defaults
     for name, value in found.items():
         low, high = RANGES[name]
@@ -116,7 +116,7 @@ def sampling_defaults(settings: Settings, folder: Path | None, refused: Collecti
     used = {name: value for name, value in found.items() if name not in refused}
     if used:
         log.info("default sampling parameters of the model: %s", used)
-    return replace(SamplingDefaults(), **used)
+    return replace(OPENAI_DEFAULTS, **used)
 
 
 def answer_format(settings: Settings, folder: Path | None, template: ChatTemplate | None) -> AnswerFormat:
