@@ -5,11 +5,11 @@ happening as their own events, and make the whole answer of the same `Reducer.it
 the whole answer are thereby equal.
 """
 
+import json
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
-import orjson
 
 from engine.types import FinishReason, TokenLogprobs
 from multimodal.answers.choices import Choice, Piece
@@ -163,7 +163,7 @@ class Reducer:
 
 def _is_json(text: str) -> bool:
     try:
-        orjson.loads(text)
-    except orjson.JSONDecodeError:
+        json.loads(text)  # unlike orjson, it takes numbers of any size
+    except (ValueError, RecursionError):
         return False
     return True
