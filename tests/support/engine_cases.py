@@ -67,23 +67,24 @@ def fake_trtllm(version: str = OLDEST) -> Iterator[None]:
 
 
 @functools.cache
-def in_bfloat16(folder: Path) -> Path:
-    """A copy of the model with weights of bfloat16, which compiled code computes.
+def rounded(folder: Path) -> Path:
+    """A copy of the model with weights that bfloat16 holds: compiled code computes it.
 
-    A process that runs it does not import transformers, which would take it seconds.
+    A process that runs it does without transformers, whose import takes seconds.
     """
     from safetensors.torch import load_file, save_file  # noqa: PLC0415 - most tests do without
 
-    copy = folder.with_name(f"{folder.name}-bfloat16")
+    copy = folder.with_name(f"{folder.name}-rounded")
     shutil.copytree(folder, copy)
     weights = load_file(copy / "model.safetensors")
-    save_file({name: tensor.bfloat16() for name, tensor in weights.items()}, copy / "model.safetensors")
+    whole = {name: tensor.bfloat16().to(tensor.dtype) for name, tensor in weights.items()}
+    save_file(whole, copy / "model.safetensors", {"format": "pt"})
     return copy
 
 
 def config_of(kind: str, tiny_model: Path) -> EngineConfig:
     if kind.endswith("-host") and not kind.startswith("fake"):
-        tiny_model = in_bfloat16(tiny_model)
+        tiny_model = rounded(tiny_model)
     if kind == "embedded-tiers":
         tiers = {"kv_host_cache_mb": 1, "kv_disk_cache_mb": 8, "kv_disk_cache_dir": str(tiny_model.parent / "kv")}
         return EmbeddedConfig(model=str(tiny_model), kv_transfer="auto", **EMBEDDED | tiers | {"num_blocks": 96})

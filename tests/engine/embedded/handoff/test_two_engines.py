@@ -31,9 +31,9 @@ from tests.support.engine_cases import (
     engine_of,
     generate,
     idle,
-    in_bfloat16,
     prompt_of,
     request_for,
+    rounded,
     tokens_of,
 )
 from tests.support.grammar import tokenizer_folder  # noqa: F401 - a fixture
@@ -64,7 +64,7 @@ async def two(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Two
     """A prefill and a decode engine: by TCP in one process, by shared memory in two."""
     async with AsyncExitStack() as stack:
         options = {"kv_transfer": "shared_memory"} if request.param == "embedded-host" else {}
-        model = in_bfloat16(folder) if request.param == "embedded-host" else folder
+        model = rounded(folder) if request.param == "embedded-host" else folder
         prefill, decode = [
             await stack.enter_async_context(engine_of(request.param, config_of(model, **options))) for _ in range(2)
         ]
