@@ -141,14 +141,27 @@ class ServerProcess:
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    def running(self, module: str) -> list[psutil.Process]:
+        return running(psutil.Process(self.process.pid), module)
+
     def child(self, module: str) -> psutil.Process:
-        return next(child for child in self.children() if module in child.cmdline())
+        return self.running(module)[0]
 
     def metric(self, name: str) -> float:
         return metric(self.url, name)
 
     def wait_metric(self, name: str, value: float, timeout: float = 60) -> None:
         wait_metric(self.url, name, value, timeout)
+
+
+def running(parent: psutil.Process, module: str) -> list[psutil.Process]:
+    """The processes below `parent` that run a module. Others may end while they are looked at."""
+    found = []
+    for child in parent.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if module in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
+    return found
 
 
 def metric(url: str, name: str) -> float:
