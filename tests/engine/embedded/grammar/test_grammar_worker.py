@@ -14,6 +14,7 @@ from engine.embedded.grammar.compiler import GrammarCompiler
 from engine.errors import EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.types import Guide, GuideKind
 from tests.support.grammar import EOS, VOCAB, accepts, compiler, tokenizer, tokenizer_folder
+from tests.support.servers import running
 from tests.support.waiting import until
 
 __all__ = ["compiler", "tokenizer", "tokenizer_folder"]  # fixtures
@@ -75,8 +76,7 @@ async def test_a_timeout_refuses_the_guide_and_is_remembered(tokenizer_folder: P
 
 
 def workers() -> list[psutil.Process]:
-    running = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in running if "engine.embedded.grammar.worker" in child.cmdline()]
+    return running(psutil.Process(), "engine.embedded.grammar.worker")
 
 
 class Own:
