@@ -172,7 +172,7 @@ def test_a_class_name_means_one_thing() -> None:
     assert doubles == {}
 
 
-def test_nothing_runs_what_it_reads() -> None:
+def test_data_is_never_executed() -> None:
     wrong = []
     for path in PRODUCT:
         nodes = walked(path)

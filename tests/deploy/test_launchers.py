@@ -161,7 +161,7 @@ def test_wrong_settings_end_the_launch_with_their_reason() -> None:
         ("kill -9 $$", MAX_FAILED_STARTS, "one ended with signal SIGKILL"),
     ],
 )
-async def test_what_never_starts_is_given_up(
+async def test_a_replica_that_never_starts_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, starts: int, reason: str
 ) -> None:
     """At once if it says so itself, after some attempts if something else has killed it."""

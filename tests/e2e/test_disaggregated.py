@@ -172,7 +172,7 @@ def test_cached_tokens_of_one_client_are_those_of_an_aggregated_server(group: Gr
     assert counts[0] == counts[1] and counts[0][:2] == [0, 0] and min(counts[0][2:]) >= 96
 
 
-def test_what_was_compared_was_handed_over(group: Group) -> None:
+def test_the_compared_answers_came_from_handoffs(group: Group) -> None:
     """By both prefill replicas to both decode replicas; only short prompts were computed by these."""
     for decode in group.decode:
         handed, local = decode.metric("trtllm_prefill_seconds_count"), decode.metric("trtllm_prefill_local_total")

@@ -181,7 +181,7 @@ def test_blocks_of_the_same_image_are_reused_and_of_another_are_not(group: Repli
         assert cached(ask(front, message("What colour is the cross?", other))) == 0
 
 
-def test_of_three_images_the_missing_one_is_encoded(group: Replicas) -> None:
+def test_only_the_uncached_one_of_three_images_is_encoded(group: Replicas) -> None:
     ring, triangle, square = (
         shape("yellow", "ring", "blue", 70),
         shape("red", "triangle", "black", 71),

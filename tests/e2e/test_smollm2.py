@@ -36,7 +36,7 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_what_computes_is_said(server: ServerProcess) -> None:
+def test_runtime_and_log_name_device_dtype_and_compute_path(server: ServerProcess) -> None:
     runtime = httpx.get(f"{server.url}/server_info").json()["runtime"]
     assert [runtime[name] for name in ("device", "dtype", "compute_path", "instruction_set")] == [
         "cpu", "float32", "native", available()[-1].name,

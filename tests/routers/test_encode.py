@@ -124,7 +124,7 @@ NO_IMAGE = [MediaInput(b"GIF? no")]
         (bytes(34 << 20), 413, "exceeds"),
     ],
 )
-async def test_what_cannot_be_encoded_is_refused_by_name(body: bytes, status: int, message: str) -> None:
+async def test_invalid_encode_requests_are_refused_by_name(body: bytes, status: int, message: str) -> None:
     async with application(max_image_mb=1, max_video_mb=1, max_audio_mb=1, max_body_mb=1, **ALONE) as (client, state):
         refused = await post(client, body)
         assert refused.status_code == status and message in refused.json()["error"]["message"]
@@ -241,7 +241,7 @@ async def test_a_bug_after_a_sign_of_life_is_a_frame_of_its_own(monkeypatch: pyt
         ({"offers": (msgspec.convert(["smoke", b""], embeddings.Offer),)}, "offers smoke"),
     ],
 )
-async def test_what_was_read_wrong_is_not_taken(wrong: dict[str, Any], complaint: str) -> None:
+async def test_embeddings_that_were_read_wrong_are_rejected(wrong: dict[str, Any], complaint: str) -> None:
     async with replica("encode", encode_inline_kb=0) as (url, _), leased(url, pages(1)) as lease, arena() as mine:
         with pytest.raises(TransferError, match=complaint):
             await fetch(msgspec.structs.replace(lease.handoff, **wrong), mine, 5.0)

@@ -124,7 +124,7 @@ async def test_a_prefill_replica_hands_over_and_has_no_public_routes() -> None:
         (bytes(2 << 20), 413, "exceeds 1048576 bytes"),
     ],
 )
-async def test_what_cannot_be_prefilled_is_refused_by_name(body: bytes, status: int, message: str) -> None:
+async def test_invalid_prefill_requests_are_refused_by_name(body: bytes, status: int, message: str) -> None:
     async with application(disaggregation_mode="prefill", internal_secret=SECRET, max_body_mb=1, max_images=0) as (
         client,
         state,
@@ -160,7 +160,7 @@ async def test_signs_of_life_and_an_error_after_them(monkeypatch: pytest.MonkeyP
         await stats_with(engine, nothing)
 
 
-async def test_what_is_too_large_to_be_read_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_handoff_that_is_too_large_to_be_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handoff, "MAX_BYTES", 20)
     async with application(disaggregation_mode="prefill", internal_secret=SECRET) as (client, state):
         refused = await post(client, body_of())

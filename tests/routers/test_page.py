@@ -182,7 +182,7 @@ async def test_the_page_opens_while_the_model_loads() -> None:
         assert (await client.get("/v1/models")).status_code == 503
 
 
-async def test_what_the_page_asks_all_the_time_is_not_logged_on_a_terminal(
+async def test_polled_routes_are_not_logged_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("server.app.on_terminal", lambda _: True)

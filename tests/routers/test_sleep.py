@@ -172,7 +172,7 @@ async def test_an_idle_replica_sleeps_stays_ready_and_is_woken_by_a_request() ->
         assert (await client.post("/wake_up", headers=BOSS)).status_code == 200
 
 
-async def test_what_a_backend_cannot_do_is_501(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_orders_that_a_backend_does_not_support_are_501(monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse(_: SleepOrder) -> None:
         raise NotSupported("It sleeps at level 1 alone.")
 

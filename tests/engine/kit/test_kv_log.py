@@ -63,7 +63,7 @@ async def test_a_late_consumer_is_told_what_is_held_and_goes_on_without_a_gap() 
     await batches.aclose()
 
 
-async def test_what_a_block_has_is_told_again() -> None:
+async def test_initial_events_repeat_the_media_keys_and_salt_of_blocks() -> None:
     keys = ({"type": "mm_key", "hash": "a" * 64, "start_offset": 0},)
     data = Stored(7, (block(8, (5, 6, 7, 8), mm_keys=keys),), "salt")
     events = await told(log_of(KvEvent(0, data, WINDOW)))
@@ -94,7 +94,7 @@ async def test_windows_and_ranks_have_books_of_their_own() -> None:
     ]
 
 
-async def test_who_listened_before_begins_anew() -> None:
+async def test_a_consumer_that_missed_events_starts_from_the_current_state() -> None:
     """A converter that has missed events starts again from the state of the cache.
 
     It says that all is cleared, then what is stored, and counts no gap.
@@ -112,7 +112,7 @@ async def test_who_listened_before_begins_anew() -> None:
     assert converter.lost == 0
 
 
-async def test_nothing_piles_up_while_nobody_listens() -> None:
+async def test_events_do_not_accumulate_without_consumers() -> None:
     engine = create_engine(FakeConfig(num_blocks=64, block_size=BLOCK, context_length=128))
     await engine.start()
     draw, images = random.Random(0), list[MediaSpan]()

@@ -52,7 +52,7 @@ def test_reasoning_does_not_begin_again_right_after_its_end() -> None:
     assert progress.avoided == ()
 
 
-def test_what_a_guide_demands_instead_ends_what_is_forced() -> None:
+def test_a_token_that_a_guide_requires_ends_the_forced_sequence() -> None:
     progress = ReasoningProgress(ReasoningBudget(0, (END, LAST), (), True, STEPS))
     progress.accept(END)
     progress.accept(8)

@@ -91,7 +91,7 @@ async def test_a_killed_process_fails_its_calls_and_the_next_one_answers(
     assert await client.greet(Person("a")) == Greeting("hello, a")
 
 
-async def test_one_that_cannot_start_says_why() -> None:
+async def test_a_service_that_cannot_start_reports_the_reason() -> None:
     process = ServiceProcess(GREETER, GreeterConfig(""))
     await process.start()
     try:

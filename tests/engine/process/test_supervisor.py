@@ -46,7 +46,7 @@ async def test_a_process_that_served_long_enough_starts_over(pauses: Callable[[]
     assert pauses() == ["0.0005", "0.001", "once:", "0.0005", "0.001", "once:"]
 
 
-async def test_one_that_is_prepared_starts_at_once(pauses: Callable[[], list[str]]) -> None:
+async def test_a_prepared_process_starts_at_once(pauses: Callable[[], list[str]]) -> None:
     ends = [End("a"), End("b", prepared=True), End("c"), End("d", final=True)]
     await Supervisor(lives(*ends)).run()
     assert pauses() == ["0.0005", "once:", "0.001"]

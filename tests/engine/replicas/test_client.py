@@ -82,7 +82,7 @@ async def test_a_connection_that_the_replica_closes_is_not_kept() -> None:
             assert len(server.connections) == count
 
 
-async def test_what_nobody_has_read_does_not_get_into_the_next_answer() -> None:
+async def test_unread_bytes_of_an_answer_do_not_reach_the_next() -> None:
     server = Server(SIZED.replace(b"{}", b"me"), SIZED.replace(b"{}", b"it"))
     async with before(server) as (client, head):
         connection = await client.request(head)  # its body is here too, when its client goes

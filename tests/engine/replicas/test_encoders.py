@@ -162,7 +162,7 @@ async def test_replicas_that_encode_otherwise_are_not_asked_and_both_values_are_
         )
 
 
-async def test_what_is_wrong_with_an_image_is_said_and_not_tried_again() -> None:
+async def test_an_invalid_image_is_refused_without_a_retry() -> None:
     async with (
         replica("encode") as (one, _),
         replica("encode") as (two, _),

@@ -141,7 +141,7 @@ def test_a_peer_that_cannot_be_connected_to_holds_nobody_up(method: str, monkeyp
 
 
 @on_host
-def test_nothing_is_left_behind(method: str) -> None:
+def test_failed_transfers_leave_no_resources(method: str) -> None:
     memory = Memory(*SIZES)
     reads = [Read(1, block * 32768, block * 16384, 16384) for block in range(256)]
 

@@ -64,9 +64,7 @@ def expected(reads: list[Read]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_what_is_read_is_equal_and_the_rest_untouched(
-    owner: Owner, transfers: Transfers, memory: Memory, seed: int
-) -> None:
+def test_only_the_requested_bytes_are_copied(owner: Owner, transfers: Transfers, memory: Memory, seed: int) -> None:
     reads = random_reads(seed)
     ended(transfers.read(owner.offers, reads))
     assert [memory.bytes(region) for region in range(len(SIZES))] == expected(reads)

@@ -347,7 +347,7 @@ def test_every_field_of_disaggregated_params_has_its_place(trt: Any) -> None:  #
         (handoff.encode(Encoding(version=1, backend="trtllm", prompt="", state=b"")), "cannot be read"),
     ],
 )
-def test_what_is_no_handoff_is_refused(data: bytes, message: str) -> None:
+def test_malformed_handoffs_are_refused(data: bytes, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
         handoff.decode_handoff(data)
     assert caught.value.param == "handoff"
@@ -406,7 +406,7 @@ def test_fields_that_are_not_known_here_are_carried_by_name() -> None:
             disaggregation.generation_keywords(changed(handed, others=others), VERSION, Logprob)
 
 
-def test_what_cannot_be_sent_fails_where_it_is_made() -> None:
+def test_a_handoff_that_cannot_be_encoded_fails_at_prefill() -> None:
     with pytest.raises(EngineFailure, match="hands over what cannot be sent"):
         disaggregation.held_of(
             _Result(LaterParams(another=object()), ()), Delta((3,), finish_reason="length"), request(), VERSION

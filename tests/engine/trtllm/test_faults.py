@@ -77,7 +77,7 @@ async def test_a_missing_package_is_told_with_a_cure(folder: Path, monkeypatch: 
         await engine.start()
 
 
-async def test_what_a_call_raises_at_once_is_one_requests_while_the_executor_runs(
+async def test_errors_at_submission_fail_one_request_while_the_executor_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(folder) as engine:
@@ -92,7 +92,7 @@ async def test_what_a_call_raises_at_once_is_one_requests_while_the_executor_run
         assert engine.healthy and (await anext(other)).token_ids and await tokens(engine, request())
 
 
-async def test_what_a_call_raises_at_once_is_the_engines_end_once_the_executor_is_gone(folder: Path) -> None:
+async def test_errors_at_submission_end_the_engine_once_the_executor_has_gone(folder: Path) -> None:
     async with running(folder) as engine:
         found("tensorrt_llm._test").kill_executors()
         with pytest.raises(EngineDied, match="shutting down"):

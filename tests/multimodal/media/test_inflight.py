@@ -30,7 +30,7 @@ async def waiting(shared: InFlight[str, str], work: Work, count: int) -> list[as
     return tasks
 
 
-async def test_it_runs_once_and_all_get_the_result() -> None:
+async def test_shared_work_runs_once_and_all_waiters_get_the_result() -> None:
     shared, work = InFlight[str, str](), Work()
     tasks = await waiting(shared, work, 3)
     work.gate.set_result("done")

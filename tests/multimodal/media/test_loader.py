@@ -206,7 +206,7 @@ async def test_the_event_loop_goes_on_while_many_large_images_are_loaded(file_se
     assert min(tails) < 0.02, tails
 
 
-async def test_one_host_and_one_request_take_a_quarter_of_the_places() -> None:
+async def test_a_host_and_a_request_get_at_most_a_quarter_of_the_places() -> None:
     async with world(concurrency=8) as w:
         w.names |= {f"{n}.test": [PUBLIC] for n in range(8)}
         gates = {f"/{place}{n}": Gate(ok(PNG)) for place in ("host", "request") for n in range(4)}

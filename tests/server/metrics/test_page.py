@@ -76,7 +76,7 @@ async def test_every_roles_page_is_well_formed_and_says_nothing_twice(role: str)
     assert (info.labels["role"], info.labels["backend"]) == (role, "none" if role == "router" else "fake")
 
 
-async def test_nothing_of_a_users_choice_is_on_the_page() -> None:
+async def test_values_that_clients_choose_make_no_labels() -> None:
     """Paths, methods, model names, headers and queries make no label: the series are the same before and after,
     whatever comes.
     """

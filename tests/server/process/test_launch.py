@@ -216,7 +216,7 @@ def test_children_end_with_a_killed_launcher(server: ServerProcess) -> None:
     assert not alive
 
 
-def test_it_serves_beside_modules_of_the_same_names(tmp_path: Path) -> None:
+def test_a_users_modules_of_the_same_names_do_not_replace_ours(tmp_path: Path) -> None:
     """The user's folder has a server.py and packages that FastAPI projects have; it is also in PYTHONPATH."""
     for name in ("server.py", "engine.py", "protocol.py", "routers/__init__.py", "multimodal/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -329,7 +329,7 @@ def test_banner_and_logs() -> None:
     assert (access["request_id"], access["path"], access["status"]) == ("mine", "/a b", 404)
 
 
-def test_what_runs_on_a_websocket_gets_its_last_event() -> None:
+def test_responses_on_a_websocket_get_their_last_event_at_shutdown() -> None:
     """Also where the grace period is over at once."""
     create = {"type": "response.create", "model": "fake", "input": "hi", "max_output_tokens": 20000, "ignore_eos": True}
     with serving("--fake-token-delay-ms", "5", "--shutdown-grace-seconds", "0") as server:

@@ -93,7 +93,7 @@ SCHEMA = (
     ],
     ids=lambda sampling: ",".join(sampling),
 )
-async def test_what_is_asked_of_tokens_is_asked_on_both_sides(two: Two, sampling: dict[str, Any]) -> None:
+async def test_sampling_parameters_apply_on_both_sides(two: Two, sampling: dict[str, Any]) -> None:
     request = request_for(prompt_of(3 * BLOCK + 5), **{"max_tokens": 20, **sampling})
     whole = await generate(two[0], replace(request, request_id="whole"))
     before = await idle(two[1])
@@ -165,7 +165,7 @@ async def test_without_transfers_nothing_is_handed_over(tiny_model: Path) -> Non
         assert [*first.token_ids, *tokens_of(rest)] == tokens_of(await generate(engine, request))
 
 
-async def test_what_is_held_costs_no_time_and_ends_with_the_engine(tiny_model: Path) -> None:
+async def test_held_blocks_cost_no_processor_time_and_are_freed_at_close(tiny_model: Path) -> None:
     async with engine_of(
         "embedded", config_of(tiny_model, num_blocks=8, max_seq_len=8 * BLOCK, processors=())
     ) as engine:

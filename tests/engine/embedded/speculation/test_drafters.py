@@ -25,7 +25,7 @@ def sequence(prompt: list[int], prediction: tuple[int, ...] = (), salt: str = ""
     return Sequence(request=request, sampler=state, rank=0.0, arrival=0.0, tokens=list(prompt))
 
 
-def test_what_followed_the_longest_match_is_proposed() -> None:
+def test_lookup_proposes_the_tokens_after_the_longest_match() -> None:
     lookup = Lookup(2)
     one = sequence([1, 2, 3, 4, 9, 2, 3, 5, 9, 1, 2, 3])
     assert lookup.draft([one], [2])[0].tokens == [4, 9], "1, 2, 3 is longer than the later 2, 3"
@@ -113,7 +113,7 @@ def test_earlier_answers_are_proposed_to_those_of_the_same_salt() -> None:
         assert answers.draft([one], [4])[0].tokens == expected
 
 
-def test_of_what_has_followed_the_most_frequent_is_proposed() -> None:
+def test_answers_propose_the_most_frequent_continuation() -> None:
     answers = Answers(2, 1000)
     for last in (7, 8, 8, 9):
         earlier = sequence([1])

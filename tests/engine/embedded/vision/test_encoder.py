@@ -119,7 +119,7 @@ async def test_the_loop_does_not_feel_it(encoder: EmbeddedEncoder) -> None:
     pytest.fail(f"the loop stood still for {max(lags):.3f} s")
 
 
-async def test_what_is_cancelled_is_skipped(encoder: EmbeddedEncoder) -> None:
+async def test_cancelled_images_are_skipped(encoder: EmbeddedEncoder) -> None:
     slow = MediaInput(image_bytes(2000, 2000))
     started = time.monotonic()
     await encoder.encode([slow] * 4)
@@ -182,7 +182,7 @@ async def test_a_hanging_image_fails_alone(encoder: EmbeddedEncoder) -> None:
     assert [len(images) for images in await asyncio.gather(*others)] == [2] * 6
 
 
-async def test_of_a_hanging_batch_each_image_is_tried_alone(encoder: EmbeddedEncoder) -> None:
+async def test_images_of_a_hanging_batch_are_retried_one_by_one(encoder: EmbeddedEncoder) -> None:
     pid = encoder.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)

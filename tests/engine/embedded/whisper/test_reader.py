@@ -117,7 +117,7 @@ async def test_a_file_that_takes_too_long_makes_the_process_unhealthy(monkeypatc
     await here.close()
 
 
-def test_it_needs_no_torch() -> None:
+def test_the_reader_does_not_import_torch() -> None:
     code = "import sys, engine.embedded.whisper.reader; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert done.returncode == 0

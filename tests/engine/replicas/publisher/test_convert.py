@@ -58,7 +58,7 @@ def test_the_bytes_of_a_message() -> None:
     assert decode(payload) == EventBatch(1.5, events, 3)
 
 
-def test_what_some_blocks_have_is_told_of_them() -> None:
+def test_media_keys_and_salts_of_blocks_are_published() -> None:
     keys = (
         {"type": "mm_key", "hash": "ff" * 32, "start_offset": 0},
         {"type": "mm_key", "hash": "0a" * 32, "start_offset": 3},

@@ -78,7 +78,7 @@ async def test_responses_push_no_session_out() -> None:
         await fleet.close()
 
 
-async def test_what_a_replica_is_at_when_its_address_is_gone_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_finish_on_a_replica_whose_address_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that drains is in no DNS any more."""
     monkeypatch.setattr(pool_module, "RESOLVE_SECONDS", 0.05)
     async with Bare(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{", hang_up=False) as bare:
@@ -116,7 +116,7 @@ def test_addresses_of_version_six_stay_whole() -> None:
     assert EventSources(replay_port=9).of("http://[::1]:8000", None) == ("tcp://[::1]:5557", "tcp://[::1]:9")
 
 
-async def test_what_a_replica_has_draws_requests_until_it_has_it_no_more() -> None:
+async def test_cached_blocks_attract_requests_until_they_are_removed() -> None:
     sender = Sender()
     async with Bare(OK) as one, Bare(OK) as two:
         sources = EventSources((sender.endpoint, "tcp://127.0.0.1:9"), (sender.replay, "tcp://127.0.0.1:9"))
@@ -182,7 +182,7 @@ async def test_numbers_of_ranks_are_used_again(monkeypatch: pytest.MonkeyPatch) 
             assert {rank.number for replica in fleet.replicas for rank in replica.ranks} == {0, 1}
 
 
-async def test_who_fails_again_and_again_is_left_out_for_longer() -> None:
+async def test_repeated_failures_lengthen_the_pause_of_a_replica() -> None:
     async with Bare(b"") as bare, running(Addresses((bare.url,))) as (fleet, _):
         pauses = []
         for _ in range(2):
