@@ -93,7 +93,7 @@ async def test_a_prefill_replica_encodes_too_and_others_do_not() -> None:
         assert (await client.get("/encode", headers=BEARER)).status_code == 404
 
 
-async def test_a_model_that_takes_no_images_has_nobody_to_encode_them(tmp_path: Path) -> None:
+async def test_a_model_without_images_has_no_encoder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     async with application(wait=False, model=str(tmp_path), **ALONE) as (_, state):
         await until(lambda: state["replica"].failure)
@@ -160,7 +160,7 @@ async def test_embeddings_are_read_from_the_replicas_memory_and_freed_with_the_a
         assert not mine.taken
 
 
-async def test_small_ones_and_those_asked_for_come_within_the_answer() -> None:
+async def test_small_embeddings_and_requested_ones_come_within_the_answer() -> None:
     async with replica("encode", encode_inline_kb=2 * SIZE >> 10) as (url, life):
         for count, inline, offered in ((2, False, False), (3, False, True), (3, True, False)):
             async with leased(url, pages(count), inline=inline) as lease:
@@ -189,7 +189,7 @@ async def test_a_reader_that_dies_frees_what_was_held() -> None:
         await until(lambda: not held(life) and not life.running)
 
 
-async def test_a_client_that_goes_while_its_images_are_encoded_ends_that(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_encoding_ends_when_its_client_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leased_answers, "ALIVE_SECONDS", 0.05)
     async with replica("encode", fake_token_delay_ms=60_000) as (url, life), httpx.AsyncClient(headers=BEARER) as http:
         request = http.build_request(

@@ -66,7 +66,7 @@ async def test_profiles_are_for_operators_and_a_backend_without_one_says_why(tmp
         assert Path(trace).parent == tmp_path / "profiles"
 
 
-async def test_without_a_secret_nobody_uses_them_and_without_keys_the_rest_is_open() -> None:
+async def test_internal_routes_need_a_secret_and_public_ones_only_configured_keys() -> None:
     async with application() as (client, _):
         assert (await client.post("/prefill", headers={"Authorization": "Bearer "})).status_code == 401
         assert (await client.get("/v1/models")).status_code == 200

@@ -144,7 +144,7 @@ async def test_a_stream_that_is_aborted_ends_with_an_error_event() -> None:
         assert (await running).text.endswith("data: [DONE]\n\n")
 
 
-async def test_while_it_starts_and_shuts_down_nobody_puts_it_to_sleep() -> None:
+async def test_sleep_is_refused_while_the_server_starts_or_shuts_down() -> None:
     async with application(wait=False, admin_key="boss") as (client, state):
         for method, path in ROUTES:
             answer = await client.request(method, path, headers=BOSS)

@@ -46,7 +46,7 @@ def chains(events: Sequence[KvEvent]) -> list[tuple[int | None, int]]:
     ]
 
 
-async def test_a_late_consumer_is_told_what_is_held_and_goes_on_without_a_gap() -> None:
+async def test_a_late_consumer_gets_the_cached_blocks_and_then_every_event() -> None:
     events = [
         KvEvent(0, Created((9,)), WINDOW),
         stored(1, 1, 2, 3),

@@ -33,7 +33,7 @@ async def test_pauses_grow_up_to_a_limit_until_an_end_is_final(pauses: Callable[
     assert pauses() == ["0.0005", "0.001", "0.002", "0.003", "0.003"]
 
 
-async def test_an_end_is_logged_without_the_last_words_that_were_logged_already(
+async def test_the_end_of_a_process_is_logged_without_its_repeated_output(
     pauses: Callable[[], list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert await Supervisor(lives(End("it died\nits last\nwords"), End("b\nc", final=True))).run() == "b\nc"

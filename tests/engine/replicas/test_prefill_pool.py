@@ -139,7 +139,7 @@ async def test_probes_continue_after_any_answer(probe: bytes, reason: str) -> No
         assert seen.peers == {url: True}
 
 
-async def test_a_probe_that_fails_for_a_reason_nobody_thought_of_is_not_the_last(
+async def test_probes_continue_after_an_unexpected_exception(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def unthought(*_: Any) -> PrefillInfo:

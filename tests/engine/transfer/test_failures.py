@@ -120,7 +120,7 @@ def test_nixl_is_torn_down_when_a_peer_hangs(method: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("method", [NIXL])
-def test_a_peer_that_cannot_be_connected_to_holds_nobody_up(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_peer_delays_no_other_transfer(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, go_on, real = Memory(MIB), Event(), NixlAgent.connect
     transfers = Transfers(memory.regions, method)
     with owning(method, MIB) as dead, owning(method, MIB) as other:

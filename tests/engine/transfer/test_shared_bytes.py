@@ -165,7 +165,7 @@ def request_of(*images: Data, **fields: object) -> GenerateRequest:
     )
 
 
-def test_on_the_wire_they_are_references_only_for_those_who_can_open_them() -> None:
+def test_messages_have_references_only_where_the_reader_can_open_them() -> None:
     request = request_of(b"few", SharedBytes.of(CONTENT), b"more", SharedBytes.of(CONTENT[::-1]))
     bare, parts = request.detach()
     for shares, count in ((True, 2), (False, 4)):

@@ -299,7 +299,7 @@ def handles_of(encoding: Encoding) -> tuple[Any, Any]:
     return keywords["multimodal_embedding_handles"], keywords.get("multimodal_hashes")
 
 
-def test_each_of_several_images_has_its_handle_and_the_single_one_is_for_want_of_them() -> None:
+def test_each_image_has_its_own_handle_where_the_version_has_them() -> None:
     """Of two images there is one `mm_embedding_handle`.
 
     A handle for both goes without hashes, of which 1.2.1 wants as many as handles.
@@ -315,7 +315,7 @@ def test_each_of_several_images_has_its_handle_and_the_single_one_is_for_want_of
     assert handles_of(disaggregation.encoding_of(_Result(shared, (), first), "")) == ([first], None)
 
 
-def test_results_without_what_is_to_be_handed_over_are_failures() -> None:
+def test_results_without_a_context_for_the_handoff_are_failures() -> None:
     empty = found("tensorrt_llm.llmapi.DisaggregatedParams")()
     without_a_token = found("tensorrt_llm.llmapi.DisaggregatedParams")(ctx_request_id=7, opaque_state=b"state")
     without_an_id = found("tensorrt_llm.llmapi.DisaggregatedParams")(first_gen_tokens=[1], opaque_state=b"state")

@@ -98,7 +98,7 @@ async def test_the_last_waiter_to_go_ends_the_fetch() -> None:
         assert len(w.loader._fetches) == 0
 
 
-async def test_failures_reach_all_who_wait_each_by_its_own_name_and_are_not_kept() -> None:
+async def test_failures_reach_every_waiter_and_are_not_cached() -> None:
     async with world() as w:
         gate = w.server.answers["/a.png"] = Gate(status(503))
         loads = [asyncio.create_task(w.loader.load(URL, f"messages.{n}")) for n in range(3)]

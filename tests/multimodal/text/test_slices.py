@@ -118,7 +118,7 @@ def test_tokenizers_that_may_join_over_a_space_are_not_cut(expression: str) -> N
     assert cuts_of(byte_level([expression])) is None
 
 
-def test_nor_are_those_whose_normalizer_or_tokens_depend_on_the_place() -> None:
+def test_tokenizers_whose_tokens_depend_on_the_place_are_not_cut() -> None:
     assert cuts_of(byte_tokenizer()) is not None
     for normalizer in (normalizers.Prepend("▁"), normalizers.Strip(), normalizers.Replace(Regex("a b"), "c")):
         tokenizer = byte_tokenizer()

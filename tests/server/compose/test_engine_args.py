@@ -137,7 +137,7 @@ mappings = st.dictionaries(st.sampled_from("abc"), trees, max_size=3)
 
 @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(mappings, max_size=4))
-def test_layers_merge_deeply_and_the_last_to_say_something_wins(layers: list[dict[str, Any]]) -> None:
+def test_layers_merge_deeply_and_the_last_one_wins(layers: list[dict[str, Any]]) -> None:
     before = json.dumps(layers)
     found = merge([ArgumentLayer(str(index), values) for index, values in enumerate(layers)])
     assert json.dumps(layers) == before, "layers are not changed"

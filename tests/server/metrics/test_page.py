@@ -69,7 +69,7 @@ async def page_of(role: str, **settings: Any) -> str:
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_every_roles_page_is_well_formed_and_says_nothing_twice(role: str) -> None:
+async def test_every_roles_page_is_well_formed_without_duplicates(role: str) -> None:
     page = await page_of(role)
     check_page(page)
     (info,) = [sample for sample in samples(page) if sample.name == "trellis_info"]

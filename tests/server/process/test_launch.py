@@ -119,7 +119,7 @@ def test_a_restarted_child_still_speaks_for_all(monkeypatch: pytest.MonkeyPatch)
     assert voices == 4 * [SPEAKS]
 
 
-def test_both_serve_on_one_engine_and_any_shows_the_metrics_of_all(server: ServerProcess) -> None:
+def test_api_processes_share_an_engine_and_each_shows_all_metrics(server: ServerProcess) -> None:
     assert len(api_processes(server)) == 2
     assert len([child for child in server.children() if "engine.process.host" in child.cmdline()]) == 1
     assert len(handled(server)) == 2
@@ -135,7 +135,7 @@ def test_both_serve_on_one_engine_and_any_shows_the_metrics_of_all(server: Serve
     assert server.wait() == 0
 
 
-def test_the_server_is_ready_when_all_are_and_limits_are_those_of_all() -> None:
+def test_the_server_is_ready_when_all_processes_are_and_limits_are_shared() -> None:
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     limits = ("--max-batch-size", "1", "--max-queue-size", "2", "--fake-token-delay-ms", "20")

@@ -179,7 +179,7 @@ def test_end_of_the_grace_period_is_an_error_event() -> None:
         assert server.wait() == 0
 
 
-def test_an_image_that_does_not_come_cannot_stop_the_end() -> None:
+def test_a_pending_image_does_not_delay_the_shutdown() -> None:
     flags = ("--media-allow-private", "true", "--shutdown-grace-seconds", "0.5")
     with serving(*flags) as server, socket.create_server(("127.0.0.1", 0)) as images:
         image = {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{images.getsockname()[1]}/"}}

@@ -170,7 +170,7 @@ def test_an_abort_frees_everything_at_every_stage(pair: Pair, abort: Callable[[P
     pair.check_clean()
 
 
-def test_others_wait_for_a_shared_prefix_only_as_long_as_it_may_come(pair: Pair, expected: list[int]) -> None:
+def test_sequences_wait_for_a_shared_prefix_only_while_it_is_being_read(pair: Pair, expected: list[int]) -> None:
     _, transfer = fetching(pair)
     pair.decode.add(sequence_of(pair.decode, replace(REQUEST, request_id="b")))
     assert step(pair.decode) == [] and not pair.decode.ready

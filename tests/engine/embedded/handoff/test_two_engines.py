@@ -199,7 +199,7 @@ async def test_an_engine_that_died_moves_no_bytes(tiny_model: Path, monkeypatch:
         assert {thread.name for thread in set(threading.enumerate()) - before} <= {"engine"}
 
 
-async def test_an_engine_says_what_its_blocks_are_like_and_how_much_they_hold(tiny_model: Path) -> None:
+async def test_engine_info_describes_the_layout_and_capacity_of_blocks(tiny_model: Path) -> None:
     infos = []
     for options in ({}, {}, {"num_blocks": 4}, {"kv_block_size": 2 * BLOCK}):
         async with engine_of("embedded", config_of(tiny_model, processors=(), **options)) as engine:

@@ -35,7 +35,7 @@ def test_lookup_proposes_the_tokens_after_the_longest_match() -> None:
     assert lookup.draft([one], [4]) == [NOTHING]
 
 
-def test_a_match_that_has_failed_is_found_again_behind_the_edit() -> None:
+def test_a_failed_match_is_found_again_after_the_edit() -> None:
     """Both places have the same 2 tokens before them; the one behind the last match is the better guess."""
     lookup = Lookup(2)
     first, second = [5, 6, 7], [5, 6, 8]

@@ -163,7 +163,7 @@ async def test_a_seed_repeats_what_a_temperature_draws(folder: Path) -> None:
     assert not set(first) & {*range(TOKENS["<|startoftranscript|>"], FIRST_TIMESTAMP)}, "never generated"
 
 
-async def test_when_tokens_are_spoken_is_what_the_plain_algorithm_finds() -> None:
+async def test_times_of_tokens_equal_those_of_a_plain_algorithm() -> None:
     """OpenAI's way, cell by cell, as transformers has it."""
     noise = np.random.default_rng(3)
     for shape in ((5, 40), (1, 7), (9, 9), (6, 3)):

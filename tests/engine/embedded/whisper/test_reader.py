@@ -62,7 +62,7 @@ async def test_a_file_that_ends_the_process_twice_is_refused(monkeypatch: pytest
     assert asked == 2
 
 
-async def test_files_that_were_read_beside_it_are_read_again_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_files_read_beside_a_fatal_one_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     running: list[asyncio.Future[None]] = []
 
     async def call(self: HostedReader, method: str, file: AudioFile) -> Recording:

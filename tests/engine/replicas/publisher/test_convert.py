@@ -79,7 +79,7 @@ def test_media_keys_and_salts_of_blocks_are_published() -> None:
     }
 
 
-def test_the_salt_is_told_as_vllm_does_and_understood_by_our_router() -> None:
+def test_the_salt_is_published_as_by_vllm_and_read_by_our_router() -> None:
     """In `extra_keys` of a sequence's first block alone, and only for those who do not read `cache_salt`."""
     salted = [*converted(KvEvent(1, Stored(None, (block(1), block(2)), "tenant"), 512))]
     (first,) = [event for event in salted if isinstance(event, BlockStored)]
@@ -193,7 +193,7 @@ def test_a_new_engine_may_have_a_narrower_window() -> None:
     assert [type(one) for one in said] == [BlockStored, AllBlocksCleared, BlockStored]
 
 
-def test_lost_events_are_counted_whether_or_not_they_are_told() -> None:
+def test_lost_events_are_counted_by_gaps_in_their_ids() -> None:
     converter = Converter(BLOCK)
     for event in (CREATED, stored(1, 1), stored(4, 2, window=128), stored(5, 3), stored(10, 4), CREATED, stored(1, 1)):
         list(converter.convert(event))

@@ -193,7 +193,7 @@ Logits here are up to 60.
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
-def test_the_engine_runs_it_and_says_what_the_slow_twin_says(
+def test_the_engine_generates_the_tokens_of_the_torch_runner(
     folder: Path, overlap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(OPTIONS, "overlap_scheduler", overlap)
