@@ -1,7 +1,7 @@
 """Decode an audio file to mono samples at 16 kHz, piece by piece, so that a file that decodes to hours takes no memory.
 
 A file that cannot be decoded, or is longer than it may be, raises InvalidRequest. The formats are those of
-`multimodal/media/sniff.py`; libsndfile's many others are never tried.
+`multimodal/media/sniff_audio.py`; libsndfile's many others are never tried.
 """
 
 import io

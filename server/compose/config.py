@@ -96,10 +96,11 @@ def _check_transcription(settings: Settings) -> None:
         raise EngineFailure(
             "TensorRT-LLM 1.2 serves no Whisper model (its LLM API has had them since 1.3): set ENGINE=embedded"
         )
-    if settings.disaggregation_mode != "aggregated":
+    role = role_of(settings)
+    if role.moves_kv_blocks:
         raise EngineFailure(
-            f"a model that transcribes has no prompts worth dividing: DISAGGREGATION_MODE must be aggregated, not "
-            f"{settings.disaggregation_mode}"
+            f"prompts of a model that transcribes are too short to be prefilled elsewhere: DISAGGREGATION_MODE must be "
+            f"aggregated, not {role.name}"
         )
     if settings.speculative != "none":
         raise EngineFailure("SPECULATIVE cannot be used with a model that transcribes: leave it out")

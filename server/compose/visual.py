@@ -74,7 +74,7 @@ def visual_config(settings: Settings, folder: Path | None) -> VisualConfig:
         dtype=settings.dtype,
         threads=settings.threads,
         max_batch=settings.visual_max_batch,
-        max_waiting=settings.visual_max_queue,
+        max_queue=settings.visual_max_queue,
         steps=settings.visual_steps,
         guidance=settings.visual_guidance,
         step_cache=settings.visual_step_cache,

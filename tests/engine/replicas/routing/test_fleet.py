@@ -38,7 +38,7 @@ class Changing(Addresses):
 @asynccontextmanager
 async def running(addresses: Addresses, sources: EventSources | None = None) -> AsyncIterator[tuple[Fleet, Seen]]:
     seen = Seen()
-    fleet = Fleet(addresses, sources or EventSources(port=0), Policy("kv", seed=1), seen)
+    fleet = Fleet(addresses, sources or EventSources(), Policy("kv", seed=1), seen)
     await fleet.start()
     try:
         yield fleet, seen
@@ -66,7 +66,7 @@ async def test_responses_push_no_session_out() -> None:
     async with Bare(OK) as one, Bare(OK) as two:
         seen, session = Seen(), Affinity(session="a")
         tables = (Sessions(1, 60.0), Sessions(1, 60.0))
-        fleet = Fleet(Changing([one.url, two.url]), EventSources(port=0), Policy("kv", seed=1), seen, (), 3, *tables)
+        fleet = Fleet(Changing([one.url, two.url]), EventSources(), Policy("kv", seed=1), seen, (), 3, *tables)
         await fleet.start()
         await until(lambda: all(replica.available for replica in fleet.replicas))
         home, work = next(fleet.assign(PROMPT, session))
@@ -101,9 +101,9 @@ async def test_requests_finish_on_a_replica_whose_address_has_gone(monkeypatch: 
 @pytest.mark.parametrize(
     ("sources", "place", "expected"),
     [
-        (EventSources(), None, ("tcp://host:5557", "")),
-        (EventSources(replay_port=5560), 0, ("tcp://host:5557", "tcp://host:5560")),
-        (EventSources(port=0, replay_port=5560), 0, ("", "")),
+        (EventSources(port=5557), None, ("tcp://host:5557", "")),
+        (EventSources(port=5557, replay_port=5560), 0, ("tcp://host:5557", "tcp://host:5560")),
+        (EventSources(replay_port=5560), 0, ("", "")),
         (EventSources(("tcp://a:1", "tcp://b:2"), ("tcp://a:3", "tcp://b:4")), 1, ("tcp://b:2", "tcp://b:4")),
         (EventSources(("tcp://a:1",), replay_port=5560), 0, ("tcp://a:1", "")),
     ],
@@ -113,7 +113,7 @@ def test_where_events_come_from(sources: EventSources, place: int | None, expect
 
 
 def test_addresses_of_version_six_stay_whole() -> None:
-    assert EventSources(replay_port=9).of("http://[::1]:8000", None) == ("tcp://[::1]:5557", "tcp://[::1]:9")
+    assert EventSources(port=5557, replay_port=9).of("http://[::1]:8000", None) == ("tcp://[::1]:5557", "tcp://[::1]:9")
 
 
 async def test_cached_blocks_attract_requests_until_they_are_removed() -> None:
