@@ -1,4 +1,4 @@
-"""The parts that composers put together, and share."""
+"""State that composers share: the replica that they compose, its settings, metrics and cleanup."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
