@@ -1,4 +1,4 @@
-"""A file of SQLite, whose calls run in a thread."""
+"""An SQLite file, whose calls run in a thread."""
 
 import asyncio
 import fcntl
@@ -18,13 +18,13 @@ log = logging.getLogger(__name__)
 
 
 class StoreUnavailable(EngineUnavailable):
-    """A file cannot be read or written: the disk is full, say."""
+    """A file cannot be read or written, for example because the disk is full."""
 
 
 @asynccontextmanager
 async def elected(database: Path) -> AsyncIterator[bool]:
-    """Lock a file beside a database during the block; say whether no other process has. The lock ends with the
-    process.
+    """Lock a file beside a database during the block, and yield whether that succeeded: no other process has it. The
+    lock ends with the process.
     """
     with database.with_suffix(".lock").open("w") as lock:
         try:

@@ -35,7 +35,7 @@ _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
 
 @router.get("/prefill")
 async def describe(replica: ReplicaDep, service: PrefillServiceDep) -> Response:
-    """Describe the model and cache that this replica prefills with; 503 while it would take no request."""
+    """Describe the model and cache of this prefill replica; 503 while it accepts no requests."""
     if not replica.ready:
         raise EngineNotReady("The engine is not ready, or closing.")
     info = handoff.prefill_info(replica.model_name, service.engine.info)
@@ -44,7 +44,7 @@ async def describe(replica: ReplicaDep, service: PrefillServiceDep) -> Response:
 
 @router.post("/prefill")
 async def prefill(request: Request, state: StateDep, service: PrefillServiceDep) -> Response:
-    """Compute a prompt and its first token, and hold the KV blocks while the answer is open, within the lease."""
+    """Compute a prompt and its first token. The KV blocks are held while the answer is open, within the lease."""
     options = state["http"]
     images = options.max_images * max(MAX_EMBEDDING_BYTES, options.max_image_bytes)
     body = await read_message(request, options, options.max_body_bytes + images)
@@ -70,7 +70,7 @@ async def start_profile(state: StateDep, service: EngineServiceDep) -> Response:
 
 @operator_router.post("/stop_profile")
 async def stop_profile(state: StateDep, service: EngineServiceDep) -> dict[str, str]:
-    """Write what was recorded into PROFILE_DIR, for chrome://tracing or Perfetto, and return the file's path."""
+    """Write the recorded profile into PROFILE_DIR, for chrome://tracing or Perfetto, and return the file's path."""
     name = f"trellis-{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:8]}.json.gz"
     trace_file = _profile_folder(state) / name
     await asyncio.to_thread(trace_file.parent.mkdir, parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def _profile_folder(state: State) -> Path:
 
 
 def no_public_routes(what: str) -> APIRouter:
-    """Return a router that refuses /v1 on `what` serves other replicas only."""
+    """Return a router that refuses /v1; `what` describes this replica, which serves other replicas only."""
     refusing = APIRouter(include_in_schema=False)
 
     @refusing.api_route("/v1/{path:path}", methods=_METHODS)

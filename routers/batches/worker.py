@@ -27,15 +27,15 @@ _LOWEST = 1000
 """Priority of all requests; a request waits as if it had come that many times 10 seconds later."""
 
 _MOST_DEATHS = 3
-"""Times that the engine may die while it does a request; then the request has failed."""
+"""Number of deaths of the engine during a request after which the request has failed."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class BatchWorker:
-    """Does the requests of all batches. Of several processes with the same store, one works at a time: the first, then
-    another when it has ended.
+    """Answers the requests of all batches. Of several processes with the same store, one works at a time; when it ends,
+    another takes over.
     """
 
     store: BatchStore
@@ -47,9 +47,9 @@ class BatchWorker:
     render_error: Callable[[Exception, Scope], bytes]
     concurrency: int
     ready: Callable[[], bool]
-    """Whether the replica takes requests."""
+    """Return whether the replica accepts requests."""
     pause: float = 1.0
-    """Seconds between looks for what other processes have stored, and for its turn if another process is working."""
+    """Seconds between checks for batches of other processes, and for the lock if another process is working."""
     _deaths: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
     """Number of deaths of the engine while it served each request."""
 
@@ -68,7 +68,7 @@ class BatchWorker:
             await self._pause()
 
     async def _work(self) -> None:
-        """Do requests until the store fails."""
+        """Answer requests until the store fails."""
         await self.store.resume()
         running: set[asyncio.Task[bool]] = set()
         try:
@@ -89,14 +89,14 @@ class BatchWorker:
             await cancel(running)
 
     async def _pause(self) -> None:
-        """Return when there may be something to do."""
+        """Wait until there may be something to do."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self.pause):  # asyncio.wait_for of Python 3.11 may swallow a cancellation
                 await self.store.news.wait()
         self.store.news.clear()
 
     async def _do(self, job: BatchJob) -> bool:
-        """Do a request, and store its result; return False if it has to be done again. Raises StoreUnavailable."""
+        """Answer a request and store its result; return False if it has to be repeated. Raises StoreUnavailable."""
         begin_request()
         request_id = uuid4().hex
         try:
@@ -119,7 +119,7 @@ class BatchWorker:
         return await self.store.finish(job, "errored", result)
 
     def _hopeless(self, job: BatchJob, error: Exception) -> bool:
-        """Count how often the engine died of a request, and tell whether that is enough."""
+        """Count a death of the engine during a request, and return whether the request has failed for good."""
         if isinstance(error, EngineDied):
             place = (job.batch, job.place)
             self._deaths[place] = self._deaths.get(place, 0) + 1

@@ -1,7 +1,5 @@
-"""A worker of a Dynamo graph: its model card, its endpoints, its events and its load, over Dynamo's runtime.
-
-Dynamo's errors are made here: a wrong request becomes a 400 at the frontend, and what another worker may do better is
-migrated there.
+"""A worker of a Dynamo graph: its model card, endpoints, events and load, over Dynamo's runtime. Errors become Dynamo's
+here: the frontend answers an invalid request with 400, and migrates requests that another worker may serve.
 """
 
 import asyncio
@@ -75,8 +73,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
-    """Location of the graph, and the means by which its workers are found and asked. Fields mean the same as the
-    settings."""
+    """Location of the graph, and how its workers are found and asked. Fields mean the same as the settings."""
 
     namespace: str
     component: str
@@ -137,7 +134,7 @@ class DynamoGraph:
             yield item
 
     async def give_up(self, claim: Claim) -> None:
-        """Say that what is held has been read."""
+        """Report that held embeddings have been read."""
         async for _ in self.call(claim, Context()):
             pass
 
@@ -283,7 +280,7 @@ class GraphWorker(ABC):
 
     @staticmethod
     def _wrong(work: Callable[..., T], *arguments: Any) -> T:
-        """Return what `work` returns; its errors become Dynamo's."""
+        """Return the result of `work`; its errors become Dynamo's."""
         try:
             return work(*arguments)
         except EngineError as error:
@@ -304,7 +301,7 @@ class GraphWorker(ABC):
             self._count(-1)
 
     async def _follow(self) -> None:
-        """Be in discovery while the replica is ready, and leave for good when it drains."""
+        """Stay in discovery while the replica is ready, and leave for good when it drains."""
         drain = asyncio.create_task(self._replica.stopping.wait())
         try:
             while not drain.done():
