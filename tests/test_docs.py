@@ -210,6 +210,12 @@ def test_the_readme_is_short() -> None:
     assert len(text_of(README).splitlines()) < 120
 
 
+def test_the_glossary_defines_each_word_once() -> None:
+    words = re.findall(r"^\| \*\*([^*]+)\*\* \|", text_of(ROOT / "docs/glossary.md"), re.MULTILINE)
+    assert len(words) > 60
+    assert len(words) == len(set(words))
+
+
 def test_the_log_is_newest_first_and_begins_with_conclusions() -> None:
     entries = re.split(r"^## ", text_of(LOG), flags=re.MULTILINE)[1:]
     dates = [time.strptime(entry[:10], "%Y-%m-%d") for entry in entries]
