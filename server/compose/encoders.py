@@ -23,10 +23,9 @@ from multimodal.media.loader import MediaLoader
 from multimodal.media.prompts import BackendPrompts, EncodedPrompts
 from multimodal.text.control import ControlTokens, unmarked
 from multimodal.text.tokenizer import Tokenizer
-from server.compose.composition import Composition, Failed, never
+from server.compose.composition import Composition, Failed, follow_sleep, never
 from server.compose.config import engine_config, sleep_config, video_options
 from server.compose.model import load_text
-from server.compose.sleeping import follow_sleep
 from server.health.canary import encoder_probe
 from server.metrics.peers import EncodeMetrics, PeerMetrics
 from server.metrics.replica import watch_cache

@@ -33,12 +33,11 @@ from routers.fields import FieldCheck
 from routers.responses.service import Responses
 from routers.responses.store import SqliteStore
 from routers.state import ChatService, PrefillService
-from server.compose.composition import Composition, Failed, never
+from server.compose.composition import Composition, Failed, follow_sleep, never
 from server.compose.config import default_processors, engine_config, sleep_config
 from server.compose.encoders import Encoders, image_prompts, start_encoders
 from server.compose.model import answer_format, load_text, model_folder, sampling_defaults
 from server.compose.publishing import publish_events
-from server.compose.sleeping import follow_sleep
 from server.health.canary import engine_probe
 from server.http.errors import render_event
 from server.metrics.peers import PeerMetrics
