@@ -252,7 +252,7 @@ def test_no_file_names_paths_of_a_developers_machine() -> None:
 
 
 def test_tests_leave_private_names_alone() -> None:
-    """A few reach into foreign libraries, or into a class whose state nobody else needs."""
+    """Exceptions reach into foreign libraries, or into a class whose state only its test needs."""
     own = {"self", "cls"}
     public = {"_exit", "_replace"}  # of the standard library, and documented
     found = [

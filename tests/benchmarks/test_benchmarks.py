@@ -1,4 +1,4 @@
-"""The load client believes what it sees: counts, percentiles and errors, whatever the framing."""
+"""The load client's counts, percentiles and errors, with every framing of answers."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ def chunked(body: bytes, cuts: list[int]) -> bytes:
 
 @asynccontextmanager
 async def scripted(answer: bytes, *, close: bool = False) -> AsyncIterator[Target]:
-    """A server that gives every request the same bytes for an answer, and then may hang up."""
+    """A server that answers every request with the same bytes, and may then close the connection."""
 
     handling: set[asyncio.Task[object]] = set()
 

@@ -36,7 +36,7 @@ def client_of(server: ServerProcess) -> openai.OpenAI:
 
 
 def said(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer without what is its own."""
+    """An answer without its id, times and other unique values."""
     return {name: value for name, value in answer.items() if name not in ("id", "created", "system_fingerprint")}
 
 

@@ -1,4 +1,4 @@
-"""Servers that publish KV-cache events: who does it, what happens when it fails, and what is measured."""
+"""Servers that publish KV-cache events: which process publishes, failures, and metrics."""
 
 import asyncio
 import re
@@ -46,7 +46,7 @@ async def events(folder: Path) -> list[WireEvent]:
 
 
 def text(said: list[WireEvent]) -> bytes:
-    """What was stored, in the fake engine's tokens: bytes, after three special ones."""
+    """The text of stored blocks, by the fake engine's tokens: three special ones, then bytes."""
     tokens = [token for event in said if isinstance(event, BlockStored) for token in event.token_ids]
     return bytes(token - 3 for token in tokens if token >= 3)
 

@@ -1,4 +1,4 @@
-"""The whole server as its users meet it: a process of its own, the default model, the OpenAI SDK."""
+"""The whole server as its users run it: another process, the default model, the OpenAI SDK."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What `engine/base.py` promises of prefills and of decodes that go on from them, on every engine that hands over."""
+"""Conformance of every engine with handoffs: prefill, and decode that continues from it (`engine/base.py`)."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Sleep and wake around a backend: what becomes of requests, and of orders that meet."""
+"""Sleep and wake around a backend: the treatment of requests, and concurrent orders."""
 
 import asyncio
 import os
@@ -251,7 +251,7 @@ class Faulty(FakeEngine):
 
 
 class Gated(FakeEngine):
-    """Gives memory back, and takes it, when it may."""
+    """Releases and restores memory when the test lets it."""
 
     def __init__(self, config: FakeConfig) -> None:
         super().__init__(config)

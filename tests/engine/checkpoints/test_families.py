@@ -1,4 +1,4 @@
-"""The table of families says what transformers' classes say, and whoever reads a model folder reads the same."""
+"""The table of families agrees with transformers' classes, and all readers of a model folder read the same facts."""
 
 import json
 from pathlib import Path

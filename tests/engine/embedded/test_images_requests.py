@@ -1,7 +1,4 @@
-"""Prompts with images in the embedded engine.
-
-They are handed over, lost and refused; other tests name the blocks that they are in.
-"""
+"""Prompts with images in the embedded engine: handoffs, losses, refusals, and the keys of their blocks."""
 
 import struct
 from collections.abc import AsyncIterator

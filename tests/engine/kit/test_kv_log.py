@@ -1,4 +1,4 @@
-"""What a consumer of KV-cache events is told that begins late, and that nothing piles up while there is none."""
+"""Late consumers of KV-cache events get the current state, and without consumers no events accumulate."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ WINDOW = 512
 
 
 async def told(log: KvEventLog) -> list[KvEvent]:
-    """What a consumer is told that comes now."""
+    """The initial events of a new consumer."""
     log.close()
     return [event async for batch in log.batches() for event in batch]
 
@@ -95,9 +95,8 @@ async def test_windows_and_ranks_have_books_of_their_own() -> None:
 
 
 async def test_a_consumer_that_missed_events_starts_from_the_current_state() -> None:
-    """A converter that has missed events starts again from the state of the cache.
-
-    It says that all is cleared, then what is stored, and counts no gap.
+    """A converter that has missed events starts again from the state of the cache. It reports that all is cleared, then
+    the stored blocks, and counts no gap.
     """
     converter, log = Converter(BLOCK), log_of(KvEvent(0, Created((9,)), WINDOW), stored(1, 1))
     batches = log.batches()

@@ -12,7 +12,7 @@ STEPS = {0: {BEGIN: 1}, 1: {END: 0}}
 
 
 def output(budget: int, wanted: Iterable[int], *, inside: bool = True) -> list[int]:
-    """What a model writes that would write `wanted`, and goes on after its reasoning where that is cut short."""
+    """The output of a model that wants to write `wanted`, and continues after its reasoning when that is cut short."""
     progress = ReasoningProgress(ReasoningBudget(budget, (END, LAST), (AGAIN,), inside, STEPS))
     found: list[int] = []
     for token in wanted:

@@ -1,4 +1,4 @@
-"""Requests take turns, however many jobs they bring; what nobody waits for never starts."""
+"""Requests take turns, however many jobs they have; jobs without waiters never start."""
 
 import asyncio
 import threading

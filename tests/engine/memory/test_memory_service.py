@@ -33,7 +33,7 @@ def pages(service: MemoryService) -> HostPages:
 
 
 def fill(service: MemoryService, text: bytes = b"panels") -> HostPages:
-    """What an engine does that comes first."""
+    """Lease and fill memory, as the first engine does."""
     filling = pages(service)
     assert not filling.filled
     ctypes.memmove(filling.address, text, len(text))

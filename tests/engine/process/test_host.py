@@ -1,4 +1,4 @@
-"""The process boundary: what passes over it, and what becomes of the requests of clients and hosts that go."""
+"""The process boundary: messages across it, and requests of clients and hosts that disappear."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""Any service can be hosted: one that is no engine, with calls that have one result, in a process of its own."""
+"""Hosting of a service other than an engine, in another process, with calls that have one result."""
 
 import asyncio
 import json

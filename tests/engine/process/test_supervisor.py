@@ -1,4 +1,4 @@
-"""When a process is started again, and when not."""
+"""When the supervisor restarts a process, and when it does not."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""The HTTP client: which connections it keeps, and what becomes of those that end."""
+"""The HTTP client: which connections it keeps, and connections that end."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -166,7 +166,7 @@ async def test_a_head_without_an_end_is_given_up() -> None:
 
 
 async def test_websockets_are_requests_and_end_with_the_others() -> None:
-    """They are not pinged: of a reader that waits for a slow client nobody would see the answer."""
+    """They are not pinged: the answer of a reader that waits for a slow client would not be read."""
 
     async def stay(connection: ServerConnection) -> None:
         await connection.wait_closed()

@@ -1,4 +1,4 @@
-"""An encoder that has others encode: who is asked, what a fault costs, and when it encodes here."""
+"""An encoder that asks encode replicas: the choice of a replica, faults, and the local fallback."""
 
 import asyncio
 import signal
@@ -267,7 +267,7 @@ async def test_killed_replicas_cost_no_image_and_all_of_them_a_clear_error() -> 
 
 
 async def test_a_killed_front_frees_what_was_held_for_it() -> None:
-    """The lease is its connection: nothing else has to notice."""
+    """The connection is the lease, so nothing else has to notice."""
     async with replica("encode", encode_inline_kb=0, lease_seconds=30) as (url, life):
         code = f"""
 import asyncio, sys

@@ -1,4 +1,4 @@
-"""Prompts with images, prefilled elsewhere: what goes to which replica, and what happens if the KV blocks are lost."""
+"""Prompts with images, prefilled elsewhere: the requests to each replica, and lost KV blocks."""
 
 import logging
 from typing import Any

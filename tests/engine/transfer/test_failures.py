@@ -1,4 +1,4 @@
-"""Transfers that end early: peers that die or hang, cancellation, and what is left behind."""
+"""Transfers that end early: peers that die or hang, cancellation, and leftovers."""
 
 import gc
 import signal

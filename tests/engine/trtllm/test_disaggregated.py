@@ -1,4 +1,4 @@
-"""Prefill, decode and encode on TensorRT-LLM's stand-in: what one engine hands over another goes on from."""
+"""Prefill, decode and encode on TensorRT-LLM's stand-in, with handoffs between engines."""
 
 import asyncio
 import contextlib
@@ -93,7 +93,7 @@ def tokens(deltas: list[Delta]) -> list[int]:
 
 
 async def expected(wanted: GenerateRequest) -> list[Delta]:
-    """What one engine says to the same request."""
+    """The answer of a single engine to the same request."""
     alone = FakeEngine(FakeConfig())
     await alone.start()
     try:

@@ -1,4 +1,4 @@
-"""Sleep with TensorRT-LLM: what 1.2.1 can release, how it has to be started for that, and what is said otherwise."""
+"""Sleep with TensorRT-LLM: the memory that 1.2.1 can release, the arguments that it needs, and errors without them."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,5 @@
-"""Handoffs that fail.
-
-Transfers break, hang or come late, requests are aborted at every stage, handoffs lie, and blocks run out.
+"""Handoffs that fail: transfers break, hang or come late, requests are aborted at every stage, handoffs have wrong
+contents, and blocks run out.
 """
 
 import shutil

@@ -1,6 +1,5 @@
-"""Prefill and decode by two cores of the embedded engine, with real transfers.
-
-Together they generate what one core alone generates, token for token.
+"""Prefill and decode by two cores of the embedded engine, with real transfers. Together they generate the same tokens
+as one core.
 """
 
 import random

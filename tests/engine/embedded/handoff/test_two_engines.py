@@ -1,6 +1,5 @@
-"""Two embedded engines that hand over, in one process and in two.
-
-Covers guides, logits processors, shared memory, and what is left at the end.
+"""Handoffs between two embedded engines, in one process and in two: guides, logits processors, shared memory, and
+leftovers.
 """
 
 import asyncio
@@ -139,7 +138,7 @@ async def test_prefill_and_handoff_exclude_each_other(two: Two) -> None:
 
 
 async def test_aborts_of_a_crowd_leave_nothing(two: Two) -> None:
-    """Whichever engine hears of an abort first: a prefill engine's blocks may go while they are read."""
+    """In any order of aborts: blocks of a prefill engine may be freed while they are read."""
 
     async def cut(index: int) -> None:
         async with asyncio.timeout(0.005 * index):
@@ -184,7 +183,7 @@ async def test_held_blocks_cost_no_processor_time_and_are_freed_at_close(tiny_mo
 
 
 async def test_an_engine_that_died_moves_no_bytes(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory goes with its thread."""
+    """Its memory is freed when its thread ends."""
 
     def fail(_: EngineCore) -> None:
         raise AssertionError("a bug")

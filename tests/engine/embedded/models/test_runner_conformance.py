@@ -1,7 +1,6 @@
-"""What every model runner does with a `StepInput`.
-
-It computes the logits of transformers' own forward, however prompts are cut and steps are filled. The CUDA runner runs
-here in Triton's interpreter, where Triton is installed; `cuda/test_cuda_engine.py` runs it on a GPU.
+"""Conformance of every model runner: from a `StepInput` it computes the logits of transformers' own forward, however
+prompts are divided and steps are filled. The CUDA runner runs here in Triton's interpreter, where Triton is installed;
+`cuda/test_cuda_engine.py` runs it on a GPU.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Whatever is drafted, a sequence gets the tokens, log-probabilities and ends that it gets without drafts."""
+"""With any drafts, a sequence gets the same tokens, log-probabilities and end as without drafts."""
 
 import itertools
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""How many tokens are drafted: what acceptance and the times of steps make of it."""
+"""The number of drafted tokens, which depends on acceptance and the times of steps."""
 
 from collections.abc import Sequence as Many
 

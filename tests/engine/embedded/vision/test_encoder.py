@@ -1,4 +1,4 @@
-"""The encoder's process: its death, its hanging, its end; what is cancelled; and that the loop does not feel it."""
+"""The encoder's process: death, hangs, shutdown and cancellation, while the event loop stays responsive."""
 
 import asyncio
 import io
@@ -151,7 +151,7 @@ async def test_death_is_followed_by_a_restart_and_costs_nothing(encoder: Embedde
 
 
 async def test_an_image_that_kills_the_process_fails_alone(encoder: EmbeddedEncoder) -> None:
-    """The process is killed each time that it has begun with the first image, which takes a while."""
+    """The process is killed each time it has begun with the first image, which takes a while."""
     pids = set[int]()
     fatal = asyncio.create_task(encoder.encode([MediaInput(image_bytes(2000, 2000))]))
     others: list[asyncio.Task[list[EncodedMedia]]] = []

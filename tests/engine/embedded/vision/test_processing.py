@@ -1,4 +1,4 @@
-"""Images become what transformers makes of them: the same pixels, the same tokens in a prompt, the same embeddings."""
+"""Processing of images gives transformers' results: the same pixels, tokens in a prompt, and embeddings."""
 
 import logging
 import threading

@@ -1,4 +1,4 @@
-"""What a language model hears equals what transformers computes, and damaged models and files are refused."""
+"""The audio tower computes transformers' embeddings, and damaged models and files are refused."""
 
 import json
 from pathlib import Path

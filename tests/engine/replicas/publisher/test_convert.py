@@ -1,4 +1,4 @@
-"""KV-cache events to the wire format: what is said of which event, byte by byte."""
+"""Conversion of KV-cache events to the wire format, byte by byte."""
 
 import msgspec
 import pytest
@@ -25,7 +25,7 @@ CREATED = KvEvent(0, Created((8, 0)), 512)
 
 
 def converted(*events: KvEvent) -> list[WireEvent]:
-    """What is said after the greeting of a new engine."""
+    """The messages for an event, after the first message of a new engine."""
     converter = Converter(BLOCK)
     said = [one for event in (CREATED, *events) for one in converter.convert(event)]
     assert said[0] == AllBlocksCleared()

@@ -1,4 +1,4 @@
-"""The index of blocks against a slow obvious one, and against the fake engine's own books by way of real messages."""
+"""The index of blocks against a slow reference, and against the fake engine's blocks by real messages."""
 
 import asyncio
 import random
