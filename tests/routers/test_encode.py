@@ -1,4 +1,4 @@
-"""What /encode answers and refuses, and that what it holds for a reader is freed whichever way the reader ends."""
+"""Answers and refusals of /encode, and embeddings that are freed however the reader ends."""
 
 import asyncio
 from collections.abc import Sequence

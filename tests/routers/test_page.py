@@ -1,4 +1,4 @@
-"""The pages at / and /docs: who sees them, how their files are sent, and that these are what they should be."""
+"""The pages at / and /docs: access, caching, and the integrity of their files."""
 
 import base64
 import gzip

@@ -1,4 +1,4 @@
-"""The routes of sleep and wake: who may use them, what they answer, and what else the replica says meanwhile."""
+"""The routes of sleep and wake: access, answers, and the state of the replica meanwhile."""
 
 import asyncio
 import json

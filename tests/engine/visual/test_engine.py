@@ -1,4 +1,4 @@
-"""The queue in front of a pipeline: what is computed together, whose turn it is, what ends early, and what fails."""
+"""The queue in front of a pipeline: batches, turns, aborts and failures."""
 
 import asyncio
 import io

@@ -1,4 +1,4 @@
-"""Items of answers: any split of a model's parts gives the same items, and what happens to them adds up to them."""
+"""Items of answers: any split of a model's parts gives the same items, and their events add up to the items."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Embeddings as clients bring them: what safetensors writes is read, and nothing else is, nor ever run."""
+"""Embeddings from clients: only files that safetensors could write are read, and nothing in them is executed."""
 
 import json
 import pickle

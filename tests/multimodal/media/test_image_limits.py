@@ -1,4 +1,4 @@
-"""What one chat with images may cost others: turns, time, memory, and work for requests that will be refused."""
+"""Bounds on what a chat with images costs other requests: turns, time, memory, and work for refused requests."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Work that several wait for is done once, whoever of them goes away."""
+"""Work with several waiters is done once, also if some of them leave."""
 
 import asyncio
 

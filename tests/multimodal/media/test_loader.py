@@ -1,4 +1,4 @@
-"""Requests that share fetches, and how much the event loop feels of it all."""
+"""Requests that share fetches, and a responsive event loop meanwhile."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What a router makes of requests: the tokens that a replica would compute, as far as it can know them."""
+"""Prompts in a router: the tokens that a replica would compute, as far as a router can know them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""From Dynamo's requests to the engine's and back, by what Dynamo 1.6.1's frontend was seen to send."""
+"""Conversion of Dynamo's requests and outputs, with requests as recorded from the frontend of Dynamo 1.6.1."""
 
 from typing import Any
 

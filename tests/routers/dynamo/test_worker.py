@@ -1,4 +1,4 @@
-"""What of a worker needs Dynamo's package, but no graph."""
+"""Parts of a worker that need Dynamo's package but no graph."""
 
 import asyncio
 from contextlib import nullcontext

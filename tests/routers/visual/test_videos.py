@@ -1,4 +1,4 @@
-"""/v1/videos on a fake pipeline: the life of a job, over restarts, and who sees it."""
+"""/v1/videos on a fake pipeline: the life of a job, across restarts, and its visibility."""
 
 import asyncio
 import io

@@ -1,4 +1,4 @@
-"""Sizes that nobody set fit the machine."""
+"""Default sizes fit the machine."""
 
 import json
 from dataclasses import replace

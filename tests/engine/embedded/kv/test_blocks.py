@@ -1,4 +1,4 @@
-"""Properties of the block pool: for any order of calls, counts are consistent and a key always finds its own contents."""
+"""Properties of the block pool: for any order of calls, counts are consistent and a key finds its own contents."""
 
 import pytest
 from hypothesis import settings

@@ -1,4 +1,4 @@
-"""The incremental engine: what is streamed when, where a parser starts, and what special tokens mean."""
+"""The incremental engine: when text is streamed, the state in which a parser starts, and special tokens."""
 
 import json
 import time

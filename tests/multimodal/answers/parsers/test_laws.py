@@ -1,4 +1,4 @@
-"""What holds for every family and every output: it does not matter how a stream is cut, and nothing is lost."""
+"""Properties of every family and output: results do not depend on how a stream is cut, and no text is lost."""
 
 import json
 import re
