@@ -78,7 +78,7 @@ async def join(to: Composition, graph: DynamoGraph, folder: Path | None) -> None
 
 
 async def _engine_worker(to: Composition, graph: DynamoGraph, folder: Path, service: Any) -> GraphWorker:
-    from routers.dynamo import worker as dynamo  # noqa: PLC0415 - an extra, and most replicas do without
+    from routers.dynamo.engine_worker import EngineWorker  # noqa: PLC0415 - an extra, and most replicas do without
 
     settings = to.settings
     assert isinstance(service, ChatService | PrefillService), "the role has been checked"
@@ -91,7 +91,7 @@ async def _engine_worker(to: Composition, graph: DynamoGraph, folder: Path, serv
         offered = None if service.encoding is None else _offered(to, graph, service.encoding)
     tools, reasoning = ("", "") if processor is None else processor.format.parser_names
     refused = dict(service.engine.info.refused_parameters)
-    return dynamo.EngineWorker(
+    return EngineWorker(
         graph,
         cast("WorkerRole", to.role.name),
         service.engine,
