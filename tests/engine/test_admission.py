@@ -254,8 +254,7 @@ async def test_a_cancelled_request_leaves_the_queue(admission: AdmissionEngine, 
     leaving = admission.generate(request_for())
     staying = asyncio.create_task(collect(admission.generate(request_for())))
     waiting = asyncio.create_task(collect(leaving))
-    await asyncio.sleep(0.01)
-    assert admission.waiting == 2
+    await until(lambda: admission.waiting == 2)
     if how == "cancel":
         waiting.cancel()
         await asyncio.wait([waiting])
