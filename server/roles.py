@@ -153,9 +153,10 @@ _ENCODE_SECRET = Need(
 
 
 def _public() -> tuple[APIRouter, ...]:
-    from routers import internal, messages, models, tokenize, transcriptions  # noqa: PLC0415
+    from routers import messages, models, tokenize, transcriptions  # noqa: PLC0415
     from routers.batches import routes as batches  # noqa: PLC0415
     from routers.endpoints import ENDPOINTS  # noqa: PLC0415
+    from routers.internal import prefill  # noqa: PLC0415
     from routers.responses import websocket  # noqa: PLC0415
 
     return (
@@ -166,7 +167,7 @@ def _public() -> tuple[APIRouter, ...]:
         models.router,
         tokenize.router,
         transcriptions.router,
-        internal.operator_router,
+        prefill.operator_router,
     )
 
 
@@ -178,21 +179,21 @@ def _visual() -> tuple[APIRouter, ...]:
 
 
 def _prefill() -> tuple[APIRouter, ...]:
-    from routers import encode, internal  # noqa: PLC0415
+    from routers.internal import encode, prefill  # noqa: PLC0415
 
-    return internal.router, internal.operator_router, encode.router, internal.no_public_routes("a prefill replica")
+    return prefill.router, prefill.operator_router, encode.router, prefill.no_public_routes("a prefill replica")
 
 
 def _encode() -> tuple[APIRouter, ...]:
-    from routers import encode, internal  # noqa: PLC0415
+    from routers.internal import encode, prefill  # noqa: PLC0415
 
-    return encode.router, internal.no_public_routes("an encode replica")
+    return encode.router, prefill.no_public_routes("an encode replica")
 
 
 def _forwarding() -> tuple[APIRouter, ...]:
-    from routers import proxy, websocket_proxy  # noqa: PLC0415
+    from routers.proxy import http, websocket  # noqa: PLC0415
 
-    return proxy.router, websocket_proxy.router
+    return http.router, websocket.router
 
 
 ROLES: Mapping[str, Role] = {

@@ -31,7 +31,7 @@ HOMES = {
     "zmq": ("engine",),
     "nats": ("engine/replicas/publisher",),
     "httpx": ("multimodal/media",),
-    "websockets": ("engine/replicas/client.py", "routers/websocket_proxy.py"),
+    "websockets": ("engine/replicas/client.py", "routers/proxy/websocket.py"),
     "httptools": ("engine/replicas/client.py", "server/http/connection.py", "server/bench/client.py"),
     "dynamo": ("routers/dynamo",),
     "soundfile": ("engine/kit/audio_file.py",),

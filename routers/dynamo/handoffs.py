@@ -25,7 +25,7 @@ from engine.replicas.pool import NoReplica
 from engine.types import GenerateRequest, Handoff
 from multimodal.errors import RequestError
 from protocol.internal import PrefillInfo
-from routers.leased import GRACE_SECONDS
+from routers.internal.leased import GRACE_SECONDS
 
 if TYPE_CHECKING:
     from dynamo.runtime import Context

@@ -19,7 +19,7 @@ from engine.errors import EngineFailure
 from engine.fake.engine import FakeEngine
 from routers.responses.routes import ENDPOINT
 from routers.responses.store import Record, SqliteStore
-from tests.routers.test_proxy import available
+from tests.routers.proxy.test_http import available
 from tests.support.disaggregated import replica
 from tests.support.routing import router
 from tests.support.servers import ServerThread, application

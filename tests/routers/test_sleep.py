@@ -12,7 +12,7 @@ from engine.fake.engine import FakeEngine
 from engine.sleep import SleepingEncoder, SleepingEngine, SleepOrder
 from protocol.internal import MEDIA_TYPE
 from routers.state import RouterService
-from tests.routers.test_proxy import LONG, available, cluster, learnt
+from tests.routers.proxy.test_http import LONG, available, cluster, learnt
 from tests.support.disaggregated import all_of, decode_engine, prefill_replica, tokens_of
 from tests.support.disaggregated import request as prompt
 from tests.support.encode import body_of, image

@@ -13,7 +13,7 @@ from engine import handoff
 from engine.handoff import decode_handoff
 from protocol.frames import FrameReader
 from protocol.internal import MEDIA_TYPE, VERSION, PrefillInfo, PrefillRequest, pieces
-from routers import leased
+from routers.internal import leased
 from tests.support.disaggregated import BEARER, INFO, SECRET, busy, nothing, request, stats_with
 from tests.support.servers import application
 

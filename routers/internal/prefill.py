@@ -21,7 +21,7 @@ from multimodal.errors import RequestError
 from protocol.internal import MAX_EMBEDDING_BYTES, MEDIA_TYPE, PrefillRequest, head_of, parts_of
 from routers.body import converted
 from routers.errors import WrongReplica
-from routers.leased import LeasedAnswer, check_fits, read_message
+from routers.internal.leased import LeasedAnswer, check_fits, read_message
 from routers.state import EngineServiceDep, PrefillService, PrefillServiceDep, ReplicaDep, State, StateDep
 
 router = APIRouter(include_in_schema=False)

@@ -17,7 +17,7 @@ from multimodal.errors import RequestError
 from protocol.internal import MAX_MEDIA, MAX_MEDIA_BYTES, MEDIA_TYPE, EncodeRequest, head_of, parts_of
 from routers.body import converted
 from routers.errors import WrongReplica
-from routers.leased import LeasedAnswer, check_fits, read_message
+from routers.internal.leased import LeasedAnswer, check_fits, read_message
 from routers.state import EncodingDep, HttpOptions, PrefillService, ReplicaDep, RequestId, StateDep
 
 router = APIRouter(include_in_schema=False)

@@ -23,7 +23,7 @@ from engine.replicas.routing.load import UNKNOWN_TOKENS, Assignment
 from engine.replicas.routing.replica import RoutedRank
 from engine.replicas.routing.sessions import Affinity
 from protocol.responses import ResponseCreate
-from routers.proxy import ELSEWHERE, REFUSALS, headers_for, noted, read, target_of
+from routers.proxy.http import ELSEWHERE, REFUSALS, headers_for, noted, read, target_of
 from routers.responses.convert import convert
 from routers.responses.routes import PATH
 from routers.responses.websocket import check_room, error_event, in_lane

@@ -19,7 +19,7 @@ from engine.transfer.base import TransferError
 from multimodal.text.tokenizer import byte_tokenizer
 from protocol.frames import FrameReader
 from protocol.internal import MAX_MEDIA, MEDIA_TYPE, VERSION, EncodeInfo
-from routers import leased as leased_answers
+from routers.internal import leased as leased_answers
 from routers.state import ReplicaState
 from tests.support.disaggregated import BEARER, SECRET, replica
 from tests.support.encode import SIZE, arena, body_of, expected, image, leased, pages
