@@ -156,7 +156,7 @@ def _public() -> tuple[APIRouter, ...]:
     from routers import messages, models, tokenize, transcriptions  # noqa: PLC0415
     from routers.batches import routes as batches  # noqa: PLC0415
     from routers.endpoints import ENDPOINTS  # noqa: PLC0415
-    from routers.internal import prefill  # noqa: PLC0415
+    from routers.internal import engine  # noqa: PLC0415
     from routers.responses import websocket  # noqa: PLC0415
 
     return (
@@ -167,7 +167,7 @@ def _public() -> tuple[APIRouter, ...]:
         models.router,
         tokenize.router,
         transcriptions.router,
-        prefill.operator_router,
+        engine.router,
     )
 
 
@@ -179,9 +179,9 @@ def _visual() -> tuple[APIRouter, ...]:
 
 
 def _prefill() -> tuple[APIRouter, ...]:
-    from routers.internal import encode, prefill  # noqa: PLC0415
+    from routers.internal import encode, engine, prefill  # noqa: PLC0415
 
-    return prefill.router, prefill.operator_router, encode.router, prefill.no_public_routes("a prefill replica")
+    return prefill.router, engine.router, encode.router, prefill.no_public_routes("a prefill replica")
 
 
 def _encode() -> tuple[APIRouter, ...]:

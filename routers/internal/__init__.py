@@ -1,1 +1,1 @@
-"""Routes between replicas, which the internal secret opens: prefill, encode, and answers that are leases."""
+"""Routes behind the internal secret, which OpenAPI does not show: prefill, encode, and orders to an engine."""
