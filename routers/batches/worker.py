@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
@@ -19,7 +18,7 @@ from multimodal.request import Ask
 from protocol.messages import MessagesRequest
 from routers.batches.store import BatchJob, BatchStore
 from routers.body import parsed
-from routers.database import StoreUnavailable, elected
+from routers.database import StoreUnavailable, told, work_elected
 from routers.fields import FieldCheck
 from routers.messages import ENDPOINT, convert
 
@@ -55,17 +54,7 @@ class BatchWorker:
 
     async def run(self) -> None:
         """Work until cancelled. Raises only CancelledError."""
-        while True:
-            try:
-                if self.store.path.exists():
-                    async with elected(self.store.path) as mine:
-                        if mine:
-                            await self._work()
-            except StoreUnavailable:  # it is logged
-                pass
-            except Exception:  # of any kind: batches go on once it is gone
-                log.exception("batches of messages have stopped for now")
-            await self._pause()
+        await work_elected(self.store.path, self._work, self._pause, "batches of messages")
 
     async def _work(self) -> None:
         """Answer requests until the store fails."""
@@ -90,10 +79,7 @@ class BatchWorker:
 
     async def _pause(self) -> None:
         """Wait until there may be something to do."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self.pause):  # asyncio.wait_for of Python 3.11 may swallow a cancellation
-                await self.store.news.wait()
-        self.store.news.clear()
+        await told(self.store.news, self.pause)
 
     async def _do(self, job: BatchJob) -> bool:
         """Answer a request and store its result; return False if it has to be repeated. Raises StoreUnavailable."""

@@ -3,7 +3,6 @@
 import asyncio
 import sqlite3
 import time
-from contextlib import suppress
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -13,6 +12,7 @@ from msgspec.structs import replace
 from engine.errors import QueueFull
 from engine.visual.types import VisualRequest
 from multimodal.errors import shown
+from routers.database import told
 from routers.errors import NotFound
 from routers.visual.media import MediaStore
 
@@ -150,10 +150,7 @@ class VideoJobs:
 
     async def changed(self, seconds: float) -> None:
         """Wait until a client may have changed something: at once if it was in this process, else after `seconds`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):  # asyncio.wait_for of Python 3.11 may swallow a cancellation
-                await self._news.wait()
-        self._news.clear()
+        await told(self._news, seconds)
 
     async def end(
         self, number: int, state: State, file: str | None = None, error: bytes | None = None, progress: int = 0

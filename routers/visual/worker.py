@@ -12,7 +12,7 @@ from engine.errors import EngineDied, EngineFailure, EngineUnavailable
 from engine.kit.tasks import cancel
 from engine.visual.base import VisualEngine
 from multimodal.errors import DeadlineExceeded
-from routers.database import StoreUnavailable, elected
+from routers.database import StoreUnavailable, work_elected
 from routers.visual.jobs import VideoJobs, VideoRecord
 
 _TOGETHER = 2
@@ -45,17 +45,7 @@ class VideoWorker:
     async def run(self) -> None:
         """Work until cancelled. Raises only CancelledError."""
         path = self.jobs.media.database.path
-        while True:
-            try:
-                if path.exists():
-                    async with elected(path) as mine:
-                        if mine:
-                            await self._work()
-            except StoreUnavailable:  # it is logged
-                pass
-            except Exception:  # of any kind: jobs go on once it is gone
-                log.exception("videos have stopped for now")
-            await self.jobs.changed(self.pause)
+        await work_elected(path, self._work, lambda: self.jobs.changed(self.pause), "videos")
 
     async def _work(self) -> None:
         """Do jobs until the store fails."""
