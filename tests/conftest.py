@@ -1,4 +1,4 @@
-"""What many tests share."""
+"""Fixtures and options for all tests, and which tests are slow."""
 
 import atexit
 import functools
@@ -109,8 +109,8 @@ SLOW = (
     "routers/visual/test_videos.py",
     "server/commands/test_memory.py",
     "server/http/test_openapi_fuzz.py",
+    "server/http/test_tracing_export.py",
     "server/process/",
-    "server/test_tracing_export.py",
     "smolaudio/",
     "smoldraw/test_model.py",
     "smolvideo/",
@@ -147,7 +147,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @functools.cache
 def _slow_marks() -> re.Pattern[str]:
-    """What stands in files that mark some of their tests as slow: the mark, or a support module that has it."""
+    """Return a pattern for files with slow tests: they contain the mark, or import a support module that does."""
     support = (path for path in sorted((TESTS / "support").glob("*.py")) if "mark.slow" in path.read_text())
     return re.compile("|".join([r"mark\.slow", *(rf"support\.{path.stem} import" for path in support)]))
 

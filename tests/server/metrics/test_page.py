@@ -70,14 +70,14 @@ async def page_of(role: str, **settings: Any) -> str:
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_every_roles_page_is_well_formed_and_says_nothing_twice(role: str) -> None:
+async def test_every_roles_page_is_well_formed_without_duplicates(role: str) -> None:
     page = await page_of(role)
     check_page(page)
     (info,) = [sample for sample in samples(page) if sample.name == "trellis_info"]
     assert (info.labels["role"], info.labels["backend"]) == (role, "none" if role == "router" else "fake")
 
 
-async def test_nothing_of_a_users_choice_is_on_the_page() -> None:
+async def test_values_that_clients_choose_make_no_labels() -> None:
     """Paths, methods, model names, headers and queries make no label: the series are the same before and after,
     whatever comes.
     """

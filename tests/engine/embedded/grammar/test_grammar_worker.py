@@ -1,4 +1,4 @@
-"""The grammar worker and the cache in front of it: nothing a user writes can hang or end the engine."""
+"""The grammar worker and the cache in front of it: no guide can hang or end the engine."""
 
 import asyncio
 import json
