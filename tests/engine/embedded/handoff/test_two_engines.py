@@ -184,18 +184,26 @@ async def test_what_is_held_costs_no_time_and_ends_with_the_engine(tiny_model: P
 
 
 async def test_an_engine_that_died_moves_no_bytes(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory goes with its thread."""
+    """Its memory goes with its thread. It takes no request while its transfers are closed, which may take long."""
+    healthy: list[bool] = []
+    close = EngineCore.close
 
     def fail(_: EngineCore) -> None:
         raise AssertionError("a bug")
+
+    def closing(core: EngineCore) -> None:
+        healthy.append(engine.healthy)
+        close(core)
 
     before = set(threading.enumerate())
     async with engine_of("embedded", config_of(tiny_model, kv_transfer="tcp", processors=())) as engine:
         await engine.start()
         assert "transfer-listener" in {thread.name for thread in set(threading.enumerate()) - before}
         monkeypatch.setattr(EngineCore, "step", fail)
+        monkeypatch.setattr(EngineCore, "close", closing)
         with pytest.raises(EngineDied):
             await generate(engine, request_for(prompt_of(20)))
+        assert healthy == [False]
         assert {thread.name for thread in set(threading.enumerate()) - before} <= {"engine"}
 
 
