@@ -195,18 +195,26 @@ async def test_held_blocks_cost_no_processor_time_and_are_freed_at_close(tiny_mo
 
 
 async def test_an_engine_that_died_moves_no_bytes(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory is freed when its thread ends."""
+    """Its memory is freed when its thread ends. It takes no request while its transfers close, which may take long."""
+    healthy: list[bool] = []
+    close = EngineCore.close
 
     def fail(_: EngineCore) -> None:
         raise AssertionError("a bug")
+
+    def closing(core: EngineCore) -> None:
+        healthy.append(engine.healthy)
+        close(core)
 
     before = set(threading.enumerate())
     async with engine_of("embedded", config_of(tiny_model, kv_transfer="tcp", processors=())) as engine:
         await engine.start()
         assert "transfer-listener" in {thread.name for thread in set(threading.enumerate()) - before}
         monkeypatch.setattr(EngineCore, "step", fail)
+        monkeypatch.setattr(EngineCore, "close", closing)
         with pytest.raises(EngineDied):
             await generate(engine, request_for(prompt_of(20)))
+        assert healthy == [False]
         left = {thread.name for thread in set(threading.enumerate()) - before}
         assert not {name for name in left if name.startswith("transfer")}
 
