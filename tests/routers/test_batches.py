@@ -1,4 +1,4 @@
-"""/v1/messages/batches: their life, over restarts, and who sees them."""
+"""/v1/messages/batches: the life of a batch, across restarts, and its visibility."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ from routers.body import INLINE_BYTES
 from routers.fields import FieldCheck
 from routers.messages import convert
 from server.http.errors import render_event
-from tests.routers.test_proxy import available
+from tests.routers.proxy.test_http import available
 from tests.support.disaggregated import replica
 from tests.support.routing import router
 from tests.support.servers import application
