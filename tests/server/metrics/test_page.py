@@ -66,7 +66,8 @@ async def page_of(role: str, **settings: Any) -> str:
     async with application(role != "router", disaggregation_mode=role, **{**ROLES[role], **settings}) as (client, _):
         if role == "aggregated":
             await client.post("/v1/chat/completions", json=CHAT)
-        return await page_with_stats(client) if role in ENGINES else (await client.get("/metrics")).text
+        has_engine = role in ENGINES and "modality" not in settings
+        return await page_with_stats(client) if has_engine else (await client.get("/metrics")).text
 
 
 @pytest.mark.parametrize("role", ROLES)
