@@ -66,8 +66,13 @@ async def page_of(role: str, **settings: Any) -> str:
     async with application(role != "router", disaggregation_mode=role, **{**ROLES[role], **settings}) as (client, _):
         if role == "aggregated":
             await client.post("/v1/chat/completions", json=CHAT)
-        has_engine = role in ENGINES and "modality" not in settings
-        return await page_with_stats(client) if has_engine else (await client.get("/metrics")).text
+        if role in ENGINES and "modality" not in settings:
+            return await page_with_stats(client)
+        page = (await client.get("/metrics")).text
+        while role == "router" and "trtllm_router_requests" not in page:  # noqa: ASYNC110 - it starts meanwhile
+            await asyncio.sleep(0.01)
+            page = (await client.get("/metrics")).text
+        return page
 
 
 @pytest.mark.parametrize("role", ROLES)
