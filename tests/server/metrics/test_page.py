@@ -69,7 +69,7 @@ async def page_of(role: str, **settings: Any) -> str:
         if role in ENGINES and "modality" not in settings:
             return await page_with_stats(client)
         page = (await client.get("/metrics")).text
-        while role == "router" and "trtllm_router_requests" not in page:  # noqa: ASYNC110 - it starts meanwhile
+        while role == "router" and "trtllm_router_requests" not in page:
             await asyncio.sleep(0.01)
             page = (await client.get("/metrics")).text
         return page
