@@ -68,7 +68,11 @@ async def page_of(role: str, **settings: Any) -> str:
             await client.post("/v1/chat/completions", json=CHAT)
         if role in ENGINES and "modality" not in settings:
             return await page_with_stats(client)
-        return (await client.get("/metrics")).text
+        page = (await client.get("/metrics")).text
+        while role == "router" and "trtllm_router_requests" not in page:
+            await asyncio.sleep(0.01)
+            page = (await client.get("/metrics")).text
+        return page
 
 
 @pytest.mark.parametrize("role", ROLES)
