@@ -1,4 +1,4 @@
-"""`trellis sweep` with what it starts itself: interrupted, gone on with, and nothing left behind."""
+"""`trellis sweep` with servers that it starts: it is interrupted and continued, and leaves no process behind."""
 
 import json
 import os

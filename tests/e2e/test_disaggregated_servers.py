@@ -36,7 +36,7 @@ def client_of(server: ServerProcess) -> openai.OpenAI:
 
 
 def said(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer without what is its own."""
+    """An answer without its id, times and other unique values."""
     return {name: value for name, value in answer.items() if name not in ("id", "created", "system_fingerprint")}
 
 
@@ -122,7 +122,7 @@ def test_prefill_replicas_are_for_decode_replicas(replicas: Any) -> None:
     assert "/prefill" not in httpx.get(f"{prefill[0].url}/openapi.json").text
 
 
-def test_metrics_tell_of_the_hand_overs_and_nothing_is_held_afterwards(replicas: Any) -> None:
+def test_metrics_count_handoffs_and_no_blocks_are_held_afterwards(replicas: Any) -> None:
     prefill, decode, _ = replicas
     handed_over = [
         f'trtllm_prefill_requests_total{{model_name="fake",outcome="ok",peer="{peer.url}"}}' for peer in prefill
@@ -221,7 +221,7 @@ def test_a_draining_prefill_replica_finishes_its_hand_overs() -> None:
         assert "cut off" not in prefill[0].log
 
 
-def test_without_prefill_a_decode_replica_that_computes_no_prompts_is_not_ready() -> None:
+def test_a_decode_replica_without_prefill_and_local_prompts_is_not_ready() -> None:
     """It becomes ready with its first peer, and again refuses when that has gone."""
     with servers(("--disaggregation-mode", "prefill")) as (prefill,):
         flags = ("--disaggregation-mode", "decode", "--prefill-urls", prefill.url, "--prefill-fallback", "refuse")

@@ -1,4 +1,4 @@
-"""Servers that publish KV-cache events: who does it, what happens when it fails, and what is measured."""
+"""Servers that publish KV-cache events: which process publishes, failures, and metrics."""
 
 import asyncio
 import re
@@ -45,7 +45,7 @@ async def events(folder: Path) -> list[WireEvent]:
 
 
 def text(said: list[WireEvent]) -> bytes:
-    """What was stored, in the fake engine's tokens: bytes, after three special ones."""
+    """The text of stored blocks, by the fake engine's tokens: three special ones, then bytes."""
     tokens = [token for event in said if isinstance(event, BlockStored) for token in event.token_ids]
     return bytes(token - 3 for token in tokens if token >= 3)
 
@@ -84,7 +84,7 @@ async def test_a_prefill_replica_publishes_too(tmp_path: Path) -> None:
         assert (tmp_path / "kv").is_socket()
 
 
-async def test_nothing_is_published_unasked(tmp_path: Path) -> None:
+async def test_events_are_not_published_unless_enabled(tmp_path: Path) -> None:
     async with application(**{**where(tmp_path), "publish_kv_events": False}) as (client, _):
         assert not (tmp_path / "kv").exists()
         assert "trtllm_kv_event" not in (await client.get("/metrics")).text
@@ -132,7 +132,7 @@ def test_a_new_engine_process_begins_with_nothing(tmp_path: Path) -> None:
         assert books.hashes == {value for event in stored_last for value in event.block_hashes} != set()
 
 
-def test_one_of_several_processes_publishes_and_another_takes_its_place(tmp_path: Path) -> None:
+def test_one_api_process_publishes_and_another_replaces_it(tmp_path: Path) -> None:
     with serving("--api-processes", "2", *flags(tmp_path)) as server:
         for _ in range(10):
             httpx.post(f"{server.url}/v1/chat/completions", json=LONG_CHAT).raise_for_status()

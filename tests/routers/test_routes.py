@@ -1,4 +1,4 @@
-"""Every route, without a socket: what it answers, who may call it, and when."""
+"""Every route, without a socket: its answers, and who may call it when."""
 
 import hashlib
 import hmac

@@ -65,7 +65,7 @@ def test_every_object_of_theirs_is_followed() -> None:
     assert all(held.keys() <= adapter()[file].held for file, held in HELD_IN.items())
 
 
-def test_what_syntax_cannot_judge_is_what_the_other_tests_here_run() -> None:
+def test_names_that_syntax_cannot_check_are_covered_by_other_tests() -> None:
     for name, expected in {
         "starred": {"LLM", "MultimodalEncoder", "SamplingParams", "GuidedDecodingParams", "DisaggregatedParams"},
         "dynamic": {"DisaggregatedParams"},

@@ -96,7 +96,7 @@ ROLES = [
 
 
 @pytest.mark.parametrize("settings", ROLES, ids=lambda settings: settings.get("disaggregation_mode", "aggregated"))
-async def test_the_canary_sings_on_every_role_and_nobody_hears_it(settings: dict[str, Any]) -> None:
+async def test_the_canary_runs_on_every_role_and_clients_do_not_notice(settings: dict[str, Any]) -> None:
     """Real requests are made, and none is to be seen in what is measured of users', or reused."""
     async with application(canary_seconds=0.02, **settings) as (client, _):
 

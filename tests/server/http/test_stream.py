@@ -218,7 +218,9 @@ def test_headers_too_large(slow: ServerProcess) -> None:
         (b"GET / HTTP/1.1\r\na: " + b"x" * 70_000, 431, "headers_too_large"),
     ],
 )
-def test_what_is_no_request_gets_the_envelope(slow: ServerProcess, sent: bytes, status: int, code: str | None) -> None:
+def test_malformed_requests_get_the_error_envelope(
+    slow: ServerProcess, sent: bytes, status: int, code: str | None
+) -> None:
     with connected(slow) as connection:
         connection.sendall(sent)
         head, _, body = until(connection, b"never").partition(b"\r\n\r\n")

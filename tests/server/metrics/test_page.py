@@ -46,7 +46,7 @@ ROLES: dict[str, dict[str, Any]] = {
     "router": {"route_urls": "http://127.0.0.1:9"},
 }
 ENGINES = ("aggregated", "prefill", "decode")
-"""Roles with an engine."""
+"""Roles with an engine that generates text."""
 
 
 def samples(page: str) -> list[Any]:
@@ -76,14 +76,14 @@ async def page_of(role: str, **settings: Any) -> str:
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_every_roles_page_is_well_formed_and_says_nothing_twice(role: str) -> None:
+async def test_every_roles_page_is_well_formed_without_duplicates(role: str) -> None:
     page = await page_of(role)
     check_page(page)
     (info,) = [sample for sample in samples(page) if sample.name == "trellis_info"]
     assert (info.labels["role"], info.labels["backend"]) == (role, "none" if role == "router" else "fake")
 
 
-async def test_nothing_of_a_users_choice_is_on_the_page() -> None:
+async def test_values_that_clients_choose_make_no_labels() -> None:
     """Paths, methods, model names, headers and queries make no label: the series are the same before and after,
     whatever comes.
     """

@@ -23,7 +23,7 @@ def everywhere(server: ServerProcess, path: str, status: int, said: str) -> None
         assert time.monotonic() < deadline, [answer.text for answer in answers]
 
 
-def test_two_api_processes_know_and_an_engine_killed_asleep_comes_back_awake() -> None:
+def test_api_processes_share_sleep_and_an_engine_killed_asleep_restarts_awake() -> None:
     flags = ("--api-processes", "2", "--admin-key", "boss", "--fake-token-delay-ms", "5")
     with serving(*flags) as server, httpx.Client(base_url=server.url, headers=BOSS, timeout=60) as client:
         assert client.post("/sleep?level=2").status_code == 200

@@ -1,4 +1,4 @@
-"""The grammar worker and the cache in front of it: nothing a user writes can hang or end the engine."""
+"""The grammar worker and the cache in front of it: no guide can hang or end the engine."""
 
 import asyncio
 import json
@@ -79,6 +79,12 @@ def workers() -> list[psutil.Process]:
     return running(psutil.Process(), "engine.embedded.grammar.worker")
 
 
+async def suspend(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        process.suspend()
+    await until(lambda: all(process.status() == psutil.STATUS_STOPPED for process in processes))
+
+
 class Own:
     """A compiler with two workers of its own, and their processes."""
 
@@ -149,8 +155,7 @@ async def test_a_worker_that_is_killed_at_work_costs_one_retry_and_then_503(toke
     async with Own(tokenizer_folder) as own:
         stopped = own.processes()
         assert len(stopped) == 2
-        for process in stopped:
-            process.suspend()
+        await suspend(stopped)
         task = asyncio.create_task(own.compiler.compile(Guide("regex", "a")))
         first = await own.busy(stopped)
         first.kill()
@@ -164,8 +169,7 @@ async def test_a_worker_that_is_killed_at_work_costs_one_retry_and_then_503(toke
 async def test_the_last_caller_that_leaves_ends_the_compilation(tokenizer_folder: Path) -> None:
     async with Own(tokenizer_folder) as own:
         stopped = own.processes()
-        for process in stopped:
-            process.suspend()
+        await suspend(stopped)
         tasks = [asyncio.create_task(own.compiler.compile(Guide("regex", "a"))) for _ in range(2)]
         process = await own.busy(stopped)
         tasks[0].cancel()

@@ -1,4 +1,4 @@
-"""The encoder's process: its death, its hanging, its end; what is cancelled; and that the loop does not feel it."""
+"""The encoder's process: death, hangs, shutdown and cancellation, while the event loop stays responsive."""
 
 import asyncio
 import io
@@ -120,7 +120,7 @@ async def test_the_loop_does_not_feel_it(encoder: EmbeddedEncoder) -> None:
     pytest.fail(f"the loop stood still for {max(lags):.3f} s")
 
 
-async def test_what_is_cancelled_is_skipped(encoder: EmbeddedEncoder) -> None:
+async def test_cancelled_images_are_skipped(encoder: EmbeddedEncoder) -> None:
     slow = MediaInput(image_bytes(2000, 2000))
     started = time.monotonic()
     await encoder.encode([slow] * 4)
@@ -152,7 +152,7 @@ async def test_death_is_followed_by_a_restart_and_costs_nothing(encoder: Embedde
 
 
 async def test_an_image_that_kills_the_process_fails_alone(encoder: EmbeddedEncoder) -> None:
-    """The process is killed each time that it has begun with the first image, which takes a while."""
+    """The process is killed each time it has begun with the first image, which takes a while."""
     pids = set[int]()
     fatal = asyncio.create_task(encoder.encode([MediaInput(image_bytes(2000, 2000))]))
     others: list[asyncio.Task[list[EncodedMedia]]] = []
@@ -183,7 +183,7 @@ async def test_a_hanging_image_fails_alone(encoder: EmbeddedEncoder) -> None:
     assert [len(images) for images in await asyncio.gather(*others)] == [2] * 6
 
 
-async def test_of_a_hanging_batch_each_image_is_tried_alone(encoder: EmbeddedEncoder) -> None:
+async def test_images_of_a_hanging_batch_are_retried_one_by_one(encoder: EmbeddedEncoder) -> None:
     pid = encoder.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)

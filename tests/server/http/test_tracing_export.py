@@ -61,7 +61,7 @@ async def test_a_slow_collector_holds_up_nobody_at_the_end(spans: Collector, cap
     assert said == ["traces that the collector has not taken are lost"]
 
 
-async def test_what_is_not_exported_is_counted(
+async def test_spans_that_are_not_exported_are_counted(
     spans: Collector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of few spans that may wait, while the collector refuses."""
