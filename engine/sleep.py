@@ -246,7 +246,12 @@ class _SleepControl(ABC):
         return self._states.values()
 
     def _order(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Start an order, which continues even if the caller is cancelled."""
+        """Start an order, which continues even if the caller is cancelled. Raises EngineNotReady while the engine
+        closes.
+        """
+        if self._closed:
+            work.close()
+            raise EngineNotReady("the engine is closing")
         task = asyncio.create_task(work)
         self._orders.add(task)
         task.add_done_callback(self._orders.discard)
@@ -288,7 +293,7 @@ class _SleepControl(ABC):
             if asleep != before:
                 try:
                     await self._backend.release_memory(order.tags, order.level)
-                except EngineError:
+                except Exception:
                     await self._undo(before, asleep)
                     raise
                 log.info("asleep at level %d: released %s", asleep.level, " and ".join(released))
@@ -300,7 +305,7 @@ class _SleepControl(ABC):
         if before.phase == "awake":
             try:
                 await self._backend.resume_memory(TAGS)
-            except EngineError as error:
+            except Exception as error:
                 self._set(asleep)
                 self._fail_held(error)
                 raise
@@ -345,7 +350,7 @@ class _SleepControl(ABC):
                 started = loop.time()
                 try:
                     await self._backend.resume_memory(wanted)
-                except EngineError as error:
+                except Exception as error:
                     self._set(before)
                     self._fail_held(error)
                     raise
@@ -369,6 +374,8 @@ class _SleepControl(ABC):
             one.enter()
 
     def _fail_held(self, error: Exception) -> None:
+        if not isinstance(error, EngineError):  # a bug, or a library's, which `_note_failure` logs
+            error = EngineFailure(f"the engine cannot wake: {type(error).__name__}")
         held, self._held = self._held, {}
         for one in held:
             one.fail(error)
@@ -388,7 +395,7 @@ class _SleepControl(ABC):
                 continue
             try:
                 await self.sleep(order)
-            except EngineError as error:
+            except Exception as error:
                 log.warning("the idle engine does not fall asleep: %s", error)
                 await asyncio.sleep(seconds)
 
@@ -522,4 +529,4 @@ class SleepingEncoder(_SleepControl):
 def _note_failure(order: "asyncio.Task[None]") -> None:
     """Log the failure of an order, whose caller may have been cancelled."""
     if not order.cancelled() and (error := order.exception()) is not None:
-        log.warning("%s", error)
+        log.warning("%s", error, exc_info=None if isinstance(error, EngineError) else error)

@@ -17,6 +17,7 @@ import msgspec
 
 from engine.errors import EngineFailure
 from engine.kit import logs
+from engine.kit.machine import free_memory
 from engine.process import tree
 from engine.process.command import module_command
 from engine.process.engine_service import ENGINE
@@ -48,7 +49,8 @@ class ServiceProcess:
     gives up, and `wait_failed` returns the reason. A host that is not responsive for the service's `hang_seconds` is
     killed. The host ends with this process, however that ends, and what the host has started ends with the host.
 
-    With `standby`, another host prepares once one serves, and takes over when that one dies.
+    With `standby`, another host prepares once one serves and `standby_room` bytes of memory are free, and takes over
+    when that one dies.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ServiceProcess:
         address: str = "",
         on_death: Literal["restart", "exit"] = "restart",
         standby: Standby = "",
+        standby_room: int = 0,
     ) -> None:
         self._folder: PrivateFolder | None = None
         if not address:
@@ -73,6 +76,7 @@ class ServiceProcess:
         self._standby: _Host | None = None
         self.standby: Standby = standby if on_death == "restart" else ""
         """Preparation of the next standby host."""
+        self._standby_room = standby_room
         self._serving = asyncio.Event()
         """Set while the host serves."""
         self._was_ready = False
@@ -176,6 +180,9 @@ class ServiceProcess:
             await self._serving.wait()
             await asyncio.sleep(STANDBY_PAUSE)  # the host that has just begun to serve needs the cores
             if not self._serving.is_set():
+                continue
+            if free_memory() < self._standby_room:
+                await asyncio.sleep(LONGEST_PAUSE)
                 continue
             try:
                 host = self._standby = await self._spawn(self.standby)
@@ -303,8 +310,6 @@ class _Host:
 
     async def _end(self) -> None:
         """Kill the remaining descendants of the ended process, and read the remaining output."""
-        if self._watch is not None:
-            self._watch.cancel()
         if left := await asyncio.to_thread(tree.kill, self._mark, KILL_SECONDS):
             log.error("processes that the %s has started cannot be killed: %s", self._noun, left)
         await self._read_to_end()
@@ -315,6 +320,8 @@ class _Host:
         A grandchild that keeps the pipe open is not waited for.
         """
         await asyncio.wait([self._control])
+        if self._watch is not None:  # a process that ended at once may have been ready, too
+            self._watch.cancel()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):
                 await self._log_ended.wait()

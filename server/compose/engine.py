@@ -38,6 +38,7 @@ from server.compose.config import default_processors, engine_config, sleep_confi
 from server.compose.encoders import Encoders, image_prompts, start_encoders
 from server.compose.model import answer_format, load_text, model_folder, sampling_defaults
 from server.compose.publishing import publish_events
+from server.compose.sizing import standby, this_machine
 from server.health.canary import engine_probe
 from server.http.errors import render_event
 from server.metrics.peers import PeerMetrics
@@ -120,7 +121,8 @@ async def _open_engine(to: Composition, folder: Path | None) -> tuple[Engine, Fa
     if not settings.engine_process:
         engine = create_engine(config)
         return engine, partial(_stopped, engine)
-    process = EngineProcess(config, on_death=settings.engine_on_death, standby=settings.standby)
+    prepared, room = standby(settings, this_machine())
+    process = EngineProcess(config, on_death=settings.engine_on_death, standby=prepared, standby_room=room)
     watch_engine_process(to.metrics.polled, process)
     to.stack.push_async_callback(process.close)
     await process.start()

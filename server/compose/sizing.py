@@ -16,6 +16,7 @@ from engine.checkpoints.whisper import WhisperSizes
 from engine.embedded.threads import compute_threads
 from engine.errors import EngineFailure
 from engine.kit.machine import free_memory, host_memory
+from engine.process.wire import Standby
 from server.process.gpus import Gpu, driver_is_loaded, hides_all, nvidia_smi, parse_gpus, visible
 from server.roles import role_of
 from server.settings import Settings
@@ -34,6 +35,9 @@ _CORES_PER_API_PROCESS, _MOST_API_PROCESSES = 4, 4
 """One API process sends about 24,000 tokens a second at most, and tokens are late long before that. An H200 makes 7,500
 with an 8B model at 64 streams, 15,000 in FP8 at 256, and more with smaller models (docs/log.md).
 """
+
+_STANDBY_ROOM = GIB
+"""Free memory that a standby process needs which nobody asked for: it takes a sixth of it."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,16 @@ def explained(settings: Settings, folder: Path | None, machine: Machine) -> dict
     elif not settings.threads:
         chosen["threads"] = Size(machine.cores, "one for each available core")
     return chosen
+
+
+def standby(settings: Settings, machine: Machine) -> tuple[Standby, int]:
+    """Return the preparation of a second engine process, and the bytes that must be free for it. Unless the settings
+    say something else, there is one on a CPU, where imports are most of a start.
+    """
+    auto = settings.engine_standby == "auto" and settings.engine == "embedded"
+    if settings.standby or not auto or settings.engine_on_death == "exit" or on_gpu(settings, machine):
+        return settings.standby, 0
+    return "imports", _STANDBY_ROOM
 
 
 def api_processes(settings: Settings, folder: Path | None, machine: Machine) -> Size:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -66,13 +66,13 @@ class Launch:
 
     def member(self, module: str, *variables: str) -> psutil.Process:
         """The process started from here with this in its command line, and these variables."""
-        (found,) = (
-            child
-            for child in psutil.Process(self.process.pid).children()
-            if any(module in part for part in child.cmdline())
-            and set(variables) <= {f"{name}={value}" for name, value in child.environ().items()}
-        )
-        return found
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.NoSuchProcess):  # one that ended meanwhile
+                if any(module in part for part in child.cmdline()):
+                    found.append((child, {f"{name}={value}" for name, value in child.environ().items()}))
+        (one,) = (child for child, environment in found if set(variables) <= environment)
+        return one
 
     def kill(self, name: str, victim: psutil.Process) -> None:
         """Kill a process, and return once the launcher has it back."""

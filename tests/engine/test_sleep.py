@@ -177,6 +177,9 @@ async def test_closing_ends_what_waits() -> None:
             await waiting
         with pytest.raises(EngineNotReady):
             await collect(stream)
+        for late in (engine.sleep(WAIT), engine.wake_up()):
+            with pytest.raises(EngineNotReady, match="closing"):
+                await late
     async with engine_of(SleepConfig(idle_seconds=0.01)) as (engine, backend):
         await until(lambda: backend.released)
 
@@ -232,6 +235,7 @@ class Faulty(FakeEngine):
     """Fails as often as it is told to."""
 
     releases_to_fail = resumes_to_fail = 0
+    error: type[Exception] = EngineFailure
     obstacle = ""
 
     def sleep_obstacle(self, level: int) -> str:
@@ -240,13 +244,13 @@ class Faulty(FakeEngine):
     async def release_memory(self, tags: Collection[Tag], level: int) -> None:
         if self.releases_to_fail:
             self.releases_to_fail -= 1
-            raise EngineFailure("no release")
+            raise self.error("no release")
         await super().release_memory(tags, level)
 
     async def resume_memory(self, tags: Collection[Tag]) -> None:
         if self.resumes_to_fail:
             self.resumes_to_fail -= 1
-            raise EngineFailure("no weights")
+            raise self.error("no weights")
         await super().resume_memory(tags)
 
 
@@ -302,22 +306,24 @@ async def test_each_of_two_wake_up_calls_cancels_the_sleep_before_it() -> None:
     await engine.close()
 
 
-async def test_failures_leave_a_state_that_can_be_left() -> None:
+@pytest.mark.parametrize("error", [EngineFailure, ZeroDivisionError], ids=["failure", "bug"])
+async def test_failures_leave_a_state_that_can_be_left(error: type[Exception]) -> None:
     backend = Faulty(FakeConfig())
+    backend.error = error
     engine = SleepingEngine(backend, SleepConfig())
     await engine.start()
     backend.releases_to_fail = 1
-    with pytest.raises(EngineFailure, match="no release"):
+    with pytest.raises(error, match="no release"):
         await engine.sleep(ABORT)
     assert engine.state.phase == "awake" and await generate(engine, request_for(prompt_of(4)))
     await engine.sleep(ABORT)
     backend.resumes_to_fail = 1
-    with pytest.raises(EngineFailure, match="no weights"):
+    with pytest.raises(error, match="no weights"):
         await engine.wake_up()
     assert engine.state.phase == "asleep"
     await engine.wake_up()
     backend.releases_to_fail = backend.resumes_to_fail = 1
-    with pytest.raises(EngineFailure, match="no weights"):
+    with pytest.raises(error, match="no weights"):
         await engine.sleep(ABORT)
     assert engine.state.phase == "asleep"
     await engine.wake_up()
@@ -330,9 +336,11 @@ async def test_waking_on_demand_that_fails_says_so() -> None:
     engine = SleepingEngine(backend, SleepConfig(idle_seconds=0.02))
     await engine.start()
     await until(lambda: backend.released)
-    backend.resumes_to_fail = 1
-    with pytest.raises(EngineFailure, match="no weights"):
-        await collect(engine.generate(request_for(prompt_of(4))))
+    for error, reason in ((EngineFailure, "no weights"), (ZeroDivisionError, "cannot wake: ZeroDivisionError")):
+        backend.error = error
+        backend.resumes_to_fail = 1
+        with pytest.raises(EngineFailure, match=reason):
+            await collect(engine.generate(request_for(prompt_of(4))))
     assert await generate(engine, request_for(prompt_of(4)))
     await engine.close()
 

@@ -129,6 +129,28 @@ async def test_when_the_filling_engine_dies_the_next_one_fills(memory_service: M
     assert (await pending.pop()).filled
 
 
+async def test_an_engine_for_which_no_descriptor_is_left_gets_an_answer_and_so_do_others(
+    memory_service: MemoryService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await to_thread(pages, memory_service)
+    others = [asyncio.create_task(to_thread(lease, memory_service)) for _ in range(2)]
+    await until(lambda: waiting(memory_service) == 2)
+    reopened: list[int] = []
+
+    def reopen(fd: int) -> int:
+        reopened.append(fd)
+        if len(reopened) == 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return os.dup(fd)
+
+    monkeypatch.setattr("engine.memory.service.reopen", reopen)
+    await to_thread(first.done)
+    ends = await asyncio.gather(*others, return_exceptions=True)
+    assert sorted(isinstance(end, MemoryLease) for end in ends) == [False, True]
+    assert any("Too many open files" in str(end) for end in ends)
+    assert memory_service.status.held[0].leases == 2 and memory_service.status.refused == 1
+
+
 async def test_a_lease_ends_with_its_connection_and_unused_memory_is_freed_after_a_while(tmp_path: Path) -> None:
     service = MemoryService(tmp_path / "memory.sock", grace=0.05)
     service.start()

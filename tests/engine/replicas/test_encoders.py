@@ -227,8 +227,9 @@ async def test_a_front_without_its_first_encode_replica_is_not_ready_and_says_so
             "internal_secret": SECRET,
         }
         async with application(wait=False, **flags) as (client, state):
-            await asyncio.sleep(0.3)
-            refused = await client.get("/health/ready")
+            while "no encode replica answers" not in (refused := await client.get("/health/ready")).text:
+                assert refused.status_code == 503
+                await asyncio.sleep(0.01)
             assert refused.status_code == 503 and "no encode replica answers" in refused.json()["error"]["message"]
             assert state["replica"].failure is None
         async with application(**{**flags, "encode_fallback": "local"}) as (_, state):

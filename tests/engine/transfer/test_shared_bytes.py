@@ -49,6 +49,7 @@ from engine.transfer.shared_bytes import (
 )
 from engine.types import GenerateRequest, SamplingParams, TokenLogprobs
 from tests.support.encode import arena
+from tests.support.engine_cases import rounded
 from tests.support.vision_models import TOKENS, build_llava, image_bytes
 from tests.support.vision_prompts import text
 
@@ -225,7 +226,7 @@ async def encoder(folder: Path) -> AsyncIterator[EmbeddedEncoder]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(folder: Path) -> AsyncIterator[EngineClient]:
     options = {"dtype": "float32", "num_blocks": 60, "max_seq_len": 512, "threads": 1, "enable_block_reuse": False}
-    process = EngineProcess(EmbeddedConfig(model=str(folder), device="cpu", **options))  # type: ignore[arg-type]
+    process = EngineProcess(EmbeddedConfig(model=str(rounded(folder)), device="cpu", **options))  # type: ignore[arg-type]
     await process.start()
     client = EngineClient(process.address, process.wait_failed)
     await client.start()

@@ -88,6 +88,8 @@ def test_no_other_file_imports_the_package_and_none_does_so_by_a_string() -> Non
     for folder in ("server", "routers", "multimodal", "engine", "protocol"):
         for path in (ROOT / folder).rglob("*.py"):
             source = path.read_text(encoding="utf-8")
+            if "tensorrt_llm" not in source:
+                continue
             calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
             by_string = [ast.unparse(call) for call in calls if "import" in ast.unparse(call.func)]
             assert not any("tensorrt_llm" in call for call in by_string), path

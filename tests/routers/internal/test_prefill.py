@@ -178,10 +178,11 @@ async def test_an_engine_without_a_sign_of_life_ends_the_wait(monkeypatch: pytes
     ):
         stream = await busy(state["replica"].engine)
         asking = asyncio.create_task(post(client, body_of()))
+        waiting = f'trtllm_prefill_tokens_waiting{{model_name="fake"}} {len(request().prompt_token_ids)}.0'
+        while waiting not in (await client.get("/metrics")).text:  # noqa: ASYNC110 - what autoscalers go by
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         assert not asking.done()
-        waiting = f'trtllm_prefill_tokens_waiting{{model_name="fake"}} {len(request().prompt_token_ids)}.0'
-        assert waiting in (await client.get("/metrics")).text, "what autoscalers go by"
         monkeypatch.setattr(type(state["replica"].engine), "healthy", False)
         answer = await asyncio.wait_for(asking, 20)
         assert 'trtllm_prefill_tokens_waiting{model_name="fake"} 0.0' in (await client.get("/metrics")).text

@@ -240,20 +240,21 @@ def _stand_still(seen: list[bool]) -> None:
 
 
 def test_a_process_that_was_stopped_is_not_taken_for_a_blocked_loop() -> None:
-    code = """
+    seconds = 0.4 * slowness()
+    code = f"""
 import asyncio, sys
 from server.health.watchdog import Watchdog
 async def main():
-    async with Watchdog(0.4, lambda blocked: print("blocked", flush=True)).watching():
+    async with Watchdog({seconds}, lambda blocked: print("blocked", flush=True)).watching():
         print("watching", flush=True)
-        await asyncio.sleep(2)
+        await asyncio.sleep({5 * seconds})
 asyncio.run(main())
 """
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "watching\n"
         os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(1)
+        time.sleep(2.5 * seconds)
         os.kill(process.pid, signal.SIGCONT)
         assert process.stdout.read() == ""
 

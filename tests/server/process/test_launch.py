@@ -34,7 +34,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 def api_processes(server: ServerProcess) -> list[psutil.Process]:
-    return [child for child in server.children() if "server.process.child" in child.cmdline()]
+    return server.running("server.process.child")
 
 
 async def half_are_refused(url: str) -> None:
@@ -121,7 +121,7 @@ def test_a_restarted_child_still_speaks_for_all(monkeypatch: pytest.MonkeyPatch)
 
 def test_api_processes_share_an_engine_and_each_shows_all_metrics(server: ServerProcess) -> None:
     assert len(api_processes(server)) == 2
-    assert len([child for child in server.children() if "engine.process.host" in child.cmdline()]) == 1
+    assert len(server.running("engine.process.host")) == 1
     assert len(handled(server)) == 2
     for _ in range(20):
         assert httpx.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 200

@@ -186,6 +186,15 @@ def test_unfinished_files_of_a_killed_process_are_deleted(opened: Opened, tmp_pa
     assert not old.exists() and new.exists()
 
 
+def test_unfinished_files_of_a_process_of_the_same_number_are_left_alone(opened: Opened) -> None:
+    """Processes of containers often have equal numbers, and share the folder."""
+    other = opened.tier.folder / f".{os.getpid()}-1.tmp"
+    other.write_bytes(b"half")
+    opened.write(NAMES[0])
+    assert opened.done == [True] and opened.tier.failures == 0 and opened.read(NAMES[0]) == block(NAMES[0])
+    assert other.read_bytes() == b"half"
+
+
 def failing(code: int):
     def write(*_: object) -> int:
         raise OSError(code, os.strerror(code))
