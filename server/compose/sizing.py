@@ -29,7 +29,7 @@ _GPU_SIZES = ((40 * GIB, 256, 8192), (20 * GIB, 128, 4096), (0, 64, 2048))
 _SEQUENCES_PER_CORE, _LEAST_BATCH, _MOST_BATCH = 16, 16, 256
 _CPU_STEP = 1024
 _UNKNOWN_KV = 384
-"""MiB for the KV cache of a model whose layers are not known to be alike."""
+"""MiB for the KV cache of a model whose layers may differ."""
 _LEAST_KV = 64
 _CORES_PER_API_PROCESS, _MOST_API_PROCESSES = 4, 4
 """One API process sends about 24,000 tokens a second at most, and tokens are late long before that. An H200 makes 7,500
@@ -126,7 +126,7 @@ def standby(settings: Settings, machine: Machine) -> tuple[Standby, int]:
 
 
 def api_processes(settings: Settings, folder: Path | None, machine: Machine) -> Size:
-    """Return the number of API processes that fits. `folder` has at least the model's config.json."""
+    """Return the number of API processes that fits the machine. `folder` has at least the model's config.json."""
     role = role_of(settings)
     if not role.has_engine:
         return Size(1, f"the role {role.name} has one")

@@ -242,9 +242,8 @@ class SleepSettings(Section):
     group = "Sleep"
 
     sleep_after_idle_seconds: float = Field(SleepConfig().idle_seconds, ge=0)
-    """Seconds without a request after which the engine gives the memory of weights and KV cache back, and that of an
-    encode replica its encoder; 0 is never.
-    """
+    """Seconds without a request after which the engine releases the memory of weights and KV cache, or an encode
+    replica that of its encoder; 0 is never."""
     sleep_level: int = Field(SleepConfig().idle_level, ge=1, le=2)
     """Depth of an idle engine's sleep: 1 keeps the weights in host memory, 2 reads them from the model's files
     again."""

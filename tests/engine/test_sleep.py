@@ -1,4 +1,4 @@
-"""Sleep and wake around a backend: what becomes of requests, and of orders that meet."""
+"""Sleep and wake around a backend: the treatment of requests, and concurrent orders."""
 
 import asyncio
 import os
@@ -255,7 +255,7 @@ class Faulty(FakeEngine):
 
 
 class Gated(FakeEngine):
-    """Gives memory back, and takes it, when it may."""
+    """Releases and restores memory when the test lets it."""
 
     def __init__(self, config: FakeConfig) -> None:
         super().__init__(config)
@@ -287,7 +287,7 @@ async def test_a_request_that_comes_while_a_part_is_woken_wakes_the_rest() -> No
     await engine.close()
 
 
-async def test_each_of_two_waking_calls_gives_up_the_sleep_before_it() -> None:
+async def test_each_of_two_wake_up_calls_cancels_the_sleep_before_it() -> None:
     backend = Gated(FakeConfig(token_delay=0.001))
     engine = SleepingEngine(backend, SleepConfig(idle_seconds=0.02))
     await engine.start()
@@ -363,7 +363,7 @@ async def test_a_backend_that_cannot_is_not_disturbed() -> None:
 
 
 @pytest.mark.slow
-async def test_in_a_process_of_its_own_every_client_knows_and_a_new_host_is_awake() -> None:
+async def test_clients_of_a_hosted_engine_see_its_sleep_and_a_new_host_is_awake() -> None:
     process = EngineProcess(FakeConfig(sleep=SleepConfig(), token_delay=0.002))
     await process.start()
     clients = [EngineClient(process.address, process.wait_failed) for _ in "ab"]

@@ -111,7 +111,7 @@ def test_each_impossible_setting_is_one_problem(
     assert text in found
 
 
-def test_what_is_possible_is_no_problem(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_possible_settings_have_no_findings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "_installed", lambda package: True)
     assert problems(CPU, folder, max_seq_len=512, kv_cache_memory_mb=8000) == []
     assert problems(CPU, folder, quantization="int8", dtype="float32") == []

@@ -33,7 +33,7 @@ def pages(service: MemoryService) -> HostPages:
 
 
 def fill(service: MemoryService, text: bytes = b"panels") -> HostPages:
-    """What an engine does that comes first."""
+    """Lease and fill memory, as the first engine does."""
     filling = pages(service)
     assert not filling.filled
     ctypes.memmove(filling.address, text, len(text))
@@ -59,7 +59,7 @@ async def test_the_first_engine_fills_and_the_others_map_the_same_pages(memory_s
     assert (found.filled, found.granted, found.refused) == (1, 1, 0)
 
 
-async def test_nobody_can_write_to_memory_that_is_shared(memory_service: MemoryService) -> None:
+async def test_shared_memory_cannot_be_written_to(memory_service: MemoryService) -> None:
     await to_thread(fill, memory_service)
     granted = await to_thread(lease, memory_service)
     with pytest.raises(OSError):

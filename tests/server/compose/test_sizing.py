@@ -1,4 +1,4 @@
-"""Sizes that nobody set fit the machine."""
+"""Default sizes fit the machine."""
 
 import json
 from dataclasses import replace
@@ -60,7 +60,7 @@ def test_a_driver_that_does_not_answer_has_a_gpu_of_unknown_memory(
     assert chosen(machine, device="cuda")["max_batch_size"] == 64
 
 
-def test_without_a_gpu_or_a_build_that_uses_it_they_are_a_cpus(folder: Path) -> None:
+def test_sizes_without_a_usable_gpu_are_those_of_a_cpu(folder: Path) -> None:
     assert chosen(replace(H200, torch="2.13.0+cpu"))["max_num_tokens"] == 1024
     assert chosen(H200, device="cpu")["max_batch_size"] == 256, "sixteen cores"
     assert chosen(LAPTOP)["max_batch_size"] == 64

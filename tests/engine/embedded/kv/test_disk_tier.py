@@ -1,4 +1,4 @@
-"""The disk tier: what is written is read back, by this or another tier on the folder, and nothing else ever is."""
+"""The disk tier: written blocks are read back, by this or another tier on the folder, and never other bytes."""
 
 import ctypes
 import errno

@@ -307,7 +307,7 @@ def test_blocks_are_kept_once_enough_requests_have_asked(tmp_path: Path) -> None
         pytest.param(Speeds(1.0, (0.5, 0.4), (9.0, 9.0)), 8, id="loading is faster"),
     ],
 )
-def test_what_is_faster_is_chosen(store: Store, speeds: Speeds, tokens: int) -> None:
+def test_loading_or_computing_is_chosen_by_speed(store: Store, speeds: Speeds, tokens: int) -> None:
     store.tiers.speeds = speeds
     store.ask(store.sequence(PROMPT))
     store.settle()
