@@ -129,6 +129,8 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     """Transport of KV blocks between replicas; empty for none."""
     kv_transfer_port: int = 0
     """TCP port on which KV blocks are served; 0 takes a free one."""
+    embedding_memory_mb: int = 256
+    """Memory of the host into which embeddings are read that stay with their encoder."""
     transfer_timeout_seconds: float = 5.0
     """Seconds that reading a prompt's KV blocks may take before the prompt is computed here."""
     kv_memory_later: bool = False
@@ -155,6 +157,10 @@ class EncoderConfig(_ModelConfig, frozen=True, kw_only=True):
     """Override the configuration of the model's image processor, by its own names."""
     videos: VideoOptions = VideoOptions()
     max_audio_seconds: float = MAX_AUDIO_SECONDS
+    keep_mb: int = 0
+    """Memory of the device for embeddings that stay there until engines have read them; 0 keeps none."""
+    keep_seconds: float = 0.0
+    """Seconds for which they are leased to their first readers, unless these release them."""
     timeout_seconds: float = 60.0
     """Seconds that an image, or on a GPU a small batch, may take before the process that encodes them is replaced."""
 

@@ -5,6 +5,7 @@ import logging
 import wave
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from threading import Lock
@@ -22,7 +23,7 @@ from engine.embedded.vision.videos import Prepared
 from engine.embedded.whisper.tower import AudioProcessing, AudioTower
 from engine.encoder import EncoderInfo
 from engine.errors import EngineError, EngineFailure
-from engine.media import EncodedMedia, MediaInput
+from engine.media import EncodedMedia, MediaInput, RemoteRows
 from engine.transfer.shared_bytes import readable
 
 _THREADS = min(16, max(4, compute_threads() // 2))
@@ -89,9 +90,15 @@ class BatchEncoder:
             for call in _calls({index: image for index, image in some if isinstance(image, Prepared)}):
                 yield self._embed(call)
 
+    def release(self, rows: RemoteRows) -> None:
+        """End the lease of embeddings that stayed here. Callable from any thread."""
+        if isinstance(self.tower, Tower) and self.tower.kept is not None:
+            self.tower.kept.release(rows)
+
     def _prepare(self, image: MediaInput) -> Prepared | EngineError:
         try:
-            return self.processing.prepare(image)
+            prepared = self.processing.prepare(image)
+            return replace(prepared, stay=True) if image.stay else prepared
         except EngineError as error:
             return error
         except Exception:  # a bug, which must not fail the other images
@@ -115,7 +122,8 @@ class BatchEncoder:
                 EncodedMedia(
                     text=image.text,
                     rows=image.rows,
-                    data=rows,
+                    data=b"" if isinstance(rows, RemoteRows) else rows,
+                    remote=rows if isinstance(rows, RemoteRows) else None,
                     dtype=self.tower.dtype_name,
                     grid=image.grid,
                     interval=image.interval,
