@@ -30,6 +30,10 @@ class RemoteObserver(PoolObserver, Protocol):
     def computed_locally(self, reason: str) -> None:
         """A request is computed here: its prompt is `short`, there is `no_peer`, or its KV blocks were `lost`."""
 
+    def remote_rows(self, outcome: str) -> None:
+        """Embeddings that stayed with an encode replica are no longer needed: `released`, or `lost` to an engine that
+        could not read them."""
+
     def available(self, peer: str, available: bool) -> None:
         """Whether a replica takes requests."""
 

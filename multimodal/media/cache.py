@@ -21,6 +21,7 @@ class CacheStats(NamedTuple):
 class EmbeddingCache:
     """Encoded media by key (`prompts.py: media_key`), at most `capacity_bytes`. A capacity of 0 keeps nothing.
 
+    Of embeddings that stay with an encode replica, only their location is here, and they may have gone there.
     Embeddings must be contiguous [rows, hidden size]; `hidden_size` is the language model's. Use it on one event loop.
     """
 
@@ -50,21 +51,25 @@ class EmbeddingCache:
         self._entries.clear()
         self._bytes = 0
 
+    def drop(self, key: str) -> None:
+        """Forget the media for `key`, if they are here."""
+        if (image := self._entries.pop(key, None)) is not None:
+            self._bytes -= _size(image)
+
     def put(self, key: str, image: EncodedMedia) -> bool:
         """Keep media and return True; media larger than the cache are not kept, and evict nothing.
 
         Raises ValueError for data that are not contiguous [rows, hidden size].
         """
         expected = image.rows * self._hidden_size * ITEM_BYTES[image.dtype]
-        if len(image.data) != expected:
+        if image.size != expected:
             raise ValueError(
-                f"{image.rows} rows of {self._hidden_size} {image.dtype} are {expected} bytes, not {len(image.data)}"
+                f"{image.rows} rows of {self._hidden_size} {image.dtype} are {expected} bytes, not {image.size}"
             )
         size = _size(image)
         if size > self._capacity:
             return False
-        if (old := self._entries.pop(key, None)) is not None:
-            self._bytes -= _size(old)
+        self.drop(key)
         while self._bytes + size > self._capacity:
             self._bytes -= _size(self._entries.popitem(last=False)[1])
             self._evictions += 1
@@ -74,5 +79,5 @@ class EmbeddingCache:
 
 
 def _size(image: EncodedMedia) -> int:
-    """Bytes of the embeddings and of the text."""
+    """Bytes of the embeddings that are here, and of the text."""
     return len(image.data) + len(image.text.encode())

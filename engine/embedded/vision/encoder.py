@@ -148,7 +148,7 @@ class EmbeddedEncoder:
             for job in jobs:
                 job.done.cancel()
 
-    def release(self, rows: RemoteRows, *, read: bool) -> None:
+    def release(self, rows: RemoteRows, *, lost: bool = False) -> None:
         self._released.append(rows)
         self._wake.set()
 
