@@ -157,8 +157,10 @@ class EncoderConfig(_ModelConfig, frozen=True, kw_only=True):
     """Override the configuration of the model's image processor, by its own names."""
     videos: VideoOptions = VideoOptions()
     max_audio_seconds: float = MAX_AUDIO_SECONDS
-    keep_mb: int = 0
-    """Memory of the device for embeddings that stay there until engines have read them; 0 keeps none."""
+    keep: Literal["auto", "direct", "front"] = "front"
+    """Whether embeddings may stay on the device until engines have read them; with `auto`, on a GPU."""
+    keep_mb: int = 256
+    """Memory of the device for them."""
     keep_seconds: float = 0.0
     """Seconds for which they are leased to their first readers, unless these release them."""
     timeout_seconds: float = 60.0

@@ -15,7 +15,7 @@ from multimodal.answers.choices import Choice, Piece, usage
 from multimodal.answers.formats import AnswerFormat
 from multimodal.answers.shapes import AnswerContext, Shape
 from multimodal.errors import DeadlineExceeded, RequestError
-from multimodal.media.remote import RemoteMediaRun, has_remote
+from multimodal.media.remote import RemoteMediaRun
 from multimodal.metrics import ChoiceTimer, GenerationMetrics
 from multimodal.request import Ask, Conversation, Limits, Sampling, SamplingDefaults, check_tools
 from multimodal.text.prompts import MediaPrompts, Prompt, Prompts
@@ -206,7 +206,7 @@ class Generation:
                 self._describe(self._span)
 
     def _start(self, request: GenerateRequest) -> DeltaStream:
-        if self.images is None or not has_remote(request):
+        if self.images is None or not request.has_remote:
             return self.engine.generate(request)
         return RemoteMediaRun(self.engine, request, self.images, self.prompt_again).stream
 

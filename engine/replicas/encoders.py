@@ -146,9 +146,7 @@ class EncodePool(RemotePool[EncodeReplica]):
         if lease not in self._leases.values():
             lease.close()
 
-    def _hold(
-        self, rows: Sequence[RemoteRows], replica: EncodeReplica, answer: RemoteAnswer[EncodeAnswer]
-    ) -> None:
+    def _hold(self, rows: Sequence[RemoteRows], replica: EncodeReplica, answer: RemoteAnswer[EncodeAnswer]) -> None:
         """Leave an answer open until all its rows have been released, or the replica ends it."""
 
         def ended() -> None:

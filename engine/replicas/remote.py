@@ -7,7 +7,15 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from engine.errors import ContextOverflow, EmbeddingsLost, EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
+from engine.errors import (
+    ContextOverflow,
+    EmbeddingsLost,
+    EngineDied,
+    EngineError,
+    EngineFailure,
+    EngineNotReady,
+    InvalidRequest,
+)
 from engine.replicas import ask as asking
 from engine.replicas.ask import RemoteAnswer, ReplicaFault, Service
 from engine.replicas.client import Header

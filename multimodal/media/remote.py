@@ -14,13 +14,9 @@ from multimodal.text.prompts import MediaPrompts, Prompt
 log = logging.getLogger(__name__)
 
 
-def has_remote(request: GenerateRequest) -> bool:
-    return any(span.remote is not None for span in request.spans)
-
-
 class RemoteMediaRun:
-    """One such request. If the engine cannot read the embeddings, it is made again from the prompt that `again` returns,
-    whose embeddings come with it. The encoder is told as soon as they are no longer needed.
+    """One such request. If the engine cannot read the embeddings, it is made again from the prompt that `again`
+    returns, whose embeddings come with it. The encoder is told as soon as they are no longer needed.
     """
 
     def __init__(
@@ -53,9 +49,7 @@ class RemoteMediaRun:
         try:
             prompt = await self._again()
             name = f"{self._request.request_id}-again"  # the engine may not have forgotten the lost request yet
-            request = replace(
-                self._request, request_id=name, prompt_token_ids=tuple(prompt.ids), media=prompt.media
-            )
+            request = replace(self._request, request_id=name, prompt_token_ids=tuple(prompt.ids), media=prompt.media)
             self._running = self._engine.generate(request)
             self._running.pipe(self.stream.push)
         except EngineError as error:

@@ -65,6 +65,13 @@ class Size(NamedTuple):
     why: str
 
 
+class Choice(NamedTuple):
+    """A value of a setting, and why it is chosen."""
+
+    value: str
+    why: str
+
+
 @cache
 def this_machine() -> Machine:
     """Return the facts of this machine, looked up once."""
@@ -109,6 +116,17 @@ def explained(settings: Settings, folder: Path | None, machine: Machine) -> dict
     elif not settings.threads:
         chosen["threads"] = Size(machine.cores, "one for each available core")
     return chosen
+
+
+def embedding_transfer(settings: Settings, machine: Machine) -> Choice:
+    """Return `direct` if this replica leaves embeddings with encoders, or reads them there, else `front`."""
+    if settings.engine != "embedded":
+        return Choice("front", f"with ENGINE={settings.engine} none stay with an encoder")
+    if not (settings.encode_urls or role_of(settings).serves_encodings):
+        return Choice("front", "no encode replica takes part")
+    if on_gpu(settings, machine):
+        return Choice("direct", "by CUDA IPC on this host")
+    return Choice("front", "the embeddings are in the host's memory")
 
 
 def api_processes(settings: Settings, folder: Path | None, machine: Machine) -> Size:

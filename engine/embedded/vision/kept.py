@@ -1,23 +1,33 @@
-"""Embeddings that stay in the memory of the tower's device until engines of the host have read them.
+"""Embeddings that stay in the memory of the tower's device until engines of the host have read them: by CUDA IPC from
+a GPU, else by shared memory.
 
 They are kept for the first readers as long as the lease says, and after that until their memory is needed for newer
 ones: a front that remembers where they are can use them again. A lease word beside them tells a reader whether what it
 read was still theirs.
 """
 
+import asyncio
+import logging
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 
 import torch
+from msgspec.structs import replace
 
 from engine.embedded.handoff.words import LeaseWords
 from engine.embedded.kv.memory import region_of, shared_zeros
-from engine.media import RemoteRows
-from engine.transfer.arena import Place, Places
-from engine.transfer.base import LeaseWord
+from engine.errors import EmbeddingsLost
+from engine.kit.tasks import all_of
+from engine.media import MediaSpan, MediaSpans, RemoteRows
+from engine.transfer.arena import Arena, Place, Places, private_copy
+from engine.transfer.base import LeaseWord, TransferError
 from engine.transfer.transfers import Transfers
+from engine.types import GenerateRequest
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -52,6 +62,8 @@ class KeptRows:
 
     def put(self, rows: torch.Tensor) -> RemoteRows | None:
         """Keep a copy of rows. Return None if there is no room beside those that are leased."""
+        if rows.nbytes > len(self._memory):
+            return None
         with self._lock:
             place = self._take(rows.nbytes)
             if place is None:
@@ -81,3 +93,52 @@ class KeptRows:
             self._words.revoke(oldest.lease)
             self._places.free(oldest.place)
         return place
+
+
+class RowsReader:
+    """Reads such embeddings in the process of an engine, each within `seconds`, through `size` bytes of memory that are
+    taken at the first. On a GPU the copy engine brings them to the host, where no step waits for them and from where
+    they can be computed again.
+    """
+
+    def __init__(self, size: int, seconds: float) -> None:
+        self._size = size
+        self._seconds = seconds
+        self._opening = asyncio.Lock()
+        self._arena: Arena | None = None
+
+    async def fetched(self, request: GenerateRequest, device: str) -> GenerateRequest:
+        """Return a request with its embeddings. Raises EmbeddingsLost, unless it may do without."""
+        spans = await all_of(self._fetched(span, torch.device(device), request) for span in request.spans)
+        return replace(request, media=MediaSpans(tuple(spans)))
+
+    async def close(self) -> None:
+        if self._arena is not None:
+            await self._arena.close()
+
+    async def _fetched(self, span: MediaSpan, device: torch.device, request: GenerateRequest) -> MediaSpan:
+        rows = span.remote
+        if rows is None:
+            return span
+        try:
+            if rows.size > self._size:
+                raise TransferError(f"{rows.size} bytes do not fit into EMBEDDING_MEMORY_MB")
+            async with self._opening:
+                if self._arena is None:
+                    self._arena = await asyncio.to_thread(partial(_arena, self._size, device))
+            (data,) = await self._arena.read(
+                rows.offers, rows.offset, [rows.size], self._seconds, rows.lease, private_copy
+            )
+        except (TransferError, OSError) as error:
+            if request.handoff is not None:  # they are needed only if its keys and values are lost, too
+                log.warning("could not read the embeddings of request %s: %s", request.request_id, error)
+                return replace(span, remote=None)
+            raise EmbeddingsLost(f"embeddings could not be read from their encoder's memory: {error}") from error
+        return replace(span, data=data, remote=None)
+
+
+def _arena(size: int, device: torch.device) -> Arena:
+    """Raises TransferError and OSError."""
+    if device.type == "cpu":
+        return Arena(size, "shared_memory")
+    return Arena(size, "cuda_ipc", device=device.index or 0)

@@ -110,12 +110,15 @@ class Tower:
 
 
 def _kept_rows(config: EncoderConfig, device: torch.device) -> KeptRows | None:
-    """Return memory for embeddings that stay here, if there is to be any and other processes can read it."""
-    if not config.keep_mb:
+    """Return memory for embeddings that stay here, if there is to be any and other processes can read it. Raises
+    EngineFailure if there has to be."""
+    if config.keep == "front" or (config.keep == "auto" and device.type == "cpu"):
         return None
     try:
         return KeptRows(config.keep_mb << 20, device, config.keep_seconds)
-    except (TransferError, torch.OutOfMemoryError) as error:
+    except (TransferError, OSError, torch.OutOfMemoryError) as error:
+        if config.keep == "direct":
+            raise EngineFailure(f"EMBEDDING_TRANSFER=direct is impossible here: {error}") from error
         log.warning("no embeddings stay with the encoder: %s", error)
         return None
 
