@@ -18,12 +18,13 @@ MIB = 1 << 20
 SIZES = (3 * MIB, 8 * MIB + 4096)
 LARGE = 256 * MIB
 
+pytestmark = pytest.mark.usefixtures("fake_gpu")
 on_host = pytest.mark.parametrize("method", ON_HOST)
 
 
 @on_host
 def test_an_owner_that_was_killed_before(method: str) -> None:
-    memory = Memory(MIB)
+    memory = Memory(MIB, method=method)
     transfers = Transfers(memory.regions, method)
     with owning(method, MIB) as owner:
         ended(transfers.read(owner.offers, [Read(0, 0, 0, MIB)]))
@@ -35,7 +36,7 @@ def test_an_owner_that_was_killed_before(method: str) -> None:
 
 @on_host
 def test_an_owner_that_is_killed_meanwhile(method: str) -> None:
-    memory = Memory(LARGE)
+    memory = Memory(LARGE, method=method)
     transfers = Transfers(memory.regions, method)
     with owning(method, LARGE) as owner:
         transfer = transfers.read(owner.offers, [Read(0, 0, 0, LARGE)])
@@ -49,7 +50,7 @@ def test_an_owner_that_is_killed_meanwhile(method: str) -> None:
 
 @on_host
 def test_cancelling_ends_soon_and_then_nothing_is_touched(method: str) -> None:
-    memory = Memory(LARGE)
+    memory = Memory(LARGE, method=method)
     transfers = Transfers(memory.regions, method)
     with owning(method, LARGE) as owner:
         transfer = transfers.read(owner.offers, [Read(0, 0, 0, LARGE)])
@@ -66,7 +67,7 @@ def test_cancelling_ends_soon_and_then_nothing_is_touched(method: str) -> None:
 
 @on_host
 def test_closing_ends_what_runs(method: str) -> None:
-    memory = Memory(LARGE)
+    memory = Memory(LARGE, method=method)
     transfers = Transfers(memory.regions, method)
     with owning(method, LARGE) as owner:
         transfer = transfers.read(owner.offers, [Read(0, 0, 0, LARGE)])
@@ -142,7 +143,7 @@ def test_a_peer_that_cannot_be_connected_to_holds_nobody_up(method: str, monkeyp
 
 @on_host
 def test_nothing_is_left_behind(method: str) -> None:
-    memory = Memory(*SIZES)
+    memory = Memory(*SIZES, method=method)
     reads = [Read(1, block * 32768, block * 16384, 16384) for block in range(256)]
 
     def round_of(kill: bool) -> None:
