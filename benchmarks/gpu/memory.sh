@@ -3,7 +3,7 @@
 #
 # tests       sleep, shared memory and standby engines
 # sleep tiers crowd restart    Llama 3.1 8B's shape with random weights
-# embeddings  an image's embeddings between processes, by shared memory and CUDA IPC
+# embeddings  an image's embeddings from encoder to engine, through the front and by CUDA IPC
 # handoff     a prefill and a decode replica; needs two GPUs
 #
 # Results go to $OUT (or ./out), a log for each part. A part that fails does not keep the others from running. All take
@@ -27,7 +27,8 @@ part() { # name, seconds, command
     tail -n 25 "$out/$name.log"
 }
 part tests 240 python3 -m pytest -p no:cacheprovider -v -m "gpu or not gpu" tests/engine/memory/test_memory_gpu.py \
-    tests/engine/embedded/models/cuda/test_cuda_engine.py -k "sleep or memory or standby"
+    tests/engine/embedded/vision/test_kept_gpu.py \
+    tests/engine/embedded/models/cuda/test_cuda_engine.py -k "sleep or memory or standby or kept"
 part sleep 120 python3 -m benchmarks.sleep --device cuda --model "$model" --tokens 16000 --context 32768 --host-mb 16384
 part tiers 120 python3 -m benchmarks.tiers --device cuda --model "$model" --tokens 16000 --rounds 2 --only returning
 part crowd 200 python3 -m benchmarks.tiers --device cuda --model "$model" --rounds 2 --only crowd nothing

@@ -24,6 +24,7 @@ from engine.kit.tasks import all_of
 from engine.media import MediaSpan, MediaSpans, RemoteRows
 from engine.transfer.arena import Arena, Place, Places, private_copy
 from engine.transfer.base import LeaseWord, TransferError
+from engine.transfer.shared_bytes import Data
 from engine.transfer.transfers import Transfers
 from engine.types import GenerateRequest
 
@@ -112,29 +113,32 @@ class RowsReader:
         spans = await all_of(self._fetched(span, torch.device(device), request) for span in request.spans)
         return replace(request, media=MediaSpans(tuple(spans)))
 
+    async def read(self, rows: RemoteRows, device: torch.device) -> Data:
+        """Return embeddings. Raises TransferError, and OSError without memory to read them into."""
+        if rows.size > self._size:
+            raise TransferError(f"{rows.size} bytes do not fit into EMBEDDING_MEMORY_MB")
+        async with self._opening:
+            if self._arena is None:
+                self._arena = await asyncio.to_thread(partial(_arena, self._size, device))
+        arena = self._arena
+        (data,) = await arena.read(rows.offers, rows.offset, [rows.size], self._seconds, rows.lease, private_copy)
+        return data
+
     async def close(self) -> None:
         if self._arena is not None:
             await self._arena.close()
 
     async def _fetched(self, span: MediaSpan, device: torch.device, request: GenerateRequest) -> MediaSpan:
-        rows = span.remote
-        if rows is None:
+        if span.remote is None:
             return span
         try:
-            if rows.size > self._size:
-                raise TransferError(f"{rows.size} bytes do not fit into EMBEDDING_MEMORY_MB")
-            async with self._opening:
-                if self._arena is None:
-                    self._arena = await asyncio.to_thread(partial(_arena, self._size, device))
-            (data,) = await self._arena.read(
-                rows.offers, rows.offset, [rows.size], self._seconds, rows.lease, private_copy
-            )
+            return replace(span, data=await self.read(span.remote, device), remote=None)
         except (TransferError, OSError) as error:
-            if request.handoff is not None:  # they are needed only if its keys and values are lost, too
-                log.warning("could not read the embeddings of request %s: %s", request.request_id, error)
-                return replace(span, remote=None)
-            raise EmbeddingsLost(f"embeddings could not be read from their encoder's memory: {error}") from error
-        return replace(span, data=data, remote=None)
+            if request.handoff is None:
+                raise EmbeddingsLost(f"embeddings cannot be read in their encoder's memory: {error}") from error
+            # They are needed only if the keys and values of the prompt are lost, too.
+            log.warning("no embeddings for request %s: %s", request.request_id, error)
+            return replace(span, remote=None)
 
 
 def _arena(size: int, device: torch.device) -> Arena:
