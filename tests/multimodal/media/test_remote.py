@@ -1,5 +1,6 @@
 """Embeddings that stay with their encoder: who reads them, when the encoder hears of it, and what a loss costs."""
 
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -100,19 +101,24 @@ def chat(index: int = 0, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [part]}], "max_tokens": 6, **fields}
 
 
-async def answer(processor: Processor, body: dict[str, Any]) -> bytes:
-    return (await (await prepare(processor, body)).complete()).partition(b'"choices"')[2]
+def said(answer: bytes) -> str:
+    content: str = json.loads(answer)["choices"][0]["message"]["content"]
+    return content
+
+
+async def answer(processor: Processor, body: dict[str, Any]) -> str:
+    return said(await (await prepare(processor, body)).complete())
 
 
 @pytest.fixture
-async def expected() -> bytes:
+async def expected() -> str:
     async with served(stay=False) as (processor, encoder, _):
         found = await answer(processor, chat())
         assert encoder.asked == [False] and not encoder.released
         return found
 
 
-async def test_the_engine_reads_them_and_the_encoder_is_told_once(expected: bytes) -> None:
+async def test_the_engine_reads_them_and_the_encoder_is_told_once(expected: str) -> None:
     async with served() as (processor, encoder, engine):
         for _ in range(2):  # the second time, the cache knows where they are
             assert await answer(processor, chat()) == expected
@@ -120,11 +126,11 @@ async def test_the_engine_reads_them_and_the_encoder_is_told_once(expected: byte
         assert encoder.released == [(0, False)] * 2
 
 
-async def test_what_is_lost_is_encoded_again_and_comes_here(expected: bytes) -> None:
+async def test_what_is_lost_is_encoded_again_and_comes_here(expected: str) -> None:
     async with served() as (processor, encoder, engine):
         generation = await prepare(processor, chat())
         encoder.kept.clear()
-        assert (await generation.complete()).partition(b'"choices"')[2] == expected
+        assert said(await generation.complete()) == expected
         assert encoder.asked == [True, False] and encoder.released == [(0, True)]
         assert await answer(processor, chat()) == expected
         assert len(encoder.asked) == 2 and engine.read == 1, "from the cache"
@@ -132,7 +138,7 @@ async def test_what_is_lost_is_encoded_again_and_comes_here(expected: bytes) -> 
         assert encoder.asked[2:] == [True] and encoder.released[1:] == [(0, False)], "others may still stay"
 
 
-async def test_what_has_gone_since_it_was_cached_is_encoded_again(expected: bytes) -> None:
+async def test_what_has_gone_since_it_was_cached_is_encoded_again(expected: str) -> None:
     async with served() as (processor, encoder, _):
         assert await answer(processor, chat()) == expected
         encoder.kept.clear()

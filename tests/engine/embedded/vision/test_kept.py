@@ -83,7 +83,7 @@ async def test_leased_rows_stay_and_released_ones_until_their_room_is_needed(rea
     kept.release(second)  # whose place others have now
     kept.release(first)
     assert await read(reader, first) == rows_of(2).view(torch.uint8).numpy().tobytes(), "nobody needed its room"
-    assert kept.put(rows_of(3, seed=3)) is not None
+    assert kept.put(rows_of(2, seed=3)) is not None
     with pytest.raises(EmbeddingsLost):
         await read(reader, first)
     assert await read(reader, third) == rows_of(1, seed=2).view(torch.uint8).numpy().tobytes()
