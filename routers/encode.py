@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from engine import trace
 from engine.errors import EngineNotReady
 from engine.media import MediaInput, attach_media
-from engine.replicas.encode_answers import EncodeService, Held
+from engine.replicas.encode_answers import EncodeService, HeldEmbeddings
 from multimodal.errors import RequestError
 from protocol.internal import MAX_MEDIA, MAX_MEDIA_BYTES, MEDIA_TYPE, EncodeRequest, head_of, parts_of
 from routers.body import converted
@@ -87,7 +87,7 @@ class _EncodeWork:
     request: EncodeRequest
     images: list[MediaInput]
     held: str
-    _held: Held | None = None
+    _held: HeldEmbeddings | None = None
 
     @property
     def healthy(self) -> bool:

@@ -63,7 +63,7 @@ class EncodeAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     encoding: Encoding | None = None
 
 
-class Held(NamedTuple):
+class HeldEmbeddings(NamedTuple):
     """Embeddings that one answer holds for its reader."""
 
     place: Place | None
@@ -123,7 +123,7 @@ class EmbeddingStore:
         places = [] if self._arena is None else self._arena.taken
         return [place.size for place in places] + [sum(each.size for each in rows) for rows in self._rows]
 
-    async def put(self, encoded: Encoded, inline: bool) -> tuple[bytes, Held | None]:
+    async def put(self, encoded: Encoded, inline: bool) -> tuple[bytes, HeldEmbeddings | None]:
         """Return the answer, as bytes, and what to free once it has been read.
 
         Raises QueueFull if there is no room for it.
@@ -152,7 +152,7 @@ class EmbeddingStore:
         )
         return handoff.encode(found), self._hold(encoded, place)
 
-    def free(self, held: Held) -> None:
+    def free(self, held: HeldEmbeddings) -> None:
         if held.place is not None:
             assert self._arena is not None
             self._arena.free(held.place)
@@ -169,8 +169,8 @@ class EmbeddingStore:
         if self._arena is not None:
             await self._arena.close()
 
-    def _hold(self, encoded: Sequence[EncodedMedia], place: Place | None = None) -> Held | None:
-        held = Held(place, tuple(media.remote for media in encoded if media.remote is not None))
+    def _hold(self, encoded: Sequence[EncodedMedia], place: Place | None = None) -> HeldEmbeddings | None:
+        held = HeldEmbeddings(place, tuple(media.remote for media in encoded if media.remote is not None))
         if held.rows:
             self._rows.append(held.rows)
             self._count()
@@ -190,7 +190,7 @@ class EmbeddingStore:
         try:
             return await asyncio.shield(writing)
         except BaseException:
-            writing.add_done_callback(lambda _: self.free(Held(place)))
+            writing.add_done_callback(lambda _: self.free(HeldEmbeddings(place)))
             raise
 
 
@@ -213,7 +213,9 @@ class EncodeService:
     def healthy(self) -> bool:
         return self.encoder.healthy
 
-    async def encode(self, request: internal.EncodeRequest, media: Sequence[MediaInput]) -> tuple[bytes, Held | None]:
+    async def encode(
+        self, request: internal.EncodeRequest, media: Sequence[MediaInput]
+    ) -> tuple[bytes, HeldEmbeddings | None]:
         """Return the answer, and what `free` must be called with once it has been read.
 
         Raises as `Encoder.encode` does.
@@ -226,7 +228,7 @@ class EncodeService:
             encoded = await self.encoder.encode(media, request.prompt)
         return await self.store.put(encoded, request.inline)
 
-    def free(self, held: Held) -> None:
+    def free(self, held: HeldEmbeddings) -> None:
         self.store.free(held)
         for rows in held.rows:
             self.encoder.release(rows)

@@ -51,7 +51,7 @@ class EncodeReplica(RemoteReplica[EncodeInfo, EncodeAnswer]):
         self.keeps = True
 
 
-class _Lease:
+class _RowsLease:
     """An open answer, by which embeddings stay with the encoder; `ended` is called when it has been closed."""
 
     def __init__(self, replica: EncodeReplica, answer: RemoteAnswer[EncodeAnswer], ended: Callable[[], None]) -> None:
@@ -83,7 +83,7 @@ class EncodePool(RemotePool[EncodeReplica]):
         super().__init__(urls, secret, attempts, observer)
         self._arena = arena
         self._seconds = seconds
-        self._leases: dict[RemoteRows, _Lease] = {}
+        self._leases: dict[RemoteRows, _RowsLease] = {}
 
     def found(self, model_name: str, backend: str) -> EncodeInfo | None:
         """Return the description of the first available replica of this model; None without one."""
@@ -153,7 +153,7 @@ class EncodePool(RemotePool[EncodeReplica]):
             for each in rows:
                 self._leases.pop(each, None)
 
-        self._leases.update(dict.fromkeys(rows, _Lease(replica, answer, ended)))
+        self._leases.update(dict.fromkeys(rows, _RowsLease(replica, answer, ended)))
 
     async def close(self) -> None:
         for lease in {*self._leases.values()}:

@@ -20,7 +20,7 @@ from engine.handoff import MAX_BYTES, decode_bounded, encode
 from engine.kit.tasks import cancel
 from engine.replicas.encode_answers import (
     EmbeddingStore,
-    Held,
+    HeldEmbeddings,
     check_answer,
     decode_answer,
     encode_info,
@@ -69,7 +69,7 @@ class OfferedEmbeddings:
         self._info = info
         self._endpoint = endpoint
         self._instance = instance
-        self._held: dict[str, tuple[Held, asyncio.TimerHandle]] = {}
+        self._held: dict[str, tuple[HeldEmbeddings, asyncio.TimerHandle]] = {}
 
     async def offer(self, media: Sequence[Keyed]) -> dict[str, str]:
         """Return encoded images as they travel with a request."""

@@ -65,7 +65,7 @@ class Size(NamedTuple):
     why: str
 
 
-class Choice(NamedTuple):
+class ChosenValue(NamedTuple):
     """A value of a setting, and why it is chosen."""
 
     value: str
@@ -118,15 +118,15 @@ def explained(settings: Settings, folder: Path | None, machine: Machine) -> dict
     return chosen
 
 
-def embedding_transfer(settings: Settings, machine: Machine) -> Choice:
+def embedding_transfer(settings: Settings, machine: Machine) -> ChosenValue:
     """Return `direct` if this replica leaves embeddings with encoders, or reads them there, else `front`."""
     if settings.engine != "embedded":
-        return Choice("front", f"with ENGINE={settings.engine} none stay with an encoder")
+        return ChosenValue("front", f"with ENGINE={settings.engine} none stay with an encoder")
     if not (settings.encode_urls or role_of(settings).serves_encodings):
-        return Choice("front", "no encode replica takes part")
+        return ChosenValue("front", "no encode replica takes part")
     if on_gpu(settings, machine):
-        return Choice("direct", "by CUDA IPC on this host")
-    return Choice("front", "the embeddings are in the host's memory")
+        return ChosenValue("direct", "by CUDA IPC on this host")
+    return ChosenValue("front", "the embeddings are in the host's memory")
 
 
 def api_processes(settings: Settings, folder: Path | None, machine: Machine) -> Size:
