@@ -392,9 +392,9 @@ def check_memory(weights: int, memory: int, ranks: int) -> Iterator[Finding]:
 
 def check_embeddings(settings: Settings, machine: Machine) -> Finding:
     """Say how embeddings of images move between this replica and encode replicas."""
-    way, why = settings.embedding_transfer, "EMBEDDING_TRANSFER says so"
-    if way == "auto":
-        way, why = embedding_transfer(settings, machine)
+    asked = settings.embedding_transfer
+    chosen = embedding_transfer(settings, machine)
+    way, why = chosen if asked == "auto" else (asked, "EMBEDDING_TRANSFER says so")
     moves = "stay with the encoder, for engines of this host" if way == "direct" else "go through the replica that asks"
     return Finding("ok", f"embeddings of images {moves}: {why}")
 
