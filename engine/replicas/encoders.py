@@ -9,7 +9,6 @@ import logging
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -58,15 +57,15 @@ class _RowsLease:
     def __init__(self, replica: EncodeReplica, answer: RemoteAnswer[EncodeAnswer], ended: Callable[[], None]) -> None:
         self.replica = replica
         self._following = asyncio.create_task(answer.ended())
-        for callback in (answer.close, ended):
-            self._following.add_done_callback(partial(_call, callback))
+
+        def end(_: object) -> None:
+            answer.close()
+            ended()
+
+        self._following.add_done_callback(end)
 
     def close(self) -> None:
         self._following.cancel()
-
-
-def _call(function: Callable[[], None], _: object) -> None:
-    function()
 
 
 class EncodePool(RemotePool[EncodeReplica]):
