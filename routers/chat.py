@@ -30,7 +30,7 @@ MEDIA_PARTS: dict[str, MediaKind] = {
     "audio_url": "audio",
     "input_audio": "audio",
 }
-"""Fields, and types, of content parts that name or have a file, and the file's kind."""
+"""Fields and types of content parts that contain or refer to a file, and the file's kind."""
 REFUSED_PARTS = frozenset({"file"})
 """Fields, and types, of content parts that are not supported."""
 
@@ -104,7 +104,7 @@ def to_template(message: ChatMessage, place: int = 0) -> dict[str, Any]:
 
 
 def _sampling(body: ChatCompletionRequest | TokenizeRequest) -> FrameSampling:
-    """Return which frames of videos the body asks for. Raises RequestError."""
+    """Return the choice of frames of videos that the body asks for. Raises RequestError."""
     named = {
         "media_io_kwargs.video": body.media_io_kwargs.video if body.media_io_kwargs is not None else None,
         "mm_processor_kwargs": body.mm_processor_kwargs,
@@ -173,7 +173,7 @@ def _unsupported(message: str, param: str = "messages") -> RequestError:
 
 
 def _called(function: MessageFunctionCall, param: str) -> dict[str, Any]:
-    """Return a call as templates expect it: with its arguments as an object, which OpenAI writes as JSON text."""
+    """Return a call as templates expect it: its arguments, which OpenAI writes as JSON text, as an object."""
     arguments = function.arguments or {}
     if isinstance(arguments, str):
         try:
@@ -240,7 +240,7 @@ def _named(functions: Sequence[FunctionDefinition], spelled: str) -> dict[str, T
 
 
 def _choice(choice: Any, field: str) -> tuple[str, Sequence[str] | None]:
-    """Return how the model chooses (auto, required or one function), and among which tools; None for all."""
+    """Return the tool choice (auto, required or one function) and the names of the allowed tools; None allows all."""
     if choice in (None, "auto"):
         return "auto", None
     if choice == "required" and field == "tool_choice":

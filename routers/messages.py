@@ -92,7 +92,7 @@ def _guides(body: PromptFields) -> Sequence[AskedGuide]:
 
 
 def _tools(body: PromptFields) -> tuple[Tools | None, list[dict[str, Any]]]:
-    """Return the tools that the model may call, and those that the prompt shows."""
+    """Return the tools that the model may call, and the tools that the prompt shows."""
     offered: dict[str, Tool] = {}
     for place, tool in enumerate(body.tools or ()):
         _check_tool(tool, place, offered)
@@ -161,7 +161,7 @@ def _conversation(body: PromptFields, tools: list[dict[str, Any]]) -> Conversati
 
 @dataclass(slots=True)
 class _Said:
-    """A message as a template is to see it."""
+    """A message as templates expect it."""
 
     role: str
     parts: list[str | MediaRef] = field(default_factory=list)
@@ -198,13 +198,13 @@ class _Dialogue:
         return self.all[-1]
 
     def turn(self, role: str) -> _Said:
-        """Return the turn that goes on, or a new one."""
+        """Return the current turn if it has this role, or a new one."""
         if not self.all or self.last.role != role:
             self.all.append(_Said(role))
         return self.last
 
     def add(self, message: MessageParam, param: str) -> None:
-        """Add a message. Raises RequestError, and names what is below `param`."""
+        """Add a message. Raises RequestError, which names a field below `param`."""
         role = message.role
         if isinstance(message.content, str):
             self.turn(role).parts.append(message.content)
@@ -241,7 +241,7 @@ class _Dialogue:
         return {"id": call_id, "type": "function", "function": function}
 
     def _answer(self, block: ContentBlock, param: str) -> list[str | MediaRef]:
-        """Add the turn of a tool's result. Return its images, which templates show in a user's turn only."""
+        """Add the turn of a tool's result. Return its images, which templates accept in a user's turn only."""
         call_id = _needed(block.tool_use_id, f"{param}.tool_use_id")
         texts: list[str] = []
         images: list[str | MediaRef] = []

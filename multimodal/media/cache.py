@@ -21,8 +21,9 @@ class CacheStats(NamedTuple):
 class EmbeddingCache:
     """Encoded media by key (`prompts.py: media_key`), at most `capacity_bytes`. A capacity of 0 keeps nothing.
 
-    Of embeddings that stay with an encode replica, only their location is here, and they may have gone there.
-    Embeddings must be contiguous [rows, hidden size]; `hidden_size` is the language model's. Use it on one event loop.
+    Of embeddings that stay with an encode replica only the location is here, and they may have gone there.
+    Embeddings must be contiguous [rows, hidden size]; `hidden_size` is that of the language model. Use the cache on one
+    event loop.
     """
 
     def __init__(self, capacity_bytes: int, hidden_size: int) -> None:
@@ -38,7 +39,7 @@ class EmbeddingCache:
         return CacheStats(self._hits, self._misses, self._evictions, len(self._entries), self._bytes, utilisation)
 
     def get(self, key: str) -> EncodedMedia | None:
-        """Return the media for `key`, now the most recently used, or None."""
+        """Return the media for `key`, which become the most recently used, or None."""
         image = self._entries.get(key)
         if image is None:
             self._misses += 1
@@ -79,5 +80,5 @@ class EmbeddingCache:
 
 
 def _size(image: EncodedMedia) -> int:
-    """Bytes of the embeddings that are here, and of the text."""
+    """Return the bytes of the embeddings that are here, and of the text."""
     return len(image.data) + len(image.text.encode())

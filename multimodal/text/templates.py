@@ -124,7 +124,7 @@ class ChatTemplate:
         return text[:at] if text.startswith(_CONTINUE_HERE, at) else text[:at].rstrip()
 
     def _composes(self, control: ControlTokens) -> set[str]:
-        """Return control tokens that come without marks although no message has them."""
+        """Return control tokens that lack marks although no message contains them."""
         found: set[str] = set()
         for roles in (("system", "user", "assistant", "user"), ("user", "assistant"), ("user", "assistant", "tool")):
             messages = [{"role": role, "content": _PROBE} for role in roles]
@@ -133,7 +133,7 @@ class ChatTemplate:
         return found
 
     def _shows(self, content: Any) -> bool:
-        """Tell whether a user's message with this content, made of `_PROBE`, comes out as that text."""
+        """Return whether a user's message with this content, made of `_PROBE`, is rendered as that text."""
         try:
             text = self._text([{"role": "user", "content": content}], {"add_generation_prompt": True})
         except RequestError:  # it refuses such content
@@ -201,7 +201,7 @@ def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _marked(content: str | list[dict[str, Any]]) -> tuple[str, str | list[dict[str, Any]]]:
-    """Return the text that a message's content ends with, and the content with the mark after it."""
+    """Return the text at the end of a message's content, and the content with the mark after it."""
     if isinstance(content, str):
         return content, content + _CONTINUE_HERE
     if content[-1]["type"] != "text":

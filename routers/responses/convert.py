@@ -58,7 +58,7 @@ def convert(body: ResponsesRequest, history: Sequence[InputItem] = ()) -> Ask:
 
 
 def generates(body: ResponsesRequest) -> bool:
-    """Tell whether a response has output."""
+    """Return whether a response has output."""
     return not (isinstance(body, ResponseCreate) and body.generate is False)
 
 
@@ -96,7 +96,7 @@ def items_of(given: str | list[InputItem] | None) -> list[InputItem]:
 
 
 def asked_of(body: ResponsesRequest, ask: Ask, unique: str, defaults: SamplingDefaults) -> Asked:
-    """Return the fields of the response that repeat its request."""
+    """Return the fields of the response that repeat the request."""
     tools = [(space, tool) for _, space, tool in _flat(body.tools or ()) if tool.type in ("function", "custom")]
     text, reasoning = body.text, body.reasoning
     summary = reasoning.summary or reasoning.generate_summary if reasoning is not None else None
@@ -220,8 +220,8 @@ def _grammar(tool: MemberTool, param: str) -> TextGrammar | None:
 
 
 def _custom(tool: MemberTool, name: str, grammar: TextGrammar | None) -> FunctionDefinition:
-    """Return a custom tool as a function with one text. The model is shown its grammar: a regular expression in the
-    schema, which Lark has no place in.
+    """Return a custom tool as a function with one text argument. The model sees its grammar: a regular expression in
+    the schema, Lark in the description, since a schema cannot contain it.
     """
     text: dict[str, Any] = {"type": "string", "description": "The whole input of the tool, as plain text."}
     description = tool.description or ""

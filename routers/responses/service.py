@@ -1,4 +1,4 @@
-"""Responses between requests: their history, what is stored of them, and those that run in the background."""
+"""Responses between requests: their history, their storage, and responses that run in the background."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ from routers.responses.store import FINAL, Record, ResponseStore
 FLUSH_SECONDS = 0.05
 """Seconds between writes of a background response's events."""
 BEAT_SECONDS = 1.0
-"""Seconds between heartbeats of its process, which also looks whether it was cancelled elsewhere."""
+"""Seconds between heartbeats of its process, which also checks whether it was cancelled elsewhere."""
 STALE_SECONDS = 30.0
 """Seconds without a heartbeat after which its process is considered dead."""
 _POLL_SECONDS = 0.2
@@ -60,7 +60,7 @@ class BackgroundRun:
     task: asyncio.Task[None] = field(init=False)
     cancelled: bool = False
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set to end it early: it is cancelled, or else the server shuts down."""
+    """Set to end it early, because it was cancelled or the server shuts down."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set, and replaced, whenever events have been stored."""
 
@@ -103,9 +103,7 @@ class Responses:
         return await self._current(record)
 
     async def items(self, owner: str, response: str) -> list[dict[str, Any]]:
-        """Return the items that a stored response was made of, oldest first, as far as they are still stored. Raises
-        NotFound.
-        """
+        """Return the input items of a stored response, oldest first, if still stored. Raises NotFound."""
         records = await self.stored().chain(owner, response, self.max_bytes)
         if not records:
             raise _not_found(response)
@@ -204,7 +202,7 @@ class Responses:
             run.stop.set()
 
     async def close(self) -> None:
-        """End what runs in the background, and the store."""
+        """End responses in the background, and close the store."""
         for run in self._runs.values():
             run.stop.set()
         if self._runs:
@@ -243,7 +241,7 @@ class Responses:
         return found
 
     async def _resolved(self, owner: str, items: list[InputItem], kept: Kept) -> list[InputItem]:
-        """Return items; in place of those that refer to others, these. Raises RequestError."""
+        """Return items, with references replaced by the items that they name. Raises RequestError."""
         found: list[InputItem] = []
         read: set[str] = set()
         known: dict[str, tuple[InputItem, int]] = {}
@@ -347,7 +345,7 @@ def response_of(item: str) -> str:
 
 
 def is_reference(item: InputItem) -> bool:
-    """Tell whether an item refers to one of a response."""
+    """Return whether an item is a reference to an item of a response."""
     return item.type == "item_reference" or (item.type is None and item.role is None and item.id is not None)
 
 

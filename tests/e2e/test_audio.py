@@ -16,6 +16,7 @@ from transformers import AudioFlamingo3ForConditionalGeneration, WhisperFeatureE
 
 from multimodal.text.templates import ChatTemplate
 from tests.support.audio_models import TOKENS, build_audio_flamingo
+from tests.support.engine_cases import rounded
 from tests.support.servers import ServerProcess
 from tests.support.sounds import sound, sound_bytes
 
@@ -26,7 +27,7 @@ QUESTION = {"type": "text", "text": "What is said?"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_audio_flamingo(tmp_path_factory.mktemp("flamingo"))
+    return rounded(build_audio_flamingo(tmp_path_factory.mktemp("flamingo")))
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""/v1/messages/batches: their life, over restarts, and who sees them."""
+"""/v1/messages/batches: the life of a batch, across restarts, and its visibility."""
 
 import asyncio
 import json

@@ -19,7 +19,7 @@ from engine.errors import EngineFailure
 from engine.fake.engine import FakeEngine
 from routers.responses.routes import ENDPOINT
 from routers.responses.store import Record, SqliteStore
-from tests.routers.test_proxy import available
+from tests.routers.proxy.test_http import available
 from tests.support.disaggregated import replica
 from tests.support.routing import router
 from tests.support.servers import ServerThread, application
@@ -262,7 +262,7 @@ async def test_a_key_sees_only_its_own(tmp_path: Path) -> None:
     assert made["id"].encode() in kept and b"mine" not in kept
 
 
-async def test_what_is_stored_survives_a_restart(tmp_path: Path) -> None:
+async def test_stored_responses_survive_a_restart(tmp_path: Path) -> None:
     async with served(tmp_path, "Yes.") as client:
         made, hidden = await ask(client), await ask(client, store=False)
     async with served(tmp_path, "Yes.") as client:
@@ -552,7 +552,7 @@ async def test_every_kind_of_input_is_compacted(tmp_path: Path) -> None:
         assert (await client.post(f"{PATH}/compact", json={})).json()["error"]["param"] == "input"
 
 
-async def test_what_a_small_request_refers_to_is_bounded(tmp_path: Path) -> None:
+async def test_items_that_a_request_refers_to_are_bounded(tmp_path: Path) -> None:
     async with served(tmp_path, "Yes.", max_body_mb=0.02) as client:
         mine = await ask(client, input="y" * 6000)
         (item,) = (await client.get(f"{PATH}/{mine['id']}/input_items")).json()["data"]
@@ -566,7 +566,7 @@ async def test_what_a_small_request_refers_to_is_bounded(tmp_path: Path) -> None
         assert (refused["code"], refused["param"]) == ("context_length_exceeded", "previous_response_id")
 
 
-async def test_who_sees_the_last_event_of_the_background_finds_the_response_ended(
+async def test_a_background_response_has_ended_when_its_last_event_is_visible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append = SqliteStore.append

@@ -127,7 +127,7 @@ def test_events_are_those_of_a_stream(server: ServerThread) -> None:
     assert httpx.get(f"{server.url}{PATH}/{found[-1]['response']['id']}").json() == found[-1]["response"]
 
 
-def test_what_is_not_stored_is_known_to_the_connection_alone(server: ServerThread) -> None:
+def test_unstored_responses_are_known_to_their_connection_alone(server: ServerThread) -> None:
     with opened(server) as client, opened(server) as other:
         first = answer(client, store=False)
         second = answer(client, store=False, previous_response_id=first["id"])

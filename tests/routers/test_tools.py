@@ -132,7 +132,7 @@ async def test_each_choice_has_a_parser(tmp_path: Path) -> None:
         assert found[1]["content"] == "Sunny."
 
 
-async def test_one_call_at_most(tmp_path: Path) -> None:
+async def test_parallel_tool_calls_false_gives_one_call_at_most(tmp_path: Path) -> None:
     async with scripted(tmp_path, CALL + "\n" + ALSO) as client:
         whole = await ask(client, parallel_tool_calls=False)
         assert calls_of(whole["choices"][0]["message"]) == [("get_weather", '{"city": "Paris"}')]

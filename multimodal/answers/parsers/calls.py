@@ -1,7 +1,6 @@
-"""Reading the output of a choice piece by piece, and the calls in it.
-
-What reads is a generator that pulls from a buffer, and yields where it needs more of the output. What was read leaves
-the buffer, so that the work per token does not grow with the answer.
+"""Reading of the output of a choice piece by piece, and of the calls in it. The reader is a generator that pulls from a
+buffer, and yields when it needs more output. Read text leaves the buffer, so that the work per token does not grow with
+the answer.
 """
 
 import html
@@ -66,13 +65,13 @@ class CallState:
 
 
 class CallReader:
-    """Reads calls from a buffer of output. Who inherits reads the rest, and knows what to do with text."""
+    """Reads calls from a buffer of output. A subclass reads the rest, and handles text."""
 
     def __init__(
         self, family: OutputFormat, tools: Mapping[str, Schema], tokens: SpecialTokens, whole_calls: bool
     ) -> None:
         self.malformed = 0
-        """Calls that came out as text or broke off."""
+        """Number of calls that became text or broke off."""
         self._family = family
         self._schemas = tools
         self._tokens = tokens
@@ -115,7 +114,7 @@ class CallReader:
         return text
 
     def _match(self, pattern: Pattern) -> Generator[None, None, "regex.Match[str] | None"]:
-        """Return the match right here, once it is clear that there is one, or not."""
+        """Return the match at the start of the buffer, once it is clear whether there is one."""
         while True:
             found = pattern.match(self._buffer, self._position, self._final)
             if found is None or not found.partial:
@@ -209,7 +208,7 @@ class CallReader:
         return True
 
     def _leave_out(self, pattern: Pattern) -> Reading:
-        """Leave out a marker right here, if there is one, or the beginning of one that ends the output."""
+        """Drop a marker at the start of the buffer, or the beginning of one at the end of the output."""
         while (found := pattern.match(self._buffer, self._position, False)) is not None and found.partial:
             if self._final:
                 break
@@ -250,7 +249,7 @@ class CallReader:
         self._parts.extend(calls)
 
     def _break(self, other: bool = False) -> None:
-        """Pass on the text of a malformed call, as far as it has not been passed on; `other`: of text that was none."""
+        """Pass on the rest of the text of a malformed call; `other`: of text that was no call."""
         self.malformed += not other
         record, self._record = self._record, None
         if self._list is not None:
@@ -273,7 +272,8 @@ class CallReader:
         yield from self._expect("]")
 
     def _json_call(self, content: JsonCall, known: bool) -> Reading:
-        """Read an object with a name and arguments, in any order; also one inside another's `function`."""
+        """Read an object with a name and arguments, in any order; it may be the value of `function` in another
+        object."""
         yield from self._expect("{")
         depth = 1
         while depth:
@@ -318,7 +318,7 @@ class CallReader:
         return str(json.loads(f'"{"".join(pieces)}"'))
 
     def _arguments(self) -> Reading:
-        """Read the arguments of a call, an object in JSON; also one that is written as a string, or null."""
+        """Read the arguments of a call: a JSON object, which may be written as a string, or null."""
         self._call.given = True
         first = yield from self._next()
         if first == "{":
@@ -336,10 +336,8 @@ class CallReader:
         self._pass(_encoded(value))
 
     def _json(self, sink: Sink) -> Reading:
-        """Read a value in JSON, and pass it on as it comes, without white space of its own.
-
-        Some mistakes of models are mended: control characters and unknown escapes in strings, a comma too many, and
-        Python's spelling of constants.
+        """Read a JSON value, and pass it on incrementally, without white space between tokens. Some mistakes of models
+        are corrected: control characters and unknown escapes in strings, superfluous commas, and Python's constants.
         """
         closers: list[str] = []
         state = "value"
@@ -402,7 +400,7 @@ class CallReader:
         return word
 
     def _string(self, sink: Sink, longest: int | None = None) -> Reading:
-        """Read a string of JSON behind its first quote, and pass on what is between the quotes."""
+        """Read a JSON string behind its first quote, and pass on the text between the quotes."""
         length = 0
         while True:
             if self._position >= len(self._buffer):
@@ -609,7 +607,7 @@ class CallReader:
         self._pass("}")
 
     def _python_until(self, ends: str) -> Generator[None, None, str]:
-        """Read Python up to one of `ends` that is in no string and no bracket."""
+        """Read Python up to one of `ends` outside strings and brackets."""
         pieces: list[str] = []
         depth, quote = 0, ""
         while True:
@@ -640,7 +638,7 @@ class CallReader:
 
 
 def _declared(groups: Mapping[str, str | None], types: set[str]) -> set[str]:
-    """Return the types that an argument's own marker names, otherwise those of the schema."""
+    """Return the types named by an argument's own marker, otherwise those of the schema."""
     if groups.get("string") == "true" or groups.get("type") == "string":
         return {"string"}
     if groups.get("string") == "false" or groups.get("type") is not None:
@@ -657,5 +655,5 @@ def _encoded(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return text as it stands between the quotes of JSON."""
+    """Return text in the escaped form of a JSON string."""
     return _encoded(text)[1:-1]

@@ -357,6 +357,26 @@ async def test_a_standby_that_dies_is_replaced_and_one_that_hangs_does_not_serve
     await process.close()
 
 
+async def test_a_standby_that_nobody_asked_for_waits_until_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.process.child.STANDBY_PAUSE", 0.0)
+    monkeypatch.setattr("engine.process.child.LONGEST_PAUSE", 0.0)
+    asked: list[int] = []
+
+    def free_memory() -> int:
+        asked.append(1)
+        return 10 * (len(asked) > 3)
+
+    monkeypatch.setattr("engine.process.child.free_memory", free_memory)
+    process = EngineProcess(CONFIG, standby="imports", standby_room=10)
+    await process.start()
+    client = EngineClient(process.address, process.wait_failed)
+    await client.start()
+    await until(lambda: process.standby_pid is not None, 30)
+    assert len(asked) == 4
+    await client.close()
+    await process.close()
+
+
 async def test_each_standby_has_the_configuration_that_the_first_host_named(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[wire.HostOptions] = []
 

@@ -47,7 +47,7 @@ def test_a_group_that_dies_or_hangs_stops_no_other(model: str, monkeypatch: pyte
     assert "stopped after 3 s" in first.evidence and "no time left" in second.evidence
 
 
-def test_nothing_is_left_of_a_group(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_process_of_a_group_is_left(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Not even a process in a session of its own."""
     pid = tmp_path / "pid"
     code = (
@@ -80,7 +80,7 @@ def test_the_doctor_runs_it(model: str, monkeypatch: pytest.MonkeyPatch, capsys:
     assert cli.main(["doctor", "--engine", "trtllm", "--model", model, "--probe"]) == 1, "tensorrt_llm is not installed"
 
 
-def test_it_starts_as_a_module(model: str) -> None:
+def test_the_probe_starts_as_a_module(model: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "engine.trtllm.probe", "roles", model], capture_output=True, text=True, check=True
     )

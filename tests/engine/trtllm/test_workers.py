@@ -1,4 +1,4 @@
-"""The process tree of TensorRT-LLM: whatever ends, no process is left, and another engine answers."""
+"""The process tree of TensorRT-LLM: whichever process ends, none is left, and another engine answers."""
 
 import asyncio
 import json

@@ -34,7 +34,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 def api_processes(server: ServerProcess) -> list[psutil.Process]:
-    return [child for child in server.children() if "server.process.child" in child.cmdline()]
+    return server.running("server.process.child")
 
 
 async def half_are_refused(url: str) -> None:
@@ -119,9 +119,9 @@ def test_a_restarted_child_still_speaks_for_all(monkeypatch: pytest.MonkeyPatch)
     assert voices == 4 * [SPEAKS]
 
 
-def test_both_serve_on_one_engine_and_any_shows_the_metrics_of_all(server: ServerProcess) -> None:
+def test_api_processes_share_an_engine_and_each_shows_all_metrics(server: ServerProcess) -> None:
     assert len(api_processes(server)) == 2
-    assert len([child for child in server.children() if "engine.process.host" in child.cmdline()]) == 1
+    assert len(server.running("engine.process.host")) == 1
     assert len(handled(server)) == 2
     for _ in range(20):
         assert httpx.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 200
@@ -135,7 +135,7 @@ def test_both_serve_on_one_engine_and_any_shows_the_metrics_of_all(server: Serve
     assert server.wait() == 0
 
 
-def test_the_server_is_ready_when_all_are_and_limits_are_those_of_all() -> None:
+def test_the_server_is_ready_when_all_processes_are_and_limits_are_shared() -> None:
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     limits = ("--max-batch-size", "1", "--max-queue-size", "2", "--fake-token-delay-ms", "20")
@@ -216,7 +216,7 @@ def test_children_end_with_a_killed_launcher(server: ServerProcess) -> None:
     assert not alive
 
 
-def test_it_serves_beside_modules_of_the_same_names(tmp_path: Path) -> None:
+def test_a_users_modules_of_the_same_names_do_not_replace_ours(tmp_path: Path) -> None:
     """The user's folder has a server.py and packages that FastAPI projects have; it is also in PYTHONPATH."""
     for name in ("server.py", "engine.py", "protocol.py", "routers/__init__.py", "multimodal/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The incremental engine: what is streamed when, where a parser starts, and what special tokens mean."""
+"""The incremental engine: when text is streamed, the state in which a parser starts, and special tokens."""
 
 import json
 import time
@@ -190,7 +190,7 @@ def test_mistakes_of_models_are_mended(written: str, read_as: dict[str, Any]) ->
 @pytest.mark.parametrize(
     "arguments", ['{"text": }', '{"text" "a"}', '{"times": 01}', "[1]", "{1: 2}", '{"a": [1}', '{"times": NaN}', '"x"']
 )
-def test_what_is_no_object_of_json_is_no_call(arguments: str) -> None:
+def test_arguments_that_are_not_a_json_object_make_no_call(arguments: str) -> None:
     output = f'<tool_call>{{"name": "write", "arguments": {arguments}}}</tool_call>'
     assert read(parser(whole_calls=True), output) == [Text(output)]
 

@@ -1,7 +1,6 @@
-"""The router's own route: everything under /v1 is forwarded to a replica, and its answer passed on as it comes.
-
-Until the first bytes of a stream, or all of another answer, have come, the client has seen nothing and another replica
-may be asked. Of a stream that breaks off later, the client gets its whole lines and an error event.
+"""The router's own route: everything under /v1 is forwarded to a replica, and its answer passed on as it arrives. Until
+the first bytes of a stream, or the whole of another answer, have arrived, the client has seen nothing and another
+replica may be asked. If a stream breaks off later, the client gets its complete lines and an error event.
 """
 
 import asyncio
@@ -52,14 +51,14 @@ _MAX_SESSION = 1 << 10
 REFUSALS = frozenset({429, 503})
 """Statuses at which another replica is asked."""
 ELSEWHERE = ("response_not_found", "previous_response_not_found", "item_not_found", "video_not_found", "file_not_found")
-"""Codes of errors about what is stored, if it is, at another replica."""
+"""Codes of errors about stored objects, which another replica may have."""
 _ELSEWHERE = tuple(b'"code":"%b"' % code.encode() for code in ELSEWHERE)
 _ASLEEP = b'"code":"asleep"'
 _STORED = re.compile(rf"(?:{responses.PATH}/(?=resp_)|{videos.PATH}/(?=video_)|{images.FILES_PATH}/)([^/]+)")
 """A path that names a stored response, a video or the file of a picture."""
 _ID = re.compile(rb'"id":"((?:resp|video)_[0-9a-f]+)"')
 _ID_WITHIN = 1 << 10
-"""Bytes of an answer, or of the first event, in which the id of the response or video is."""
+"""Bytes of an answer, or of the first event, that contain the id of the response or video."""
 _FILE = re.compile(rf'"url":"[^"]*{images.FILES_PATH}/([^"/]+)"'.encode())
 _FILES_WITHIN = 1 << 16
 """Bytes of an answer with the URLs of pictures; one with the pictures themselves is larger."""
@@ -68,7 +67,7 @@ _BODIES: dict[str, tuple[type[BaseModel], Callable[[Any], Ask] | None]] = {
     responses.PATHS[0]: (InputTokensRequest, None),
     responses.PATHS[1]: (CompactRequest, None),
 }
-"""Bodies that the router reads and, if they ask for tokens, how it makes the neutral request of them."""
+"""Bodies that the router reads, and the conversion into the neutral request for those that generate tokens."""
 _REPLICA_HEADER = b"x-trellis-replica"
 _HOP_BY_HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"}
@@ -91,7 +90,7 @@ async def keep_no_batches() -> None:
 
 
 async def forward(request: Request, service: RouterServiceDep) -> Response:
-    """Answer as a replica does."""
+    """Answer with the answer of a replica."""
     body = await read_body(request, state_of(request)["http"]) if request.method == "POST" else b""
     return await while_connected(request, _Exchange(request, service, body).answer())
 
@@ -146,7 +145,7 @@ class _Exchange:
         raise EngineNotReady(self._fleet.missing or "No replica is ready any more.")
 
     async def _read(self) -> tuple[RoutedPrompt, Affinity]:
-        """Return the prompt of a request that generates, an empty one for others, and what ties it to a replica."""
+        """Return the prompt of a request, empty unless it generates, and its affinity to a replica."""
         scope = self._request.scope
         if self._path in _BODIES:
             return await read(self._router, state_of(self._request), scope, self._body, *_BODIES[self._path])
@@ -203,7 +202,7 @@ class _Exchange:
     def _end(
         self, replica: RoutedReplica, work: Assignment, connection: ReplicaConnection | None, outcome: str
     ) -> None:
-        """End the work at a replica."""
+        """Note the end of the work at a replica."""
         work.end()
         if connection is not None:
             replica.client.release(connection)
@@ -247,7 +246,7 @@ async def read(
 
 
 def _affinity(body: ContextFields | CompactRequest, scope: Scope, session: str) -> Affinity:
-    """Return the affinity of a request of Responses: the responses that it continues or quotes."""
+    """Return the affinity of a request to Responses: the responses that it continues or refers to."""
     items = body.input if isinstance(body.input, list) else []
     quoted = dict.fromkeys(response_of(item.id or "") for item in items if is_reference(item))
     continued = (body.previous_response_id,) if body.previous_response_id is not None else ()
@@ -257,7 +256,7 @@ def _affinity(body: ContextFields | CompactRequest, scope: Scope, session: str) 
 
 
 def noted(fleet: Fleet, replica: RoutedReplica, content: bytes) -> None:
-    """Note where the response or video that begins with `content` was made: it may be stored there."""
+    """Note the replica of the response or video that begins with `content`: it may be stored there."""
     if (found := _ID.search(content, 0, _ID_WITHIN)) is not None:
         fleet.stored(found[1].decode(), replica)
 
@@ -293,12 +292,12 @@ def headers_for(router: RouterService, rank: RoutedRank, scope: Scope) -> list[H
 
 
 def _is_elsewhere(response: Response) -> bool:
-    """Tell whether a replica lacks a stored response, which another may have."""
+    """Return whether a replica lacks a stored response, which another may have."""
     return response.status_code in (400, 404) and any(code in response.body for code in _ELSEWHERE)
 
 
 def _is_sane(header: Header) -> bool:
-    """Return whether every parser takes it for one header: the one that read it is more lenient than others."""
+    """Return whether every parser would read one header here: the parser that read it is more lenient than others."""
     name, value = header
     return bool(_NAME.fullmatch(name) and _VALUE.fullmatch(value))
 
