@@ -5,6 +5,7 @@ import ctypes
 import mmap
 import os
 import struct
+import time
 from collections.abc import Iterator
 from weakref import finalize
 
@@ -14,7 +15,9 @@ from engine.transfer.cuda import HANDLE_BYTES
 from engine.transfer.shared_memory import MemfdMapping, make_memory
 
 _HANDLE = struct.Struct("<qq")
-PIECE = 16 << 20
+PIECE = 1 << 20
+SPEED = 64 << 20
+"""Bytes per second that are copied: a test has time to do something meanwhile."""
 
 _allocated: dict[int, tuple[int, int]] = {}
 """The descriptor and the size of each allocation, by address."""
@@ -35,7 +38,7 @@ def allocate(size: int) -> mmap.mmap:
 
 
 class FakeCuda:
-    """`engine.transfer.cuda.Cuda`, with one GPU. Copies happen at once."""
+    """`engine.transfer.cuda.Cuda`, with one GPU. A copy has ended when the call returns."""
 
     @contextlib.contextmanager
     def on(self, device: int) -> Iterator[None]:
@@ -86,10 +89,11 @@ class FakeCuda:
         yield self
 
     def copy(self, to: int, source: int, size: int) -> None:
+        time.sleep(size / SPEED)
         ctypes.memmove(to, source, size)
 
     def wait(self) -> None:
-        """Do nothing: copies happen at once."""
+        """Do nothing: copies have ended."""
 
 
 def install() -> None:

@@ -10,6 +10,7 @@ import pytest
 from engine.transfer.base import Read, TransferError
 from engine.transfer.nixl import NixlAgent
 from engine.transfer.transfers import Transfers
+from tests.support import fake_cuda
 from tests.support.transfer import NIXL, ON_HOST, Memory, ended, held, owning
 from tests.support.transfer_owner import content
 from tests.support.waiting import slowness
@@ -20,6 +21,11 @@ LARGE = 256 * MIB
 
 pytestmark = pytest.mark.usefixtures("fake_gpu")
 on_host = pytest.mark.parametrize("method", ON_HOST)
+
+
+def large(method: str) -> int:
+    """Bytes whose transfer takes long enough to do something meanwhile."""
+    return LARGE if method != "cuda_ipc" else fake_cuda.SPEED // 2
 
 
 @on_host
@@ -36,24 +42,26 @@ def test_an_owner_that_was_killed_before(method: str) -> None:
 
 @on_host
 def test_an_owner_that_is_killed_meanwhile(method: str) -> None:
-    memory = Memory(LARGE, method=method)
+    size = large(method)
+    memory = Memory(size, method=method)
     transfers = Transfers(memory.regions, method)
-    with owning(method, LARGE) as owner:
-        transfer = transfers.read(owner.offers, [Read(0, 0, 0, LARGE)])
+    with owning(method, size) as owner:
+        transfer = transfers.read(owner.offers, [Read(0, 0, 0, size)])
         owner.kill()
         with pytest.raises(TransferError):
             ended(transfer, seconds=2)
-    with owning(method, LARGE // 8) as successor:
+    with owning(method, MIB) as successor:
         ended(transfers.read(successor.offers, [Read(0, 0, 0, MIB)]))
     transfers.close()
 
 
 @on_host
 def test_cancelling_ends_soon_and_then_nothing_is_touched(method: str) -> None:
-    memory = Memory(LARGE, method=method)
+    size = large(method)
+    memory = Memory(size, method=method)
     transfers = Transfers(memory.regions, method)
-    with owning(method, LARGE) as owner:
-        transfer = transfers.read(owner.offers, [Read(0, 0, 0, LARGE)])
+    with owning(method, size) as owner:
+        transfer = transfers.read(owner.offers, [Read(0, 0, 0, size)])
         transfer.cancel()
         with pytest.raises(TransferError, match="cancelled"):
             ended(transfer, seconds=5)
@@ -67,10 +75,11 @@ def test_cancelling_ends_soon_and_then_nothing_is_touched(method: str) -> None:
 
 @on_host
 def test_closing_ends_what_runs(method: str) -> None:
-    memory = Memory(LARGE, method=method)
+    size = large(method)
+    memory = Memory(size, method=method)
     transfers = Transfers(memory.regions, method)
-    with owning(method, LARGE) as owner:
-        transfer = transfers.read(owner.offers, [Read(0, 0, 0, LARGE)])
+    with owning(method, size) as owner:
+        transfer = transfers.read(owner.offers, [Read(0, 0, 0, size)])
         start = time.monotonic()
         transfers.close()
         assert time.monotonic() - start < 2 * slowness()
