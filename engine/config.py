@@ -160,6 +160,8 @@ class EncoderConfig(_ModelConfig, frozen=True, kw_only=True):
     """Whether embeddings may stay on the device until engines have read them; with `auto`, on a GPU."""
     keep_mb: int = 256
     """Memory of the device for them."""
+    keep_from: int = 0
+    """Bytes from which embeddings of an image stay."""
     keep_seconds: float = 0.0
     """Seconds for which they are leased to their first readers, unless these release them."""
     timeout_seconds: float = 60.0

@@ -66,6 +66,8 @@ class MediaInput(msgspec.Struct, frozen=True, omit_defaults=True):
     """Frames to take of a video."""
     stay: bool = False
     """Leave the embeddings where they are made, if the encoder can and has room."""
+    kept: RemoteRows | None = None
+    """Instead of a file, embeddings that stayed with the encoder: they are copied, not made."""
 
 
 class EncodedMedia(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -224,8 +224,11 @@ class EncodeService:
             media = [replace(file, stay=False) for file in media]
         if self.encoder.info.needs_prompt and not request.prompt:
             raise InvalidRequest("a prompt is needed: this replica encodes the images of a whole prompt", "prompt")
-        with self.counting(len(media)):
-            encoded = await self.encoder.encode(media, request.prompt)
+        if any(file.kept is not None for file in media):
+            encoded = await self.encoder.encode(media)
+        else:
+            with self.counting(len(media)):
+                encoded = await self.encoder.encode(media, request.prompt)
         return await self.store.put(encoded, request.inline)
 
     def free(self, held: HeldEmbeddings) -> None:

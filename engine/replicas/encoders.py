@@ -97,7 +97,8 @@ class EncodePool(RemotePool[EncodeReplica]):
         return next((info for info in infos if (info.version, info.model, info.backend) == wanted), None)
 
     async def encode(self, media: Sequence[MediaInput], prompt: str, mine: EncodeInfo) -> Encoded:
-        """Encode by one replica that agrees with `mine`. Raises as `Encoder.encode` does, and NoReplica."""
+        """Encode by one replica that agrees with `mine`, or have one copy what it has kept. Raises as `Encoder.encode`
+        does, and NoReplica."""
         name = uuid.uuid4().hex
         bare, parts = detach_media(media)
         raw = msgspec.Raw(msgspec.msgpack.encode(bare))
@@ -137,6 +138,10 @@ class EncodePool(RemotePool[EncodeReplica]):
             except TransferError as error:
                 raise EngineUnavailable("an encode replica does not send its embeddings") from error
 
+        if (kept := media[0].kept) is not None:
+            if (lease := self._leases.get(kept)) is None:
+                raise EngineUnavailable("the embeddings are not leased any more")
+            return await ask(lease.replica)
         return await self.try_in_turn(mine, name, lambda replica: replica.in_flight, ask)
 
     def release(self, rows: RemoteRows, *, lost: bool = False) -> None:
@@ -236,7 +241,7 @@ class EncoderPool:
         try:
             found = await self._replicas.encode([file], "", mine)
         except EngineError as error:
-            if self._local is None or is_final(error):
+            if self._local is None or is_final(error) or file.kept is not None:
                 raise
             log.info("an image is encoded here: %s", error)
             self._replicas.observer.computed_locally("no_peer")

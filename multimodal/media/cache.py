@@ -48,6 +48,10 @@ class EmbeddingCache:
         self._entries.move_to_end(key)
         return image
 
+    def peek(self, key: str) -> EncodedMedia | None:
+        """Return the media for `key`, or None; this is no use of them."""
+        return self._entries.get(key)
+
     def clear(self) -> None:
         self._entries.clear()
         self._bytes = 0

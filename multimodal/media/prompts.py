@@ -1,5 +1,7 @@
 """Prompts with media: encoded and expanded here for engines that take embeddings, or left to the backend."""
 
+import asyncio
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +12,8 @@ from msgspec.structs import replace
 
 from engine import trace
 from engine.encoder import Encoder
-from engine.errors import InvalidRequest, QueueFull
-from engine.kit.tasks import all_of
+from engine.errors import EngineError, InvalidRequest, QueueFull
+from engine.kit.tasks import all_of, cancel
 from engine.kit.work import NATIVE
 from engine.media import (
     ANY_FRAMES,
@@ -25,6 +27,7 @@ from engine.media import (
     MediaSpan,
     MediaSpans,
     PromptMedia,
+    RemoteRows,
 )
 from multimodal.errors import RequestError
 from multimodal.media.cache import EmbeddingCache
@@ -43,6 +46,8 @@ engine."""
 
 _SMALL_FILE = 1 << 16
 """Bytes up to which a file is hashed on the event loop."""
+
+log = logging.getLogger(__name__)
 
 Keyed = tuple[str, EncodedMedia]
 """Encoded media and the key that names them in caches."""
@@ -69,6 +74,7 @@ class EncodedPrompts:
     _waiting: int = field(default=0, init=False)
     _lost: set[str] = field(default_factory=set, init=False)
     """Keys of media whose embeddings could not be read there: they come here the next time."""
+    _copies: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
 
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
         return await self._prompt(text, refs, tokenise, stay=self.stay)
@@ -79,10 +85,27 @@ class EncodedPrompts:
         for span in media.spans if isinstance(media, MediaSpans) else ():
             if span.remote is None:
                 continue
-            self.encoder.release(span.remote, lost=lost)
+            found = self.cache.peek(span.key)
             if lost:
                 self.cache.drop(span.key)
                 self._lost.add(span.key)
+            elif found is not None and found.remote == span.remote:
+                if span.key not in self._copies:
+                    self._copies[span.key] = asyncio.create_task(self._copy(span.key, found, span.remote))
+                continue
+            self.encoder.release(span.remote, lost=lost)
+
+    async def _copy(self, key: str, encoded: EncodedMedia, rows: RemoteRows) -> None:
+        """Bring embeddings here for the cache: the replica that has them may leave."""
+        try:
+            found = await self.encoder.encode([MediaInput(b"", kept=rows)])
+            assert isinstance(found, list), "encoded without a prompt"
+            self.cache.put(key, replace(encoded, data=found[0].data, remote=None))
+        except EngineError as error:
+            log.debug("no copy of an image's embeddings: %s", error)
+        finally:
+            del self._copies[key]
+            self.encoder.release(rows)
 
     async def load(self, refs: Sequence[MediaRef]) -> list[Keyed]:
         """Return the files encoded, in order, with their embeddings."""
@@ -118,6 +141,7 @@ class EncodedPrompts:
         return (await self._prompt(text, refs, tokenise, stay=False)).ids
 
     async def aclose(self) -> None:
+        await cancel(self._copies.values())
         await self.loader.aclose()
 
     @property

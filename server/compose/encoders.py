@@ -257,6 +257,7 @@ def _tower(settings: Settings, folder: Path | None, *, keeps: bool = False) -> E
         max_audio_seconds=settings.max_audio_seconds,
         keep=settings.embedding_transfer if keeps else "front",
         keep_mb=settings.embedding_memory_mb,
+        keep_from=(settings.encode_inline_kb << 10) + 1,
         keep_seconds=settings.lease_seconds + _LEASE_MARGIN,
     )
     return EmbeddedEncoder(config)

@@ -77,6 +77,14 @@ class KeptRows:
             self._kept[place.offset] = kept
             return RemoteRows(self._transfers.offers(), place.offset, place.size, kept.lease)
 
+    def copied(self, rows: RemoteRows) -> torch.Tensor | None:
+        """Return a copy of what is kept, bytes on the host; None if it is not there any more."""
+        with self._lock:
+            kept = self._kept.get(rows.offset)
+            if kept is None or kept.lease != rows.lease:
+                return None
+            return self._memory[rows.offset : rows.offset + kept.place.size].to("cpu", copy=True)
+
     def release(self, rows: RemoteRows) -> None:
         """End the lease of rows. Those of an earlier process, or that are no longer here, are none of ours."""
         with self._lock:

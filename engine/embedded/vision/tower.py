@@ -54,6 +54,7 @@ class Tower:
         self._to_device, self._from_device = Staging(), Staging()
         self.kept = _kept_rows(config, self.device)
         """Memory for embeddings that stay here; None without."""
+        self._keep_from = config.keep_from
 
     def fingerprint(self, more: str) -> str:
         """Return 32 hex digits that identify a sample of the weights, the type, and `more`."""
@@ -70,7 +71,7 @@ class Tower:
                     "the vision tower and the image processor do not agree on how many tokens an image is"
                 )
             kept = [
-                self.kept.put(part) if self.kept is not None and image.stay else None
+                self.kept.put(part) if self.kept is not None and image.stay and part.nbytes >= self._keep_from else None
                 for image, part in zip(images, torch.split(rows, counts), strict=True)
             ]
             here = torch.split(self._on_host(rows), counts) if None in kept else ()

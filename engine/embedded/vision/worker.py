@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from engine.embedded.vision.batches import BatchEncoder
     from engine.embedded.vision.videos import Prepared
 
-    Batches = queue.SimpleQueue[Iterator[Prepared | EngineError]]
+    Batches = queue.SimpleQueue[Iterator[Prepared | EncodedMedia | EngineError]]
 
 log = logging.getLogger(__name__)
 

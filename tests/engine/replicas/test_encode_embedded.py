@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from engine.config import EncoderConfig
 from engine.embedded.vision.encoder import EmbeddedEncoder
 from engine.embedded.vision.kept import RowsReader
-from engine.errors import InvalidRequest
+from engine.errors import EngineUnavailable, InvalidRequest
 from engine.media import MediaInput, RemoteRows
 from engine.replicas.encoders import EncoderPool
 from engine.transfer.base import TransferError
@@ -63,10 +63,14 @@ async def stay_until_released(
     assert not any(one.data for one in found)
     assert [await read(one.remote) for one in found] == expected
     assert service.store.held == [one.remote.size for one in found]
+    (copied,) = await pool.encode([MediaInput(b"", kept=found[0].remote)])  # type: ignore[misc]
+    assert copied.data == expected[0]  # type: ignore[union-attr]
     for one in found:
         pool.release(one.remote)
     await until(lambda: not service.store.held)
     assert await read(found[0].remote) == expected[0], "nobody needed its room"
+    with pytest.raises(EngineUnavailable, match="not leased"):
+        await pool.encode([MediaInput(b"", kept=found[0].remote)])
     (again,) = await pool.encode(staying[:1])  # type: ignore[misc]
     pool.release(again.remote, lost=True)  # type: ignore[arg-type, union-attr]
     assert [one.data for one in await pool.encode(staying)] == expected  # type: ignore[union-attr]
