@@ -76,6 +76,7 @@ def group(smollm2: Path, folder: Path) -> Iterator[Replicas]:
         wait_empty(*group.fronts, group.prefill)
         for front in (group.pair, group.three):
             assert front.metric("trtllm_prefill_local_total") == 0
+        assert group.three.metric("trtllm_encode_remote_embeddings_total") > 0, "prefill reads them where they are"
 
 
 @pytest.fixture(scope="module")
