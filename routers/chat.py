@@ -20,7 +20,7 @@ from protocol.chat import (
 )
 from protocol.tokenize import TokenizeRequest
 from routers.endpoint import Endpoint
-from routers.fields import to_ask
+from routers.fields import effort_of, to_ask
 from routers.tools import chosen_tools, template_tools
 
 _TEXT_PARTS = ("text", "input_text", "refusal")
@@ -39,8 +39,9 @@ def convert(body: ChatCompletionRequest) -> Ask:
     """Return the request of a body. Raises RequestError."""
     if body.top_logprobs and not body.logprobs:
         raise RequestError("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
-    given = {"reasoning_effort": body.reasoning_effort, "documents": body.documents}
-    variables = {name: value for name, value in given.items() if value is not None}
+    variables = effort_of(body.reasoning_effort)
+    if body.documents is not None:
+        variables["documents"] = body.documents
     fields = {"prompt": "messages", "logprobs": "top_logprobs"}
     own: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
     if body.max_completion_tokens is not None:

@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import logging
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -13,6 +14,11 @@ from engine.errors import EngineUnavailable
 from engine.kit.work import Lane
 
 T = TypeVar("T")
+
+_PATIENCE = 10.0
+"""Seconds for which a call waits for other calls and for other processes' locks."""
+_LEAST_PATIENCE = 0.02
+"""The same for a call that has waited so long for other calls already."""
 
 log = logging.getLogger(__name__)
 
@@ -77,10 +83,13 @@ class Database:
         """Return the result of `work`, which is one transaction, and is done even if the caller is cancelled. Raises
         StoreUnavailable.
         """
+        until = time.monotonic() + _PATIENCE
 
         def job() -> T:
+            patience = max(_LEAST_PATIENCE, until - time.monotonic())
             try:
-                db = self._connection or self._open()
+                db = self._connection or self._open(patience)
+                db.execute(f"PRAGMA busy_timeout={round(1000 * patience)}")
                 with db:
                     db.execute("BEGIN IMMEDIATE")
                     return work(db)
@@ -98,10 +107,10 @@ class Database:
 
         await self._lane.run(job)
 
-    def _open(self) -> sqlite3.Connection:
+    def _open(self, patience: float) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch(0o600)
-        db = sqlite3.connect(self.path, timeout=10, check_same_thread=False, isolation_level=None)
+        db = sqlite3.connect(self.path, timeout=patience, check_same_thread=False, isolation_level=None)
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
         db.executescript(self._schema)

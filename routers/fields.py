@@ -143,6 +143,14 @@ def to_ask(
     )
 
 
+def effort_of(effort: str | None) -> dict[str, Any]:
+    """Return the variables of a chat template for an effort of reasoning. `none` turns reasoning off, as in SGLang."""
+    if effort is None:
+        return {}
+    off = dict.fromkeys(("enable_thinking", "thinking"), False)
+    return {"reasoning_effort": effort, **(off if effort == "none" else {})}
+
+
 def sampling_of(body: SamplingFields) -> dict[str, Any]:
     """Return the fields of a body that are the same for all APIs, as `Ask` has them."""
     names = (name for name in _SAME if name in type(body).model_fields)

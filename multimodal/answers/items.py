@@ -5,11 +5,11 @@ their own events, and make the whole answer from the same `Reducer.items`, so th
 equal ids and texts.
 """
 
+import json
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
-import orjson
 
 from engine.types import FinishReason, TokenLogprobs
 from multimodal.answers.choices import Choice, Piece
@@ -163,7 +163,7 @@ class Reducer:
 
 def _is_json(text: str) -> bool:
     try:
-        orjson.loads(text)
-    except orjson.JSONDecodeError:
+        json.loads(text)  # unlike orjson, it takes numbers of any size
+    except (ValueError, RecursionError):
         return False
     return True

@@ -60,6 +60,8 @@ class ResponsesShape(Shape):
         self.id = self.asked.id
         self.ended = False
         """Whether the response has ended, with any status."""
+        self.stored = bool(self.asked.fields.get("store"))
+        """Whether the response is stored, or is going to be."""
         self._reducer = Reducer(context.choices[0], self.asked.unique)
         self._model = context.model
         self._tokenizer = context.tokenizer

@@ -32,7 +32,6 @@ from routers.batches.routes import PATH as BATCHES_PATH
 from routers.body import converted, disconnect, parsed, read_body, while_connected
 from routers.endpoint import OPENAI, Framing
 from routers.endpoints import ENDPOINTS
-from routers.errors import WrongReplica
 from routers.messages import COUNT_PATH
 from routers.responses import routes as responses
 from routers.responses.convert import conversation_of
@@ -50,15 +49,21 @@ _PATH_SAFE = "/:@!$&'()*+,;=~-._"
 _MAX_SESSION = 1 << 10
 REFUSALS = frozenset({429, 503})
 """Statuses at which another replica is asked."""
-ELSEWHERE = ("response_not_found", "previous_response_not_found", "item_not_found", "video_not_found", "file_not_found")
+ELSEWHERE = (
+    *("response_not_found", "previous_response_not_found", "item_not_found"),
+    *("video_not_found", "file_not_found", "batch_not_found"),
+)
 """Codes of errors about stored objects, which another replica may have."""
-_ELSEWHERE = tuple(b'"code":"%b"' % code.encode() for code in ELSEWHERE)
+_ELSEWHERE = tuple(b'code":"%b"' % code.encode() for code in ELSEWHERE)  # `code`, and Anthropic's `error_code`
 _ASLEEP = b'"code":"asleep"'
-_STORED = re.compile(rf"(?:{responses.PATH}/(?=resp_)|{videos.PATH}/(?=video_)|{images.FILES_PATH}/)([^/]+)")
-"""A path that names a stored response, a video or the file of a picture."""
-_ID = re.compile(rb'"id":"((?:resp|video)_[0-9a-f]+)"')
+_STORED = re.compile(
+    rf"(?:{responses.PATH}/(?=resp_)|{videos.PATH}/(?=video_)|{BATCHES_PATH}/(?=msgbatch_)|{images.FILES_PATH}/)([^/]+)"
+)
+"""A path that names a stored response, a video, a batch or the file of a picture."""
+_ID = re.compile(rb'"id":"((?:resp|video|msgbatch)_[0-9a-f]+)"')
 _ID_WITHIN = 1 << 10
-"""Bytes of an answer, or of the first event, that contain the id of the response or video."""
+"""Bytes of an answer, or of the first event, that contain the id of the response, video or batch."""
+_RESULTS = re.compile(rf'(?<="results_url":")[^"]*(?={BATCHES_PATH}/)'.encode())
 _FILE = re.compile(rf'"url":"[^"]*{images.FILES_PATH}/([^"/]+)"'.encode())
 _FILES_WITHIN = 1 << 16
 """Bytes of an answer with the URLs of pictures; one with the pictures themselves is larger."""
@@ -84,11 +89,6 @@ _MAX_ANSWER = 256 << 20
 log = logging.getLogger(__name__)
 
 
-async def keep_no_batches() -> None:
-    """Refuse batches: each of several replicas would keep its own."""
-    raise WrongReplica("A router keeps no batches: send them to a replica.")
-
-
 async def forward(request: Request, service: RouterServiceDep) -> Response:
     """Answer with the answer of a replica."""
     body = await read_body(request, state_of(request)["http"]) if request.method == "POST" else b""
@@ -106,8 +106,6 @@ for _path in (
     videos.SYNC_PATH,
 ):  # added first, so that metrics and traces name them
     router.add_api_route(_path, forward, methods=["POST"], include_in_schema=False)
-for _path in (BATCHES_PATH, f"{BATCHES_PATH}/{{path:path}}"):
-    router.add_api_route(_path, keep_no_batches, methods=["GET", "POST", "DELETE"], include_in_schema=False)
 router.add_api_route("/v1/{path:path}", forward, methods=["GET", "POST", "DELETE"], include_in_schema=False)
 
 
@@ -150,8 +148,9 @@ class _Exchange:
         if self._path in _BODIES:
             return await read(self._router, state_of(self._request), scope, self._body, *_BODIES[self._path])
         named = _STORED.match(self._path)
+        listed = f"{scope['state'].get('owner', '')} batches" if self._path == BATCHES_PATH else ""
         session = session_of(self._router, scope)
-        return RoutedPrompt(count=1), Affinity((named[1],) if named is not None else (), session=session)
+        return RoutedPrompt(count=1), Affinity((named[1],) if named is not None else (), listed, session)
 
     async def _ask(self, rank: RoutedRank, work: Assignment, attempt: int) -> Response:
         """Send the request to a replica. Raises ConnectionFailed."""
@@ -183,6 +182,8 @@ class _Exchange:
             if self._path in images.PATHS and len(content) < _FILES_WITHIN:
                 url = f'"url":"{self._request.base_url}{images.FILES_PATH[1:]}/'.encode()
                 content = _FILE.sub(lambda found: b'%b%b"' % (url, found[1]), content)
+            elif self._path.startswith(BATCHES_PATH) and not self._path.endswith("/results"):
+                content = _RESULTS.sub(str(self._request.base_url).rstrip("/").encode(), content)
             return _WholeAnswer(connection.status, headers, content)
         except ConnectionFailed as error:
             outcome = "unreachable"
@@ -193,7 +194,7 @@ class _Exchange:
                 self._end(replica, work, connection, outcome)
 
     def _note(self, replica: RoutedReplica, status: int, content: bytes) -> None:
-        if self._path in (responses.PATH, videos.PATH) and status in (200, 202):
+        if self._path in (responses.PATH, videos.PATH, BATCHES_PATH) and status in (200, 202):
             noted(self._fleet, replica, content)
         elif self._path in images.PATHS and status == 200 and len(content) < _FILES_WITHIN:
             for name in _FILE.findall(content):
@@ -256,7 +257,7 @@ def _affinity(body: ContextFields | CompactRequest, scope: Scope, session: str) 
 
 
 def noted(fleet: Fleet, replica: RoutedReplica, content: bytes) -> None:
-    """Note the replica of the response or video that begins with `content`: it may be stored there."""
+    """Note the replica of the response, video or batch that begins with `content`: it may be stored there."""
     if (found := _ID.search(content, 0, _ID_WITHIN)) is not None:
         fleet.stored(found[1].decode(), replica)
 

@@ -10,8 +10,12 @@ from multimodal.request import MediaRef
 from protocol.responses import InputItem, InputPart
 
 _TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
-_IGNORED = frozenset({"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"})
-"""Calls that OpenAI ran: the answers behind them contain their results."""
+_IGNORED = frozenset(
+    {"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"}
+    | {"mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"}
+    | {"tool_search_call", "tool_search_output"}
+)
+"""Items of tools that OpenAI ran: the answers after them contain their results."""
 SUMMARY = "Summary of the conversation before this message:\n"
 
 

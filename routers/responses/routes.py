@@ -108,7 +108,7 @@ async def create(
     if body.stream:
         return _stream(state, events(responses, prepared, error_of))
     content = await while_connected(request, generation.complete())
-    if body.store is not False and not await responses.save(record, shape):
+    if shape.stored and not await responses.save(record, shape):
         content = orjson.dumps(orjson.loads(content) | {"store": False})
     return Response(content, media_type="application/json")
 
@@ -286,7 +286,7 @@ async def events(responses: Responses, prepared: PreparedResponse, error_of: Err
     begun = False
 
     async def ended(event: bytes) -> bytes:
-        if not shape.asked.fields["store"] or await responses.save(prepared.record, shape):
+        if not shape.stored or await responses.save(prepared.record, shape):
             return event
         last = orjson.loads(event)
         last["response"]["store"] = False

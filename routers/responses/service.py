@@ -87,11 +87,13 @@ class Responses:
         if previous is not None and conversation is not None:
             raise RequestError("'conversation' and 'previous_response_id' exclude each other.", "conversation")
         own = await self._resolved(owner, items_of(body.input), kept)
-        if conversation is not None and previous is None:
+        param = "previous_response_id"
+        if conversation is not None:
             previous = await self.stored().last(owner, conversation)
+            param = "conversation"
         if previous is None:
             return History([], own, None)
-        records = kept.get(previous) or await self._chain(owner, previous)
+        records = kept.get(previous) or await self._chain(owner, previous, param, kept)
         earlier = await off_loop(size_of(records), lambda: [InputItem.model_validate(item) for item in _items(records)])
         return History(earlier, own, previous, records)
 
@@ -112,13 +114,12 @@ class Responses:
 
     async def save(self, record: Record, shape: ResponsesShape) -> bool:
         """Store the final state of a response, and return whether that succeeded."""
-        if self.store is None:
-            return False
-        try:
-            await self.store.put(recorded(record, shape))
-        except StoreUnavailable:
-            return False
-        return True
+        if self.store is not None:
+            with suppress(StoreUnavailable):
+                await self.store.put(recorded(record, shape))
+                return True
+        shape.stored = False
+        return False
 
     async def begin(
         self,
@@ -174,12 +175,13 @@ class Responses:
             with suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_SECONDS):
                     await waiting
-        if not last or orjson.loads(last[0])["type"] not in _LAST:  # its process has died, or it was deleted
+        ended = bool(last) and orjson.loads(last[0])["type"] in _LAST
+        if after == first >= 0 and (ended or not last):
+            raise RequestError("'starting_after' is the last event, or none.", "starting_after")
+        if not ended:  # its process has died, or it was deleted
             failed = {"type": "response.failed", "sequence_number": after + 1}
             status = record.status if record.status in FINAL else "cancelled"
             yield orjson.dumps({**failed, "response": orjson.loads(record.response) | {"status": status}})
-        elif after == first:
-            raise RequestError("'starting_after' is the last event, or none.", "starting_after")
 
     async def cancel(self, owner: str, response: str) -> Record:
         """Cancel a background response and return it. Raises RequestError."""
@@ -227,17 +229,22 @@ class Responses:
         await self.stored().put(record)
         return record
 
-    async def _chain(self, owner: str, response: str) -> list[Record]:
-        """Return a response after those that it continues. Raises RequestError."""
+    async def _chain(self, owner: str, response: str, param: str, kept: Kept) -> list[Record]:
+        """Return a stored response after those that it continues, of which the first may be `kept`. Raises
+        RequestError, which names the field `param`.
+        """
         try:
             found = await self.store.chain(owner, response, self.max_bytes) if self.store is not None else []
         except ContextOverflow as error:
-            raise error.at("previous_response_id") from error
-        if not found or found[0].previous is not None:
-            said = f"Previous response with id '{shown(response)}' not found."
-            raise RequestError(said, "previous_response_id", "previous_response_not_found")
+            raise error.at(param) from error
+        missing = found[0].previous if found else response
+        if missing is not None:
+            if missing not in kept:
+                said = f"Previous response with id '{shown(missing)}' not found."
+                raise RequestError(said, param, "previous_response_not_found")
+            found = [*kept[missing], *found]
         if (await self._current(found[-1])).status not in FINAL:
-            raise RequestError(f"The response '{shown(response)}' has not ended yet.", "previous_response_id")
+            raise RequestError(f"The response '{shown(response)}' has not ended yet.", param)
         return found
 
     async def _resolved(self, owner: str, items: list[InputItem], kept: Kept) -> list[InputItem]:

@@ -82,7 +82,7 @@ class ResponseStore(Protocol):
         ...
 
     async def delete(self, owner: str, response: str) -> bool:
-        """Return whether there was such a response."""
+        """Return whether there was such a response. A conversation that ended with it ends with the one before."""
         ...
 
     async def append(self, response: str, first: int, events: Sequence[bytes], ended: Record | None = None) -> bool:
@@ -148,8 +148,13 @@ class SqliteStore:
 
     async def delete(self, owner: str, response: str) -> bool:
         def work(db: sqlite3.Connection) -> bool:
-            if not db.execute("DELETE FROM responses WHERE id=? AND owner=?", (response, owner)).rowcount:
+            deleted = db.execute(
+                "DELETE FROM responses WHERE id=? AND owner=? RETURNING previous", (response, owner)
+            ).fetchall()
+            if not deleted:
                 return False
+            query = "UPDATE conversations SET last=coalesce(?, last) WHERE owner=? AND last=?"
+            db.execute(query, (*deleted[0], owner, response))
             db.execute("DELETE FROM events WHERE response=?", (response,))
             return True
 

@@ -158,16 +158,16 @@ class Session:
         async with aclosing(events(service.responses, prepared, error_of)) as payloads:
             async for event in payloads:
                 if prepared.shape.ended:
-                    self._keep(body, service, prepared)  # the client may continue it once it has the last event
+                    self._keep(body, prepared)  # the client may continue it once it has the last event
                 await self._send(event, body.stream_id)
 
-    def _keep(self, body: ResponseCreate, service: ChatService, prepared: PreparedResponse) -> None:
+    def _keep(self, body: ResponseCreate, prepared: PreparedResponse) -> None:
         """Remember a response that is not stored."""
         record = recorded(prepared.record, prepared.shape)
         if record.status == "failed":
             self._forget(body)
             return
-        if body.store is not False and service.responses.store is not None:
+        if prepared.shape.stored:
             return
         self._kept[record.id] = [*prepared.earlier, record]
         while self._kept and (len(self._kept) > MAX_KEPT or self._kept_bytes() > self._state["http"].max_body_bytes):

@@ -31,9 +31,10 @@ def main() -> None:
     memories = [(fake_cuda.allocate if on_gpu else shared_memory)(int(size)) for size in sys.argv[2:]]
     regions = []
     for number, memory in enumerate(memories):
+        pattern = content(number, PATTERN)
         for start in range(0, len(memory), PATTERN):
-            part = len(memory[start : start + PATTERN])
-            memory[start : start + part] = content(number, part)
+            part = min(PATTERN, len(memory) - start)
+            memory[start : start + part] = pattern[:part]
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         regions.append(Region(address, len(memory), 0 if on_gpu else -1))
     transfers = Transfers(regions, method)

@@ -32,7 +32,13 @@ Reading = Generator[None, None, None]
 Sink = Callable[[str], None]
 
 _CHARACTERS = re.compile(rf'[^"\\\x00-\x1f{STAND_INS}]+')
-_HEX = re.compile(r"[0-9a-fA-F]{4}")
+_HIGH, _LOW = r"[dD][89abAB][0-9a-fA-F]{2}", r"[dD][c-fC-F][0-9a-fA-F]{2}"
+_NO_LOW = r"(?=[^\\]|\\[^u]|\\u[^dD]|\\u[dD][^c-fC-F]|EOS)"
+_UNICODE = Pattern(
+    rf"u(?:{_HIGH}\\u{_LOW}|(?P<half>{_HIGH}{_NO_LOW}|{_LOW})|(?:[0-9a-cefA-CEF][0-9a-fA-F]|[dD][0-7])[0-9a-fA-F]{{2}})",
+    {},
+)
+"""The escape of a character behind its backslash, or `half` of one: a surrogate without the other."""
 _SCALAR = re.compile(r"[\w.+\-]{1,1000}")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+\-]?\d+)?")
 _LITERALS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
@@ -40,6 +46,7 @@ _BARE = re.compile(rf"[^,:{{}}\[\]{STAND_INS}]+")
 _PYTHON = re.compile(r"""[^"'\[\](){},\\]+""")
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 _LONGEST_NAME = 256
+_DEEPEST = 512  # nested further, a value cannot be read again by most readers of JSON
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -162,28 +169,27 @@ class CallReader:
 
     # Calls.
     def _calls(
-        self, tools: ToolFormat, found: "regex.Match[str]", before: Sequence[str] = (), known: bool = False
+        self, tools: ToolFormat, found: "regex.Match[str]", before: Sequence[str] = (), unmarked: bool = False
     ) -> Generator[None, None, bool]:
-        """Read a call, or a list of some. Return whether it was one; otherwise it is text. `known` calls have no marker
-        of their own, but the name of a tool; where the format has markers they are no calls before they are complete,
-        with all calls of their list.
+        """Read a call, or a list of calls. Return whether it was one; otherwise it is text. An `unmarked` call has to
+        name a tool of the request. If the format has markers, it comes out whole, together with all calls of its list.
         """
         groups = found.groupdict()
-        whole, self._whole = self._whole, self._whole or (known and bool(tools.loose))
+        whole, self._whole = self._whole, self._whole or (unmarked and bool(tools.loose))
         name, call_id = groups.get("name"), groups.get("id")
         self._record = list(before)
         self._take(found.end())
         self._call = CallState(tools.id_length)
-        self._list = [] if known and tools.loose else None
+        self._list = [] if unmarked and tools.loose else None
         try:
             if name is not None and not isinstance(tools.content, WholeCalls):
                 self._begin(self._tokens.show(name), call_id)
             match tools.content:
                 case JsonCall() as content if name is None:
-                    yield from self._json_calls(content, known)
+                    yield from self._json_calls(content, unmarked)
                 case Pythonic():
                     self._list = [] if self._whole else None
-                    yield from self._python_calls(known)
+                    yield from self._python_calls(unmarked)
                 case Params() as content:
                     yield from self._params(content)
                 case Bare(quote):
@@ -200,7 +206,7 @@ class CallReader:
                 self._after_call = True
             yield from self._leave_out(self._pattern(tools.end))
         except Malformed:
-            self._break(other=known and self._call.name is None)
+            self._break(malformed=not unmarked or self._call.name is not None)
             return False
         finally:
             self._record = self._list = None
@@ -248,9 +254,9 @@ class CallReader:
         self._spaces.clear()
         self._parts.extend(calls)
 
-    def _break(self, other: bool = False) -> None:
-        """Pass on the rest of the text of a malformed call; `other`: of text that was no call."""
-        self.malformed += not other
+    def _break(self, malformed: bool = True) -> None:
+        """Pass on the rest of the text of a `malformed` call, or of text that never was a call."""
+        self.malformed += malformed
         record, self._record = self._record, None
         if self._list is not None:
             self._index -= len(self._list)
@@ -260,18 +266,18 @@ class CallReader:
         elif record is not None:
             self._text("".join(record))
 
-    def _json_calls(self, content: JsonCall, known: bool) -> Reading:
+    def _json_calls(self, content: JsonCall, unmarked: bool) -> Reading:
         if (yield from self._next()) == "{":
-            yield from self._json_call(content, known)
+            yield from self._json_call(content, unmarked)
             return
         yield from self._expect("[")
         while (yield from self._next()) != "]":
-            yield from self._json_call(content, known)
+            yield from self._json_call(content, unmarked)
             if (yield from self._next()) != "]":
                 yield from self._expect(",")
         yield from self._expect("]")
 
-    def _json_call(self, content: JsonCall, known: bool) -> Reading:
+    def _json_call(self, content: JsonCall, unmarked: bool) -> Reading:
         """Read an object with a name and arguments, in any order; it may be the value of `function` in another
         object."""
         yield from self._expect("{")
@@ -287,25 +293,25 @@ class CallReader:
                     yield from self._expect("{")
                     depth += 1
                     continue
-                yield from self._json_field(content, key, known)
+                yield from self._json_field(content, key, unmarked)
             if depth and (yield from self._next()) == ",":
                 yield from self._expect(",")
-        if self._call.name is None or (known and not self._call.given):
+        if self._call.name is None or (unmarked and not self._call.given):
             raise Malformed
         if not self._call.given:
             self._pass("{}")
         self._end()
 
-    def _json_field(self, content: JsonCall, key: str, known: bool) -> Reading:
+    def _json_field(self, content: JsonCall, key: str, unmarked: bool) -> Reading:
         if (key in content.names or key == "function") and self._call.name is None:
             yield from self._expect('"')
             name = yield from self._word()
-            if not name or (known and name not in self._schemas):
+            if not name or (unmarked and name not in self._schemas):
                 raise Malformed
             self._begin(name)
         elif key in content.arguments and not self._call.given:
             yield from self._arguments()
-        elif known and key not in ("id", "type"):
+        elif unmarked and key not in ("id", "type"):
             raise Malformed
         else:
             ignored: list[str] = []
@@ -353,6 +359,8 @@ class CallReader:
                 sink('"')
                 state = ":" if state == "key" else ","
             elif character in "{[" and state in ("value", "item"):
+                if len(closers) == _DEEPEST:
+                    raise Malformed
                 self._take(self._position + 1)
                 sink(comma + character)
                 closers.append("}" if character == "{" else "]")
@@ -420,13 +428,13 @@ class CallReader:
                 sink(_quoted(character))
                 continue
             yield from self._more()
+            escape = (yield from self._match(_UNICODE)) if self._buffer[self._position] == "u" else None
+            if escape is not None:
+                text = self._take(escape.end())
+                sink("\\" + text if escape["half"] is None else "\\ufffd")
+                continue
             character = self._take(self._position + 1)
-            if character == "u":
-                while len(self._buffer) < self._position + 4 and not self._final:
-                    yield
-                found = _HEX.match(self._buffer, self._position)
-                sink("\\u" + self._take(found.end()) if found is not None else "\\\\u")
-            elif character in '"\\/bfnrt':
+            if character in '"\\/bfnrt':
                 sink("\\" + character)
             elif character == "'":
                 sink("'")
@@ -523,6 +531,8 @@ class CallReader:
                 sink('"')
                 state = ","
             elif character in "{[":
+                if len(closers) == _DEEPEST:
+                    raise Malformed
                 self._take(self._position + 1)
                 sink(comma + character)
                 closers.append("}" if character == "{" else "]")
@@ -572,14 +582,14 @@ class CallReader:
             self._pass(_encoded(arguments))
             self._end()
 
-    def _python_calls(self, known: bool) -> Reading:
+    def _python_calls(self, unmarked: bool) -> Reading:
         """Read a list of Python calls. They count when the list is complete."""
         yield from self._expect("[")
         while True:
             if (yield from self._next()) == "]":
                 raise Malformed
             name = (yield from self._python_until("(")).strip()
-            if _NAME.fullmatch(name) is None or (known and name not in self._schemas):
+            if _NAME.fullmatch(name) is None or (unmarked and name not in self._schemas):
                 raise Malformed
             self._begin(name)
             yield from self._python_arguments()

@@ -176,7 +176,7 @@ class FamilyParser(CallReader):
             elif groups.get("call") is not None and tools is not None:
                 yield from self._calls(tools, found)
             elif groups.get("loose") is not None and tools is not None:
-                yield from self._calls(tools, found, known=True)
+                yield from self._calls(tools, found, unmarked=True)
             else:
                 self._interrupted &= groups.get("close") is None
                 self._skip(found)
@@ -251,7 +251,7 @@ class FamilyParser(CallReader):
         """Read calls that have no marker, as long as there are some right here."""
         while True:
             found = yield from self._match(pattern)
-            if found is None or not (yield from self._calls(tools, found, known=True)):
+            if found is None or not (yield from self._calls(tools, found, unmarked=True)):
                 return
 
     # Messages with headers.
