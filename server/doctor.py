@@ -28,7 +28,7 @@ from server import __version__
 from server.compose.dynamo import any_answers
 from server.compose.engine_args import Parallelism, effective, parallelism
 from server.compose.model import model_here
-from server.compose.sizing import Machine, embedding_transfer, on_gpu, survey
+from server.compose.sizing import ChosenValue, Machine, embedding_transfer, on_gpu, survey
 from server.preflight import Finding, impossible
 from server.process.banner import warning as open_to_strangers
 from server.process.gpus import Gpu, shortage
@@ -117,8 +117,8 @@ def findings(settings: Settings) -> Iterator[Finding]:
         if (needs_gpu or on_gpu(settings, machine)) and gpus and folder.is_dir():
             weights = pipeline_bytes(folder) if pictures else weight_bytes(folder)
             yield from check_memory(weights, min(gpu.memory for gpu in gpus), ranks)
-    if settings.encode_urls or role_of(settings).serves_encodings:
-        yield check_embeddings(settings, machine)
+    if (way := embedding_transfer(settings, machine)) is not None:
+        yield check_embeddings(way)
     if settings.memory_service is not None:
         yield check_memory_service(settings.memory_service)
         if not on_gpu(settings, machine):
@@ -390,13 +390,10 @@ def check_memory(weights: int, memory: int, ranks: int) -> Iterator[Finding]:
         yield Finding("ok", text)
 
 
-def check_embeddings(settings: Settings, machine: Machine) -> Finding:
+def check_embeddings(way: ChosenValue) -> Finding:
     """Say how embeddings of images move between this replica and encode replicas."""
-    asked = settings.embedding_transfer
-    chosen = embedding_transfer(settings, machine)
-    way, why = chosen if asked == "auto" else (asked, "EMBEDDING_TRANSFER says so")
-    moves = "stay with the encoder, for engines of this host" if way == "direct" else "go through the replica that asks"
-    return Finding("ok", f"embeddings of images {moves}: {why}")
+    moves = "stay with the encoder, for engines of its host" if way.value == "direct" else "go through who asks"
+    return Finding("ok", f"embeddings of images {moves}: {way.why}")
 
 
 def check_memory_service(path: Path) -> Finding:

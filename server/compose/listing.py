@@ -52,8 +52,8 @@ def _chosen(settings: Settings) -> dict[str, Size | ChosenValue]:
     )
     if settings.engine == "embedded" and role_of(settings).has_engine and not settings.engine_address:
         chosen |= explained(settings, folder, this_machine())
-    if settings.embedding_transfer == "auto":
-        chosen["embedding_transfer"] = embedding_transfer(settings, this_machine())
+    if settings.embedding_transfer == "auto" and (way := embedding_transfer(settings, this_machine())) is not None:
+        chosen["embedding_transfer"] = way
     return chosen
 
 

@@ -122,12 +122,14 @@ def explained(settings: Settings, folder: Path | None, machine: Machine) -> dict
     return chosen
 
 
-def embedding_transfer(settings: Settings, machine: Machine) -> ChosenValue:
-    """Return `direct` if this replica leaves embeddings with encoders, or reads them there, else `front`."""
+def embedding_transfer(settings: Settings, machine: Machine) -> ChosenValue | None:
+    """Return the way of embeddings between this replica and encode replicas, if there are any: `direct` or `front`."""
+    if not (settings.encode_urls or role_of(settings).serves_encodings):
+        return None
+    if settings.embedding_transfer != "auto":
+        return ChosenValue(settings.embedding_transfer, "EMBEDDING_TRANSFER says so")
     if settings.engine != "embedded":
         return ChosenValue("front", f"with ENGINE={settings.engine} none stay with an encoder")
-    if not (settings.encode_urls or role_of(settings).serves_encodings):
-        return ChosenValue("front", "no encode replica takes part")
     if on_gpu(settings, machine):
         return ChosenValue("direct", "by CUDA IPC on this host")
     return ChosenValue("front", "the embeddings are in the host's memory")
