@@ -136,11 +136,11 @@ def test_the_engine_gets_them_and_config_says_why(
     ("given", "machine", "way"),
     [
         ({}, H200, None),
-        ({"encode_urls": "http://a"}, H200, "direct"),
-        ({"encode_urls": "http://a"}, LAPTOP, "front"),
-        ({"encode_urls": "http://a", "device": "cpu"}, H200, "front"),
-        ({"encode_urls": "http://a", "engine": "trtllm"}, H200, "front"),
-        ({"encode_urls": "http://a", "embedding_transfer": "front"}, H200, "front"),
+        ({"encode_urls": "http://127.0.0.1:8100"}, H200, "direct"),
+        ({"encode_urls": "http://127.0.0.1:8100"}, LAPTOP, "front"),
+        ({"encode_urls": "http://127.0.0.1:8100", "device": "cpu"}, H200, "front"),
+        ({"encode_urls": "http://127.0.0.1:8100", "engine": "trtllm"}, H200, "front"),
+        ({"encode_urls": "http://127.0.0.1:8100", "embedding_transfer": "front"}, H200, "front"),
         ({"disaggregation_mode": "encode"}, H200, "direct"),
         ({"disaggregation_mode": "encode", "embedding_transfer": "direct"}, LAPTOP, "direct"),
     ],
@@ -154,7 +154,11 @@ def test_the_way_of_embeddings(given: dict[str, Any], machine: Machine, way: str
 
 
 def test_only_the_embedded_engine_reads_embeddings_where_they_are() -> None:
-    given: dict[str, Any] = {"encode_urls": "http://a", "internal_secret": "s" * 16, "embedding_transfer": "direct"}
+    given: dict[str, Any] = {
+        "encode_urls": "http://127.0.0.1:8100",
+        "internal_secret": "s" * 16,
+        "embedding_transfer": "direct",
+    }
     assert missing_setting(Settings(**given)) is None
     lacking = missing_setting(Settings(**given, engine="trtllm"))
     assert lacking is not None and lacking[0] == "--embedding-transfer (EMBEDDING_TRANSFER)"
