@@ -21,7 +21,7 @@ from engine.config import SleepConfig, Tag
 from engine.encoder import Encoded, Encoder, EncoderInfo
 from engine.errors import EngineAsleep, EngineError, EngineFailure, EngineNotReady, EngineWoken, NotSupported
 from engine.kit.tasks import cancel
-from engine.media import MediaInput
+from engine.media import MediaInput, RemoteRows
 from engine.types import CANARY_SALT, GenerateRequest
 
 TAGS: tuple[Tag, ...] = get_args(Tag)
@@ -520,6 +520,9 @@ class SleepingEncoder(_SleepControl):
         finally:
             work.cancel()
             self._ended(turn)
+
+    def release(self, rows: RemoteRows, *, lost: bool = False) -> None:
+        self.inner.release(rows, lost=lost)
 
     async def close(self) -> None:
         await self._end()
