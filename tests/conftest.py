@@ -122,9 +122,13 @@ SLOW = (
 measures, or repeats on more engines and models what a faster file asks of one."""
 LONGEST = (
     "engine/trtllm/test_probe_verdicts.py",
+    "engine/trtllm/test_workers.py",
     "e2e/",
     "engine/checkpoints/test_fuzz.py",
     "engine/embedded/test_smollm2_tokens.py",
+    "engine/embedded/vision/test_encoder.py",
+    "deploy/",
+    "server/process/",
     "smolaudio/",
     "smoldraw/test_model.py",
     "smolvideo/",

@@ -15,7 +15,7 @@ _IGNORED = frozenset(
     | {"mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"}
     | {"tool_search_call", "tool_search_output"}
 )
-"""Calls that OpenAI ran, and what belongs to them: the answers behind them contain their results."""
+"""Items of tools that OpenAI ran: the answers after them contain their results."""
 SUMMARY = "Summary of the conversation before this message:\n"
 
 

@@ -6,6 +6,7 @@ metrics; PROMETHEUS_MULTIPROC_DIR names it too. The child whose VOICE is SPEAKS 
 FIRST until all children have been ready, and LATER for one that is started after that.
 """
 
+import gc
 import logging
 import os
 import socket
@@ -42,9 +43,11 @@ def reserve(folder: Path) -> None:
 
 def main() -> int:
     started = time.monotonic()
+    gc.disable()  # imports make a million objects that stay
     from server.process import logs, serving  # noqa: PLC0415
     from server.settings import read_settings  # noqa: PLC0415
 
+    gc.enable()
     descriptor, link, folder, voice, when, *arguments = sys.argv[1:]
     settings = read_settings(arguments)
     logs.configure(settings.log_level, settings.log_format)

@@ -47,9 +47,10 @@ async def application(wait: bool = True, **settings: Any) -> AsyncIterator[tuple
 
 
 async def page_with_stats(client: httpx.AsyncClient, path: str = "/metrics") -> str:
-    """The page of metrics, once it has the engine's statistics, which are taken ten times a second."""
+    """The page of metrics, once the engine's statistics, taken ten times a second, say that it has nothing to do."""
+    idle = re.compile(r"^trtllm_num_requests_running\{.* 0\.0$", re.MULTILINE)
     async with asyncio.timeout(60):
-        while "trtllm_num_requests_running{" not in (page := (await client.get(path)).text):  # noqa: ASYNC110
+        while not idle.search(page := (await client.get(path)).text):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     return page
 

@@ -6,6 +6,7 @@ it, even in the middle of a batch. SIGTERM, SIGINT and SIGHUP are ignored: a ser
 too, which still drains.
 """
 
+import gc
 import logging
 import os
 import queue
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 from msgspec.structs import replace
 
-from engine.embedded.vision.messages import LANES, Answer, Batch, EncoderReady, Options
+from engine.embedded.vision.messages import LANES, Answer, Batch, EncoderReady, Options, Release
 from engine.errors import EngineError, EngineFailure
 from engine.kit import logs
 from engine.media import EncodedMedia, attach_media
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from engine.embedded.vision.batches import BatchEncoder
     from engine.embedded.vision.videos import Prepared
 
-    Batches = queue.SimpleQueue[Iterator[Prepared | EngineError]]
+    Batches = queue.SimpleQueue[Iterator[Prepared | EncodedMedia | EngineError]]
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,10 @@ def main() -> NoReturn:
         lanes: list[Batches] = [queue.SimpleQueue() for _ in range(LANES)]
         threading.Thread(target=_serve, args=(options, channel, loaded, lanes), daemon=True).start()
         while True:
-            batch = msgspec.msgpack.decode(_receive_message(channel), type=Batch)
+            batch = msgspec.msgpack.decode(_receive_message(channel), type=Batch | Release)
+            if isinstance(batch, Release):
+                loaded.result().release(batch.rows)
+                continue
             media = attach_media(batch.media, [_receive(channel, size) for size in batch.sizes])
             lanes[batch.lane].put(loaded.result().prepare(media, batch.lane))
     except (EOFError, ConnectionError):
@@ -67,8 +71,10 @@ def _serve(options: Options, channel: socket.socket, loaded: "Future[BatchEncode
     sending = threading.Lock()
 
     def load() -> None:
+        gc.disable()  # imports make a million objects that stay
         from engine.embedded.vision.batches import BatchEncoder  # noqa: PLC0415 - slow to import, in this thread
 
+        gc.enable()
         encoder = BatchEncoder(options.config)
         loaded.set_result(encoder)
         channel.sendall(packed(EncoderReady(encoder.info, encoder.together)))

@@ -255,9 +255,7 @@ class CallReader:
         self._parts.extend(calls)
 
     def _break(self, malformed: bool = True) -> None:
-        """Pass on as text what is no call, as far as it has not been passed on. It is a `malformed` one, or never was
-        one.
-        """
+        """Pass on the rest of the text of a `malformed` call, or of text that never was a call."""
         self.malformed += malformed
         record, self._record = self._record, None
         if self._list is not None:

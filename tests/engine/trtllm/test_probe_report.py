@@ -20,7 +20,8 @@ from tests.support.waiting import slowness
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("PYTHONPATH", python_path(FAKE_TRTLLM, ROOT.parent))
-    return str(model_folder(tmp_path, vocab_size=512))
+    # Without images, for which the stand-in imports torch: a second for each process.
+    return str(model_folder(tmp_path, vocab_size=512, image_token_id=None))
 
 
 def test_the_report(model: str, tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_no_process_of_a_group_is_left(model: str, monkeypatch: pytest.MonkeyPat
     python.write_text(f"#!{sys.executable}\n{code}")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    assert next(probe.outcomes_of(model, 3.0, ["roles"])).verdict == "not run"
+    assert next(probe.outcomes_of(model, 3.0 * slowness(), ["roles"])).verdict == "not run"
     command = Path("/proc", pid.read_text(), "cmdline")
     while command.exists() and command.read_bytes():  # empty once it is dead, though nobody may have waited for it
         time.sleep(0.01)

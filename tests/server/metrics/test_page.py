@@ -46,7 +46,7 @@ ROLES: dict[str, dict[str, Any]] = {
     "router": {"route_urls": "http://127.0.0.1:9"},
 }
 ENGINES = ("aggregated", "prefill", "decode")
-"""Roles with an engine."""
+"""Roles with an engine that generates text."""
 
 
 def samples(page: str) -> list[Any]:
@@ -66,7 +66,13 @@ async def page_of(role: str, **settings: Any) -> str:
     async with application(role != "router", disaggregation_mode=role, **{**ROLES[role], **settings}) as (client, _):
         if role == "aggregated":
             await client.post("/v1/chat/completions", json=CHAT)
-        return await page_with_stats(client) if role in ENGINES else (await client.get("/metrics")).text
+        if role in ENGINES and "modality" not in settings:
+            return await page_with_stats(client)
+        page = (await client.get("/metrics")).text
+        while role == "router" and "trtllm_router_requests" not in page:
+            await asyncio.sleep(0.01)
+            page = (await client.get("/metrics")).text
+        return page
 
 
 @pytest.mark.parametrize("role", ROLES)
