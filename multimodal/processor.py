@@ -15,8 +15,8 @@ from multimodal.answers.choices import Choice, Piece, usage
 from multimodal.answers.formats import AnswerFormat
 from multimodal.answers.shapes import AnswerContext, Shape
 from multimodal.errors import DeadlineExceeded, RequestError
-from multimodal.media.remote import RemoteMediaRun
 from multimodal.metrics import ChoiceTimer, GenerationMetrics
+from multimodal.remote_media import RemoteMediaRun
 from multimodal.request import Ask, Conversation, Limits, Sampling, SamplingDefaults, check_tools
 from multimodal.text.prompts import MediaPrompts, Prompt, Prompts
 

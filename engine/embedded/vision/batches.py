@@ -77,19 +77,21 @@ class BatchEncoder:
         """Yield the outcome of each image, with its index, as soon as it is known. Raises as `embed` does."""
         return self.embed(self.prepare(images))
 
-    def prepare(self, images: Sequence[MediaInput], lane: int = 0) -> Iterator[Prepared | Outcome]:
+    def prepare(self, images: Sequence[MediaInput], lane: int = 0) -> Iterator[Prepared | RemoteRows | EngineError]:
         """Begin the work before the tower, in other threads, which the lanes do not share. Callable from any thread."""
         return self._pools[lane].map(self._prepare, images)
 
-    def embed(self, images: Iterator[Prepared | Outcome]) -> Iterator[list[tuple[int, Outcome]]]:
+    def embed(self, images: Iterator[Prepared | RemoteRows | EngineError]) -> Iterator[list[tuple[int, Outcome]]]:
         """Yield the outcome of each image, with its index, as soon as it is known. Callable from several threads.
 
         Raises torch.AcceleratorError if the device no longer works for this process.
         """
         prepared = enumerate(images)
         while some := list(islice(prepared, self.together)):
-            if known := [(index, image) for index, image in some if not isinstance(image, Prepared)]:
-                yield [*known]
+            if refused := [(index, image) for index, image in some if isinstance(image, EngineError)]:
+                yield [*refused]
+            if kept := [(index, self._copied(rows)) for index, rows in some if isinstance(rows, RemoteRows)]:
+                yield [*kept]
             for call in _calls({index: image for index, image in some if isinstance(image, Prepared)}):
                 yield self._embed(call)
 
@@ -98,19 +100,21 @@ class BatchEncoder:
         if isinstance(self.tower, Tower) and self.tower.kept is not None:
             self.tower.kept.release(rows)
 
-    def _copied(self, rows: RemoteRows) -> EncodedMedia:
-        """Return embeddings that stayed here, and nothing else of their file. Raises EngineFailure if they are gone."""
-        kept = self.tower.kept if isinstance(self.tower, Tower) else None
-        found = None if kept is None else kept.copied(rows)
+    def _copied(self, rows: RemoteRows) -> Outcome:
+        """Return embeddings that stayed here, and nothing else of their file."""
+        found = None
+        if isinstance(self.tower, Tower) and self.tower.kept is not None:
+            with self._computing:
+                found = self.tower.kept.copied(rows)
         if found is None:
-            raise EngineFailure("the embeddings have been given up")
+            return EngineFailure("the embeddings have been given up")
         count = len(found) // (self.tower.hidden_size * self.tower.dtype.itemsize)
         return EncodedMedia(text="", rows=count, dtype=self.tower.dtype_name, data=shared_or_copied(found.numpy().data))
 
-    def _prepare(self, image: MediaInput) -> Prepared | Outcome:
+    def _prepare(self, image: MediaInput) -> Prepared | RemoteRows | EngineError:
         try:
             if image.kept is not None:
-                return self._copied(image.kept)
+                return image.kept
             prepared = self.processing.prepare(image)
             return replace(prepared, stay=True) if image.stay else prepared
         except EngineError as error:

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from engine.embedded.vision.messages import LANES, Answer, Batch, EncoderReady, Options, Release
 from engine.errors import EngineError, EngineFailure
 from engine.kit import logs
-from engine.media import EncodedMedia, attach_media
+from engine.media import EncodedMedia, RemoteRows, attach_media
 from engine.process import wire
 from engine.transfer.shared_bytes import SharedBytes
 from protocol.frames import packed, read_payload
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from engine.embedded.vision.batches import BatchEncoder
     from engine.embedded.vision.videos import Prepared
 
-    Batches = queue.SimpleQueue[Iterator[Prepared | EncodedMedia | EngineError]]
+    Batches = queue.SimpleQueue[Iterator[Prepared | RemoteRows | EngineError]]
 
 log = logging.getLogger(__name__)
 

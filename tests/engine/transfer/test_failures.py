@@ -49,7 +49,7 @@ def test_an_owner_that_is_killed_meanwhile(method: str) -> None:
         transfer = transfers.read(owner.offers, [Read(0, 0, 0, size)])
         owner.kill()
         with pytest.raises(TransferError):
-            ended(transfer, seconds=2)
+            ended(transfer, seconds=5 * slowness())
     with owning(method, MIB) as successor:
         ended(transfers.read(successor.offers, [Read(0, 0, 0, MIB)]))
     transfers.close()
