@@ -70,6 +70,17 @@ struct Step {
   float* hidden;          // null, or what enters the layers of `take`: [num_tokens][layers][hidden]
   int64_t num_tokens, num_chunks, num_rows;
 };
+// Of a head: the tokens that it drafts behind the chunks of a step, whose last rows are its `rows`.
+struct Drafting {
+  const int32_t* names;      // ids of the tokens that the head knows
+  const float* frequencies;  // [head_dim / 2]
+  const int32_t* positions;  // of the last token of each chunk
+  int32_t* limits;           // tokens of each chunk at most, then how many there are
+  int32_t* tokens;           // [chunks][most]
+  float* probabilities;      // [chunks][most]
+  int64_t most;
+  float least;  // no token follows those that are all right with this probability or a lower one
+};
 
 namespace {
 
@@ -96,6 +107,49 @@ class Decoder {
     prompts_ = std::partition(queries_.begin(), queries_.end(), [&](auto& q) { return step.chunks[q.chunk].length > 1; }) - queries_.begin();
     auto work = [this] { layers(); };
     team_.run(12 * (int)model_.num_layers + 6 + (int)taken_.size(), work);
+  }
+
+  // Further positions take the head's own output in the place of hidden states.
+  void draft(const Step& first, const Drafting& drafting) {
+    const long hidden = model_.embedding.inputs, half = model_.head_dim / 2, size = model_.head.outputs;
+    Step step = first;
+    std::vector<Chunk> chunks(first.chunks, first.chunks + first.num_chunks);
+    std::vector<int> owners(chunks.size());  // of chunks: those of the first step
+    for (size_t i = 0; i < owners.size(); i++) owners[i] = i;
+    std::vector<float> sure(chunks.size(), 1.0f), states(chunks.size() * hidden), cos(chunks.size() * half), sin(cos.size());
+    std::vector<int32_t> tokens(chunks.size()), rows(chunks.size());
+    std::vector<const float*> embeddings(chunks.size());
+    for (int place = 0;; place++) {
+      forward(step);
+      int going = 0;
+      for (int i = 0; i < (int)step.num_chunks; i++) {
+        const int owner = owners[i];
+        if (place >= drafting.limits[owner]) continue;
+        const float *logits = step.logits + i * size, highest = *std::max_element(logits, logits + size);
+        const long best = std::find(logits, logits + size, highest) - logits;
+        const float probability = 1.0f / total(logits, size, [&](auto v) { return exponential(v - highest); });
+        drafting.tokens[owner * drafting.most + place] = drafting.names[best];
+        drafting.probabilities[owner * drafting.most + place] = probability;
+        sure[owner] *= probability;
+        if (place + 1 >= drafting.limits[owner] || sure[owner] <= drafting.least) {
+          drafting.limits[owner] = place + 1;
+          continue;
+        }
+        const Chunk chunk = chunks[i];
+        std::memmove(&states[going * hidden], step.hidden + step.rows[i] * hidden, hidden * sizeof(float));
+        for (long d = 0; d < half; d++) {
+          const float angle = (drafting.positions[owner] + place + 1) * drafting.frequencies[d];
+          cos[going * half + d] = std::cos(angle), sin[going * half + d] = std::sin(angle);
+        }
+        chunks[going] = {going, 1, chunk.start + chunk.length, chunk.table};
+        owners[going] = owner, tokens[going] = drafting.names[best], embeddings[going] = &states[going * hidden];
+        going++;
+      }
+      if (!going) return;
+      for (int i = 0; i < going; i++) rows[i] = i;
+      step = {tokens.data(), embeddings.data(), cos.data(), sin.data(), chunks.data(), first.tables, rows.data(),
+              first.logits, nullptr, first.hidden, going, going, going};
+    }
   }
 
  private:
@@ -421,6 +475,7 @@ void report(const float* logits, int64_t rows, int64_t vocab, const int64_t* cho
 
 void* decoder_new(const Model* model, int threads) { return new Decoder(*model, threads); }
 void decoder_forward(void* decoder, const Step* step) { static_cast<Decoder*>(decoder)->forward(*step); }
+void decoder_draft(void* decoder, const Step* step, const Drafting* drafting) { static_cast<Decoder*>(decoder)->draft(*step, *drafting); }
 void decoder_take(void* decoder, const int64_t* layers, int64_t count) { static_cast<Decoder*>(decoder)->take(layers, count); }
 int decoder_threads(void* decoder) { return static_cast<Decoder*>(decoder)->threads(); }
 void decoder_delete(void* decoder) { delete static_cast<Decoder*>(decoder); }
