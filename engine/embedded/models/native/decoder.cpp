@@ -19,6 +19,7 @@
 namespace {
 
 constexpr int kTaskPanels = 6;                 // panels in a task: even, as gate and up panels come in pairs
+constexpr int kMostPanels = 8;                 // the same where two are read side by side
 constexpr int kTaskRows = 16 * kTileRows;
 static_assert(kTaskRows % kBlockRows == 0, "tasks begin where tiles of activations begin");
 static_assert(kTaskPanels % (2 * kStreams) == 0, "a gate and what it gates are in one task");
@@ -246,27 +247,33 @@ class Decoder {
     for (; i < size; i++) out[i] = x[i] * factor * weight[i];
   }
 
+  // How many panels of weights are read side by side for so many rows.
+  static int streams_of(int64_t kind, int rows) {
+    if (rows == 1 && streams(kind)) return kStreams;
+    return rows == 2 && kind == kBfloat16 && kLanes < 16 ? 2 : 1;  // as many as `tiles` takes at a time
+  }
+
   // store(row, panel, low, high) takes all of a product. x: rows of m.inputs values, `stride` apart.
   template <class Store>
   void product(int& phase, const Matrix& m, const float* x, long stride, int rows, Store store) {
     const bool blocks = m.kind != kBfloat16;
     const Activations codes = blocks ? coded(phase, m, x, stride, rows) : Activations{};
-    const int panels = (m.outputs + kPanel - 1) / kPanel, tasks = (panels + kTaskPanels - 1) / kTaskPanels;
-    const int row_blocks = (rows + kTaskRows - 1) / kTaskRows, sides = rows == 1 && streams(m.kind) ? kStreams : 1;
+    const int sides = streams_of(m.kind, rows), width = sides == 2 ? kMostPanels / 2 : kTaskPanels / sides;
+    const int panels = (m.outputs + kPanel - 1) / kPanel, tasks = (panels + sides * width - 1) / (sides * width);
+    const int row_blocks = (rows + kTaskRows - 1) / kTaskRows;
     team_.each(phase, tasks * row_blocks, [&](int i) {
       // Panels side by side are `tasks` times `width` apart, so that each goes on where it ended in the task before.
       const int first_row = i % row_blocks * kTaskRows, count_rows = std::min(kTaskRows, rows - first_row);
-      const int width = kTaskPanels / sides;
-      int numbers[kTaskPanels], count = 0;
-      for (int place = 0; place < kTaskPanels; place++) {
+      int numbers[kMostPanels], count = 0;
+      for (int place = 0; place < sides * width; place++) {
         const int number = (place % sides * tasks + i / row_blocks) * width + place / sides;
         if (number < panels) numbers[count++] = number;
       }
-      const uint8_t* group[kTaskPanels];
+      const uint8_t* group[kMostPanels];
       for (int p = 0; p < count; p++) group[p] = m.panels + numbers[p] * m.stride();
       const auto place = [&](int row, int panel, Vec low, Vec high) { store(first_row + row, numbers[panel], low, high); };
       if (blocks) return multiply(codes, first_row, count_rows, m.kind, group, count, place);
-      WeightPanel weights[kTaskPanels];
+      WeightPanel weights[kMostPanels];
       for (int p = 0; p < count; p++) weights[p].data = (const uint32_t*)group[p];
       multiply(x + first_row * stride, stride, count_rows, weights, count, m.inputs, place);
     });
