@@ -5,9 +5,11 @@ import logging
 import wave
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from threading import Lock
+from typing import TypeAlias
 
 import torch
 from PIL import Image
@@ -22,8 +24,8 @@ from engine.embedded.vision.videos import Prepared
 from engine.embedded.whisper.tower import AudioProcessing, AudioTower
 from engine.encoder import EncoderInfo
 from engine.errors import EngineError, EngineFailure
-from engine.media import EncodedMedia, MediaInput
-from engine.transfer.shared_bytes import readable
+from engine.media import EncodedMedia, MediaInput, RemoteRows
+from engine.transfer.shared_bytes import readable, shared_or_copied
 
 _THREADS = min(16, max(4, compute_threads() // 2))
 _LARGE_THREADS = min(16, max(1, compute_threads() // 2))
@@ -32,6 +34,8 @@ _GPU_IMAGES = 8
 """Images that the tower computes together on a GPU. A CPU gains nothing by waiting for several."""
 _CALL_VALUES = 32 << 20
 """Maximum pixel values, three per pixel, in one call of the tower, unless a single image has more."""
+
+Outcome: TypeAlias = EncodedMedia | EngineError
 
 log = logging.getLogger(__name__)
 
@@ -69,15 +73,15 @@ class BatchEncoder:
         )
         self._try_out(config.model)
 
-    def encode(self, images: Sequence[MediaInput]) -> Iterator[list[tuple[int, EncodedMedia | EngineError]]]:
+    def encode(self, images: Sequence[MediaInput]) -> Iterator[list[tuple[int, Outcome]]]:
         """Yield the outcome of each image, with its index, as soon as it is known. Raises as `embed` does."""
         return self.embed(self.prepare(images))
 
-    def prepare(self, images: Sequence[MediaInput], lane: int = 0) -> Iterator[Prepared | EngineError]:
+    def prepare(self, images: Sequence[MediaInput], lane: int = 0) -> Iterator[Prepared | RemoteRows | EngineError]:
         """Begin the work before the tower, in other threads, which the lanes do not share. Callable from any thread."""
         return self._pools[lane].map(self._prepare, images)
 
-    def embed(self, images: Iterator[Prepared | EngineError]) -> Iterator[list[tuple[int, EncodedMedia | EngineError]]]:
+    def embed(self, images: Iterator[Prepared | RemoteRows | EngineError]) -> Iterator[list[tuple[int, Outcome]]]:
         """Yield the outcome of each image, with its index, as soon as it is known. Callable from several threads.
 
         Raises torch.AcceleratorError if the device no longer works for this process.
@@ -86,19 +90,40 @@ class BatchEncoder:
         while some := list(islice(prepared, self.together)):
             if refused := [(index, image) for index, image in some if isinstance(image, EngineError)]:
                 yield [*refused]
+            if kept := [(index, self._copied(rows)) for index, rows in some if isinstance(rows, RemoteRows)]:
+                yield [*kept]
             for call in _calls({index: image for index, image in some if isinstance(image, Prepared)}):
                 yield self._embed(call)
 
-    def _prepare(self, image: MediaInput) -> Prepared | EngineError:
+    def release(self, rows: RemoteRows) -> None:
+        """End the lease of embeddings that stayed here. Callable from any thread."""
+        if isinstance(self.tower, Tower) and self.tower.kept is not None:
+            self.tower.kept.release(rows)
+
+    def _copied(self, rows: RemoteRows) -> Outcome:
+        """Return embeddings that stayed here, and nothing else of their file."""
+        found = None
+        if isinstance(self.tower, Tower) and self.tower.kept is not None:
+            with self._computing:
+                found = self.tower.kept.copied(rows)
+        if found is None:
+            return EngineFailure("the embeddings have been given up")
+        count = len(found) // (self.tower.hidden_size * self.tower.dtype.itemsize)
+        return EncodedMedia(text="", rows=count, dtype=self.tower.dtype_name, data=shared_or_copied(found.numpy().data))
+
+    def _prepare(self, image: MediaInput) -> Prepared | RemoteRows | EngineError:
         try:
-            return self.processing.prepare(image)
+            if image.kept is not None:
+                return image.kept
+            prepared = self.processing.prepare(image)
+            return replace(prepared, stay=True) if image.stay else prepared
         except EngineError as error:
             return error
         except Exception:  # a bug, which must not fail the other images
             log.exception("an image could not be prepared")
             return EngineFailure("internal error of the encoder")
 
-    def _embed(self, images: dict[int, Prepared]) -> list[tuple[int, EncodedMedia | EngineError]]:
+    def _embed(self, images: dict[int, Prepared]) -> list[tuple[int, Outcome]]:
         try:
             with self._computing:
                 data = self.tower.encode([*images.values()])
@@ -115,7 +140,8 @@ class BatchEncoder:
                 EncodedMedia(
                     text=image.text,
                     rows=image.rows,
-                    data=rows,
+                    data=b"" if isinstance(rows, RemoteRows) else rows,
+                    remote=rows if isinstance(rows, RemoteRows) else None,
                     dtype=self.tower.dtype_name,
                     grid=image.grid,
                     interval=image.interval,

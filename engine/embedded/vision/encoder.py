@@ -22,7 +22,7 @@ from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady
 from engine.kit import logs
 from engine.kit.tasks import cancel
 from engine.kit.work import FairQueue, current_request
-from engine.media import EncodedMedia, MediaInput
+from engine.media import EncodedMedia, MediaInput, RemoteRows
 from engine.process.supervisor import End, Supervisor
 
 _BATCHES = 2
@@ -109,6 +109,8 @@ class EmbeddedEncoder:
         """Images of batches that ended the process or took too long, one of which may be the cause."""
         self._suspect: _Job | None = None
         """The one that is tried again now."""
+        self._released: deque[RemoteRows] = deque()
+        """Embeddings that nobody needs any more; the process has yet to be told."""
         self._wake = asyncio.Event()
 
     @property
@@ -145,6 +147,10 @@ class EmbeddedEncoder:
         finally:
             for job in jobs:
                 job.done.cancel()
+
+    def release(self, rows: RemoteRows, *, lost: bool = False) -> None:
+        self._released.append(rows)
+        self._wake.set()
 
     async def close(self) -> None:
         if self._supervision is not None:
@@ -214,6 +220,9 @@ class EmbeddedEncoder:
     async def _send(self, process: EncoderProcess) -> None:
         while True:
             self._wake.clear()
+            while self._released:
+                if not await process.release(self._released.popleft()):
+                    return
             for index, batch in self._batches(process):
                 lane = self._lanes[index]
                 lane.sent.append(dict(enumerate(batch)))

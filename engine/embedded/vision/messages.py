@@ -9,7 +9,7 @@ import msgspec
 from engine.config import EncoderConfig
 from engine.encoder import EncoderInfo
 from engine.kit.logs import LogOptions
-from engine.media import EncodedMedia, MediaInput
+from engine.media import EncodedMedia, MediaInput, RemoteRows
 from engine.process.wire import Failed
 
 LANES = 2
@@ -24,7 +24,7 @@ class Options(msgspec.Struct, frozen=True):
     logs: LogOptions
 
 
-class Batch(msgspec.Struct, frozen=True):
+class Batch(msgspec.Struct, frozen=True, tag="batch"):
     """Files to encode. Answers name each of them once, before any of the next batch of the same lane. The files follow,
     in order.
     """
@@ -34,6 +34,12 @@ class Batch(msgspec.Struct, frozen=True):
     media: list[MediaInput]
     sizes: list[int]
     """Bytes of each file."""
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """End the lease of embeddings that have stayed in the process."""
+
+    rows: RemoteRows
 
 
 class EncoderReady(msgspec.Struct, frozen=True, array_like=True, tag=0):

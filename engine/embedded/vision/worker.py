@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 from msgspec.structs import replace
 
-from engine.embedded.vision.messages import LANES, Answer, Batch, EncoderReady, Options
+from engine.embedded.vision.messages import LANES, Answer, Batch, EncoderReady, Options, Release
 from engine.errors import EngineError, EngineFailure
 from engine.kit import logs
-from engine.media import EncodedMedia, attach_media
+from engine.media import EncodedMedia, RemoteRows, attach_media
 from engine.process import wire
 from engine.transfer.shared_bytes import SharedBytes
 from protocol.frames import packed, read_payload
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from engine.embedded.vision.batches import BatchEncoder
     from engine.embedded.vision.videos import Prepared
 
-    Batches = queue.SimpleQueue[Iterator[Prepared | EngineError]]
+    Batches = queue.SimpleQueue[Iterator[Prepared | RemoteRows | EngineError]]
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,10 @@ def main() -> NoReturn:
         lanes: list[Batches] = [queue.SimpleQueue() for _ in range(LANES)]
         threading.Thread(target=_serve, args=(options, channel, loaded, lanes), daemon=True).start()
         while True:
-            batch = msgspec.msgpack.decode(_receive_message(channel), type=Batch)
+            batch = msgspec.msgpack.decode(_receive_message(channel), type=Batch | Release)
+            if isinstance(batch, Release):
+                loaded.result().release(batch.rows)
+                continue
             media = attach_media(batch.media, [_receive(channel, size) for size in batch.sizes])
             lanes[batch.lane].put(loaded.result().prepare(media, batch.lane))
     except (EOFError, ConnectionError):
