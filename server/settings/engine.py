@@ -275,7 +275,9 @@ class SpeculationSettings(Section):
     speculative_tokens: int = Field(EMBEDDED.speculative_tokens, ge=1, le=64)
     """Maximum number of proposed tokens of a sequence in one step."""
     speculative_min_match: int = Field(EMBEDDED.speculative_min_match, ge=1, le=16)
-    """Tokens that ngram and suffix have to find again before they propose what followed them."""
+    """Tokens that have to be found again before what followed them is proposed: by ngram and suffix, and beside draft
+    and eagle3.
+    """
     speculative_answer_tokens: int = Field(EMBEDDED.speculative_answer_tokens, ge=1024, le=1 << 20)
     """Tokens of earlier answers that suffix keeps, about 0.5 kB each."""
     speculative_min_speedup: float = Field(EMBEDDED.speculative_min_speedup, ge=0, le=10)

@@ -1,5 +1,6 @@
 """EAGLE-3 heads as computed beside the model that they draft for."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,25 +23,23 @@ class HeadStep(NamedTuple):
     tables: list[list[int]]
     """Blocks of the head's own KV cache, which are numbered as the target's; further ones are for drafts."""
     inputs: torch.Tensor
-    """Flat: the target's hidden states [positions, layers * hidden], or the head's own outputs [positions, hidden]."""
-    own: bool
-    """Whether they are the head's own."""
+    """Flat: the target's hidden states [positions, layers * hidden]."""
 
 
-class HeadOutput(NamedTuple):
-    """The head's prediction at the last position of each sequence."""
+class HeadDraft(NamedTuple):
+    """Tokens that the head expects behind the last position of a sequence, as ids of the target."""
 
     tokens: list[int]
-    """The likeliest token of each sequence, as an id of the target."""
     probabilities: list[float]
-    hidden: torch.Tensor
-    """[sequences, hidden]: the input of the next position."""
 
 
 class HeadRunner(Protocol):
     """A loaded head with a KV cache of its own: a layer for every block of the target's, and some spare ones."""
 
-    def forward(self, step: HeadStep) -> HeadOutput: ...
+    def draft(self, step: HeadStep, limits: Sequence[int], least: float) -> list[HeadDraft]:
+        """Read positions, then draft at most `limits[i]` tokens of each sequence, and none behind those that are all
+        right with a probability of at most `least`. Drafted positions are in the sequence's table."""
+        ...
 
 
 def load_tensors(head: EagleHead) -> dict[str, torch.Tensor]:

@@ -138,7 +138,7 @@ class Answers:
         """Number of tokens of answers that are kept."""
         return self._older.tokens + self._newer.tokens
 
-    def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[Draft]:
+    def draft(self, sequences: Many[Sequence], limits: Many[int], least: float = 0.0) -> list[Draft]:
         """See `Drafter`."""
         return [draft_of(self._match(sequence, limit)) for sequence, limit in zip(sequences, limits, strict=True)]
 

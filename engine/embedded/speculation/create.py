@@ -1,5 +1,7 @@
 """The choice of a drafter for a configuration."""
 
+import time
+
 from engine.config import EmbeddedConfig
 from engine.embedded.models.runner import ModelRunner
 from engine.embedded.speculation.answers import Answers
@@ -29,6 +31,8 @@ def create_speculator(config: EmbeddedConfig, runner: ModelRunner) -> Speculator
             drafter = Eagle(config, runner)
     return Speculator(
         drafter,
+        lookup=Lookup(config.speculative_min_match),
+        clock=time.process_time if runner.device.type == "cpu" else time.monotonic,
         most=config.speculative_tokens,
         min_speedup=config.speculative_min_speedup,
         context_length=runner.context_length,

@@ -74,9 +74,10 @@ class DraftModel:
         """Number of KV blocks that sequences have."""
         return self._pool.used
 
-    def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[Draft]:
+    def draft(self, sequences: Many[Sequence], limits: Many[int], least: float = 0.0) -> list[Draft]:
         """See `Drafter`."""
         drafts = [Draft([], []) for _ in sequences]
+        sure = [1.0] * len(sequences)
         fresh: dict[int, list[int]] = {}
         for index, (sequence, limit) in enumerate(zip(sequences, limits, strict=True)):
             reader = self._readers.setdefault(sequence, _Drafted(next(self._admissions)))
@@ -88,13 +89,14 @@ class DraftModel:
         while fresh:
             found = self._compute(sequences, fresh)
             following: dict[int, list[int]] = {}
-            for (index, _), token, kind in zip(sorted(fresh.items(), key=_by_length), *found, strict=True):
+            for (index, _), token, value in zip(sorted(fresh.items(), key=_by_length), *found, strict=True):
                 sequence, reader, draft = sequences[index], self._readers[sequences[index]], drafts[index]
                 if len(reader.tokens) < len(sequence.tokens) or token >= self._known:
                     continue
                 draft.tokens.append(token)
-                draft.classes.append(kind)
-                if len(draft.tokens) < limits[index] and kind:
+                draft.classes.append(class_of_probability(value))
+                sure[index] *= value
+                if len(draft.tokens) < limits[index] and sure[index] > least:
                     following[index] = [token]
             fresh = following
         return [draft if draft.tokens else NOTHING for draft in drafts]
@@ -113,9 +115,9 @@ class DraftModel:
             reader.table += self._pool.allocate(missing)
         return True
 
-    def _compute(self, sequences: Many[Sequence], fresh: dict[int, list[int]]) -> tuple[list[int], list[int]]:
-        """Compute new tokens of sequences; return the model's most likely next tokens and their classes of confidence,
-        in order of the number of new tokens: those of one come first."""
+    def _compute(self, sequences: Many[Sequence], fresh: dict[int, list[int]]) -> tuple[list[int], list[float]]:
+        """Compute new tokens of sequences; return the model's most likely next tokens and their probabilities, in order
+        of the number of new tokens: those of one come first."""
         ordered = sorted(fresh.items(), key=_by_length)
         readers = [self._readers[sequences[index]] for index, _ in ordered]
         starts = [len(reader.tokens) for reader in readers]
@@ -137,10 +139,9 @@ class DraftModel:
         )
         with torch.inference_mode():
             best = self.runner.forward(step).float().softmax(1).max(1)
-            values, tokens = best.values.tolist(), best.indices.tolist()
         for reader, (_, new) in zip(readers, ordered, strict=True):
             reader.tokens += new
-        return tokens, [class_of_probability(value) for value in values]
+        return best.indices.tolist(), best.values.tolist()
 
 
 def _by_length(item: tuple[int, list[int]]) -> int:

@@ -9,8 +9,9 @@ from engine.embedded.models.runner import ModelRunner
 from engine.embedded.sequence import Sequence
 from engine.embedded.step import Chunk
 
-CLASSES = 5
-"""Classes of confidence. How often their tokens are right is measured, so a drafter only has to order them."""
+CLASSES = 10
+"""Classes of confidence: five of matches in earlier text, five of what a model expects. How often their tokens are
+right is measured, so a drafter only has to order them."""
 
 
 class Draft(NamedTuple):
@@ -41,16 +42,17 @@ class Drafter(Protocol):
     """
 
     free: bool
-    """Whether a draft costs next to nothing. If so, it is also made to measure how often it would have been right;
-    otherwise only as long as it is worth while."""
+    """Whether a draft costs next to nothing: earlier text is looked up. If so, it is also made to measure how often it
+    would have been right; otherwise only as long as it is worth while."""
 
     @property
     def runner(self) -> ModelRunner | None:
         """The model that drafts, if one does."""
         ...
 
-    def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[Draft]:
-        """Return a draft for each sequence, of at most `limits[i]` tokens, one at least, to follow its known tokens."""
+    def draft(self, sequences: Many[Sequence], limits: Many[int], least: float = 0.0) -> list[Draft]:
+        """Return a draft for each sequence, of at most `limits[i]` tokens, one at least, to follow its known tokens.
+        A drafter that costs ends a draft that is less likely right than `least`."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
@@ -64,9 +66,9 @@ _BOUNDS = (0.3, 0.5, 0.7, 0.9)
 
 def class_of_probability(value: float) -> int:
     """Return the class of a token that a model expects so surely."""
-    return sum(value >= bound for bound in _BOUNDS)
+    return CLASSES // 2 + sum(value >= bound for bound in _BOUNDS)
 
 
 def class_of_match(length: int) -> int:
     """Return the class of a token that follows a match of this many tokens."""
-    return min(max(length.bit_length() - 2, 0), CLASSES - 1)
+    return min(max(length.bit_length() - 2, 0), CLASSES // 2 - 1)

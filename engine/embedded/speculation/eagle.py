@@ -29,8 +29,6 @@ _PIECES = 8
 """Maximum number of tensors that hold them. Each is a view that keeps the hidden states of a whole step in memory."""
 _CATCH_UP = 64
 """Maximum number of positions of a sequence that are read before it is drafted for."""
-_LEAST = 0.2
-"""A draft ends where it is less likely right than this."""
 
 
 class HeadReading:
@@ -45,14 +43,12 @@ class HeadReading:
         self.waiting: list[torch.Tensor] = []
         """Hidden states of the positions from `end` on."""
         self.count = 0
-        self.last: tuple[int, float, torch.Tensor] | None = None
-        """The head's prediction at the position before `end`: token, probability and hidden state."""
 
     def keep(self, start: int, hidden: torch.Tensor) -> None:
         """Take hidden states of the positions from `start` on. Those that were there are of other tokens."""
         if not self.end <= start <= self.end + self.count:
             self.first = min(start, self.first) if start < self.end else start
-            self.end, self.waiting, self.last = start, [], None
+            self.end, self.waiting = start, []
         elif start < self.end + self.count:
             self.waiting = [torch.cat(self.waiting)[: start - self.end]]
         self.waiting.append(hidden)
@@ -61,7 +57,7 @@ class HeadReading:
             end = self.end + self.count
             self.first = self.end = (end - _KEPT // 2) // self._size * self._size
             kept = torch.cat(self.waiting)[self.end - end :].clone()
-            self.waiting, self.count, self.last = [kept], end - self.end, None
+            self.waiting, self.count = [kept], end - self.end
         elif len(self.waiting) > _PIECES:
             self.waiting = [torch.cat(self.waiting)]
 
@@ -104,86 +100,44 @@ class Eagle:
             reader.keep(chunk.start, hidden[row : row + chunk.length])
             row += chunk.length
 
-    def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[Draft]:
-        """See `Drafter`."""
-        self._catch_up(sequences)
-        drafts = [Draft([], []) for _ in sequences]
-        ahead: dict[int, torch.Tensor] = {}
-        sure = [0.0] * len(sequences)
-        """Probability that all of a draft is right, as the head sees it."""
-        for index, sequence in enumerate(sequences):
+    def draft(self, sequences: Many[Sequence], limits: Many[int], least: float = 0.0) -> list[Draft]:
+        """See `Drafter`. Reads positions whose hidden states wait and whose next token is known: others were computed
+        for tokens of drafts that proved wrong, or the next one is under way."""
+        drafts, places, most = [NOTHING] * len(sequences), list[int](), list[int]()
+        step = HeadStep([], [], [], [], [], torch.empty(0))
+        inputs: list[torch.Tensor] = []
+        for index, (sequence, limit) in enumerate(zip(sequences, limits, strict=True)):
             reader = self._readers.get(sequence)
-            if reader is not None and reader.last is not None and reader.end == len(sequence.tokens) - 1:
-                token, sure[index], hidden = reader.last
-                _add(drafts[index], token, sure[index])
-                if limits[index] > 1 and sure[index] > _LEAST:
-                    ahead[index] = hidden
-        while ahead:
-            places = [(sequences[i], len(sequences[i].tokens) - 2 + len(drafts[i].tokens)) for i in ahead]
-            tokens, hidden = [[drafts[i].tokens[-1]] for i in ahead], torch.stack(list(ahead.values()))
-            found = self._head.forward(self._step(places, tokens, hidden, drafted=True))
-            following = {}
-            for row, index in enumerate(ahead):
-                _add(drafts[index], found.tokens[row], found.probabilities[row])
-                sure[index] *= found.probabilities[row]
-                if len(drafts[index].tokens) < limits[index] and sure[index] > _LEAST:
-                    following[index] = found.hidden[row]
-            ahead = following
-        return [draft if draft.tokens else NOTHING for draft in drafts]
+            if reader is None or reader.admission != sequence.admission:
+                continue
+            start, known = reader.end, len(sequence.tokens) - 1
+            count = min(reader.count, known - start, _CATCH_UP)
+            if count <= 0:
+                continue
+            places.append(index)
+            most.append(limit if start + count == known else 0)
+            inputs.append(reader.take(count))
+            self._add(step, sequence, reader, start, count, most[-1])
+        if places:
+            step = step._replace(inputs=inputs[0] if len(inputs) == 1 else torch.cat(inputs))
+            for index, found in zip(places, self._head.draft(step, most, least), strict=True):
+                if found.tokens:
+                    drafts[index] = Draft(found.tokens, list(map(class_of_probability, found.probabilities)))
+        return drafts
 
     def forget(self, sequence: Sequence) -> None:
         """See `Drafter`."""
         self._readers.pop(sequence, None)
 
-    def _catch_up(self, sequences: Many[Sequence]) -> None:
-        """Read positions whose hidden states wait and whose next token is known: others were computed for tokens of
-        drafts that proved wrong, or the next one is under way."""
-        places: list[tuple[Sequence, int]] = []
-        tokens: list[list[int]] = []
-        inputs: list[torch.Tensor] = []
-        for sequence in sequences:
-            reader = self._readers.get(sequence)
-            if reader is None or reader.admission != sequence.admission:
-                continue
-            count = min(reader.count, len(sequence.tokens) - 1 - reader.end, _CATCH_UP)
-            if count > 0:
-                places.append((sequence, reader.end))
-                tokens.append(sequence.tokens[reader.end + 1 : reader.end + 1 + count])
-                inputs.append(reader.take(count))
-        if not places:
-            return
-        found = self._head.forward(self._step(places, tokens, torch.cat(inputs), drafted=False))
-        for row, (sequence, _) in enumerate(places):
-            self._readers[sequence].last = found.tokens[row], found.probabilities[row], found.hidden[row]
-
-    def _step(
-        self, places: Many[tuple[Sequence, int]], tokens: list[list[int]], inputs: torch.Tensor, *, drafted: bool
-    ) -> HeadStep:
-        """Return the step of positions from a place on, of some sequences. Tables begin with the block of the first
-        position that the head has read."""
-        starts, tables = [], []
-        for (sequence, place), following in zip(places, tokens, strict=True):
-            skipped = self._readers[sequence].first // self._size
-            table = sequence.tables[0][skipped:]
-            lacking = -(-(place + len(following)) // self._size) - skipped - len(table)
-            own = self._blocks + sequence.slot * self._spare
-            starts.append(place - skipped * self._size)
-            tables.append([*table, *range(own, own + lacking)])
-        return HeadStep(
-            tokens=[token for following in tokens for token in following],
-            positions=[
-                position
-                for (_, place), following in zip(places, tokens, strict=True)
-                for position in range(place, place + len(following))
-            ],
-            starts=starts,
-            lengths=list(map(len, tokens)),
-            tables=tables,
-            inputs=inputs,
-            own=drafted,
-        )
-
-
-def _add(draft: Draft, token: int, probability: float) -> None:
-    draft.tokens.append(token)
-    draft.classes.append(class_of_probability(probability))
+    def _add(self, step: HeadStep, sequence: Sequence, reader: HeadReading, start: int, count: int, limit: int) -> None:
+        """Add a sequence's positions to a step. Tables begin with the block of the first position that the head has
+        read."""
+        skipped = reader.first // self._size
+        table = sequence.tables[0][skipped:]
+        lacking = -(-(start + count + limit) // self._size) - skipped - len(table)
+        own = self._blocks + sequence.slot * self._spare
+        step.tokens.extend(sequence.tokens[start + 1 : start + 1 + count])
+        step.positions.extend(range(start, start + count))
+        step.starts.append(start - skipped * self._size)
+        step.lengths.append(count)
+        step.tables.append([*table, *range(own, own + lacking)])

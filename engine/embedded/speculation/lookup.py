@@ -96,7 +96,7 @@ class Lookup:
         self._texts: dict[Sequence, tuple[KnownText, int]] = {}
         """The state of each sequence, and how many of its tokens it has taken in."""
 
-    def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[Draft]:
+    def draft(self, sequences: Many[Sequence], limits: Many[int], least: float = 0.0) -> list[Draft]:
         """See `Drafter`."""
         return [draft_of(self.match(sequence, limit)) for sequence, limit in zip(sequences, limits, strict=True)]
 

@@ -3,9 +3,13 @@
 A draft's next token is worth the probability that all of it up to there is right. It costs what one more row makes a
 step longer. Tokens are added in order of their worth for as long as they raise the tokens per second of the whole step,
 and none unless the step becomes faster by a margin. Load counts by itself: where rows are dear, drafts become short.
+
+A draft model or a head costs time before it is known what it brings. It is asked where no earlier text promises as
+much, and it pauses while it saves less time than it takes.
 """
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,7 +23,7 @@ from engine.embedded.speculation.drafter import CLASSES, NOTHING, Draft, Drafter
 from engine.embedded.step import Chunk
 from engine.stats import SpecDecodingStats
 
-_EXPECTED = (0.2, 0.4, 0.6, 0.8, 0.9)
+_EXPECTED = 2 * (0.2, 0.4, 0.6, 0.8, 0.9)
 """Assumed shares of right tokens, by class, before any was seen."""
 _ASSUMED = 4.0
 """Tokens that an assumption counts as."""
@@ -31,10 +35,18 @@ _CERTAINTY: NDArray[np.float64] = np.array([0.5, 20.0, 4.0])
 """Weights of the assumed costs of a base, a row and a draft: one step of several rows must not overthrow them."""
 _STEPS_REMEMBERED = 0.98
 _OVERHEAD = 0.004
-"""Most of the time that drafting may take where it leads to nothing, as a share of that of steps."""
+"""Most of the time that lookup may take where it leads to nothing, as a share of that of steps."""
 _LONGEST_REST = 16
 _PROBE_AFTER = 64
-"""Steps after which a sequence without drafts gets one, if its drafter can be judged in no other way."""
+"""Steps after which a sequence is drafted for again by a model that was not worth asking."""
+_NEXT = 0.6
+"""Assumed share of right tokens that a model drafts behind right ones."""
+_GAIN_REMEMBERED = 0.95
+_TRIAL = 8
+"""Drafts of a model after which it is known whether they pay."""
+_LOST = 0.01
+"""Share of the time that a model may take for nothing."""
+_LONGEST_PAUSE = 1024
 
 
 class Acceptance:
@@ -96,26 +108,76 @@ class StepCosts:
         return self._fitted
 
 
+class Returns:
+    """Whether the drafts of a model pay: the seconds that they save and take; older drafts count less."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """Usual time that a model takes for a token."""
+        self.accepted = 1.0
+        """Usual number of right tokens of a draft."""
+        self._gain = 0.0
+        self._asked = 0
+        """Number of drafts since the last pause."""
+        self._pause = 0
+        """Steps for which the model is not asked."""
+
+    def pauses(self) -> bool:
+        """Count a step; return whether the model is not asked in it."""
+        self._pause = max(self._pause - 1, 0)
+        return self._pause > 0
+
+    def took(self, tokens: int, seconds: float) -> float:
+        """Note the time that drafts took; return it. Much more than usual is reading of text or others' work."""
+        seconds = min(seconds / tokens, 2 * self.seconds) if self.seconds else seconds / tokens
+        self.seconds += (seconds - self.seconds) * (0.1 if seconds > self.seconds > 0 else 0.5)
+        return seconds * tokens
+
+    def note(self, drafts: int, accepted: int, seconds: float, step: float) -> None:
+        """Note what a step's drafts brought: accepted tokens, and the seconds that they saved; `step` is what a step
+        takes without any. A model that loses time pauses until that is little of the whole."""
+        self.accepted += (accepted / drafts - self.accepted) * (1 - _GAIN_REMEMBERED)
+        self._gain = self._gain * _GAIN_REMEMBERED + seconds
+        self._asked += 1
+        if self._asked >= _TRIAL and self._gain < 0:
+            self._pause = min(int(-self._gain / max(_LOST * step, 1e-9)), _LONGEST_PAUSE)
+            self._gain, self._asked = 0.0, 0
+
+
 @dataclass(slots=True)
 class _Followed:
     """A sequence that has been drafted for."""
 
     acceptance: Acceptance
     known: int
-    """Its number of tokens when `draft` was made."""
-    draft: Draft = NOTHING
-    """Draft of its next tokens, whether it was computed or not."""
+    """Its number of tokens when the drafts were made."""
+    found: Draft = NOTHING
+    """What lookup has drafted for its next tokens, whether that was computed or not."""
+    modelled: Draft = NOTHING
+    """What a model has drafted for them."""
     without: int = 0
-    """Number of steps since its last draft."""
+    """Number of steps since a model drafted for it."""
 
 
 class Speculator:
     """Chooses drafts for the next step, and measures what becomes of them."""
 
-    def __init__(self, drafter: Drafter, *, most: int, min_speedup: float, context_length: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        most: int,
+        min_speedup: float,
+        context_length: int,
+        lookup: Drafter | None = None,
+        clock: Callable[[], float] = time.process_time,
+    ) -> None:
         """A sequence has at most `most` drafted tokens in a step; a step has none unless they make it `min_speedup`
-        times as fast; 0 computes every draft, whatever it costs."""
+        times as fast; 0 computes every draft, whatever it costs. `lookup`: the free drafter beside one that costs.
+        `clock` measures what drafts cost."""
         self.drafter = drafter
+        self._lookup, self._model = (drafter, None) if drafter.free else (lookup, drafter)
+        self._clock = clock
         self._drafts = self._draft_tokens = 0
         self._accepted = [0] * most
         """Number of accepted tokens by position in the draft."""
@@ -125,10 +187,13 @@ class Speculator:
         self._acceptance = Acceptance(_MEMORY_OF_ALL)
         self._costs = StepCosts()
         self._followed: dict[Sequence, _Followed] = {}
-        self._fruitless = 0
-        """Number of drafts in a row that were made by a drafter that costs, and not computed."""
         self._rest = 0
-        """Steps for which nothing is drafted, as it would take too long for nothing."""
+        """Steps for which nothing is looked up, as it would take too long for nothing."""
+        self._returns = Returns()
+        self._asked: dict[Sequence, int] = {}
+        """Sequences that a model has drafted for, and how many tokens of that the step computes."""
+        self._spent = 0.0
+        """Seconds that it took for that."""
 
     def plan(self, sequences: Many[Sequence]) -> bool:
         """Give sequences that decode in the next step their drafts (`Sequence.draft`); return whether one has any.
@@ -138,36 +203,36 @@ class Speculator:
         """
         for sequence in sequences:
             sequence.draft = []
-        if self._rest > 0:
-            self._rest -= 1
-            return False
-        started = time.thread_time()
         decoding = [s for s in sequences if s.remaining == 1 and s.status is SequenceStatus.RUNNING]
+        looks, asks = self._lookup is not None and self._rest <= 0, self._model is not None
+        self._rest = max(self._rest - 1, 0)
+        if not (looks or asks):
+            return False
         room_of = {sequence: room for sequence in decoding if (room := self._room(sequence)) > 0}
         if not room_of:
             return False
-        sequences, rooms = list(room_of), list(room_of.values())
+        sequences, rooms, rows = list(room_of), list(room_of.values()), len(decoding)
+        self._settle(rows)
+        started = time.thread_time()
         for sequence in sequences:
             self._judge(sequence)
-        if self.drafter.free:
-            drafts = self.drafter.draft(sequences, rooms)
-        else:
-            drafts = self._draft_worthwhile(sequences, rooms, len(decoding))
-        lengths = self._lengths(sequences, drafts, len(decoding))
+        drafts = [NOTHING] * len(sequences)
+        if looks and self._lookup is not None:
+            drafts = self._lookup.draft(sequences, rooms)
+            for sequence, draft in zip(sequences, drafts, strict=True):
+                self._followed[sequence].found = draft
+        looked = time.thread_time() - started
+        asked = self._ask(sequences, rooms, drafts, rows) if asks else []
+        started = time.thread_time()
+        lengths = self._lengths(sequences, drafts, rows)
         for sequence, draft, length in zip(sequences, drafts, lengths, strict=True):
-            followed = self._followed[sequence]
-            followed.draft, followed.known = draft, len(sequence.tokens)
             sequence.draft = draft.tokens[:length]
-        if any(lengths):
-            self._fruitless = 0
-            return True
-        if not self.drafter.free:
-            self._fruitless += 1
-            self._rest = min(2 ** (self._fruitless - 1), _PROBE_AFTER) - 1
-            return False
-        if usual := self._costs.fit().of(len(decoding), False):
-            self._rest = min(int((time.thread_time() - started) / (_OVERHEAD * usual)), _LONGEST_REST)
-        return False
+        # What follows a token that is under way is not computed.
+        self._asked = {sequences[i]: 0 if sequences[i].pending else lengths[i] for i in asked}
+        looked += time.thread_time() - started
+        if looks and not any(lengths) and (usual := self._costs.fit().of(rows, False)):
+            self._rest = min(int(looked / (_OVERHEAD * usual)), _LONGEST_REST)
+        return any(lengths)
 
     def read(self, chunks: Many[Chunk], hidden: torch.Tensor) -> None:
         """Pass a step's hidden states on to the drafter."""
@@ -197,7 +262,9 @@ class Speculator:
     def forget(self, sequence: Sequence) -> None:
         """Drop the state of a sequence that has ended."""
         self._followed.pop(sequence, None)
-        self.drafter.forget(sequence)
+        for drafter in (self._lookup, self._model):
+            if drafter is not None:
+                drafter.forget(sequence)
 
     def _room(self, sequence: Sequence) -> int:
         """Return how many drafted tokens a sequence can have: with one more, they must not go beyond its end."""
@@ -207,55 +274,98 @@ class Speculator:
         return min(self._most, output - 1, self._context_length - len(sequence.tokens) - 1)
 
     def _judge(self, sequence: Sequence) -> None:
-        """Compare the last draft of a sequence, computed or not, with the tokens that have come since."""
+        """Compare the last drafts of a sequence, computed or not, with the tokens that have come since."""
         if (followed := self._followed.get(sequence)) is None:
             self._followed[sequence] = _Followed(Acceptance(_MEMORY_OF_ONE), len(sequence.tokens))
             return
         came = sequence.tokens[followed.known :]
-        for token, drafted, kind in zip(came, *followed.draft, strict=False):
-            self._acceptance.note(kind, token == drafted)
-            followed.acceptance.note(kind, token == drafted)
-            if token != drafted:
-                break
+        for draft in (followed.found, followed.modelled):
+            for token, drafted, kind in zip(came, *draft, strict=False):
+                self._acceptance.note(kind, token == drafted)
+                followed.acceptance.note(kind, token == drafted)
+                if token != drafted:
+                    break
+        followed.found = followed.modelled = NOTHING
+        followed.known = len(sequence.tokens)
 
-    def _draft_worthwhile(self, sequences: Many[Sequence], rooms: Many[int], rows: int) -> list[Draft]:
-        """Have drafts made where they are worth it if the drafter is sure, or have not been tried for long."""
+    def _settle(self, rows: int) -> None:
+        """Note what the last drafts of a model have brought."""
+        if not self._asked:
+            return
+        cost, accepted = self._costs.fit(), 0
+        for sequence, length in self._asked.items():
+            if (followed := self._followed.get(sequence)) is not None:
+                accepted += min(length, len(sequence.tokens) - followed.known - 1)
+        saved = accepted * cost.of(rows, False) / rows - cost.row * sum(self._asked.values())
+        self._returns.note(len(self._asked), accepted, saved - self._spent, cost.of(rows, False))
+        self._asked, self._spent = {}, 0.0
+
+    def _ask(self, sequences: Many[Sequence], rooms: Many[int], drafts: list[Draft], rows: int) -> list[int]:
+        """Have a model draft where that is worth it if it is sure, or was not tried for long, unless earlier text
+        promises more; put that into `drafts` and return its indices."""
+        assert self._model is not None
+        if self._min_speedup and self._returns.pauses():
+            return []
+        cost = self._costs.fit()
         guesses = [Draft([0] * room, [CLASSES - 1] * room) for room in rooms]
-        limits = self._lengths(sequences, guesses, rows)
+        limits = self._lengths(sequences, guesses, rows, self._returns.seconds)
+        asked: list[int] = []
         for index, sequence in enumerate(sequences):
             followed = self._followed[sequence]
+            if sum(self._chances(sequence, drafts[index])) > self._returns.accepted:
+                continue
             followed.without = 0 if limits[index] else followed.without + 1
             if followed.without >= _PROBE_AFTER:
                 limits[index], followed.without = 1, 0
-        asked = [index for index, limit in enumerate(limits) if limit]
-        found = self.drafter.draft([sequences[i] for i in asked], [limits[i] for i in asked]) if asked else []
-        drafts = [NOTHING] * len(sequences)
-        for index, draft in zip(asked, found, strict=True):
-            drafts[index] = draft
-        return drafts
+            if limits[index]:
+                asked.append(index)
+        if not asked:
+            return []
+        rate = (rows + self._returns.accepted * len(asked)) / max(cost.of(rows + len(asked), True), 1e-9)
+        least = (cost.row + self._returns.seconds) * rate / _NEXT if self._min_speedup else 0.0
+        started = self._clock()
+        found = self._model.draft([sequences[i] for i in asked], [limits[i] for i in asked], least)
+        spent = self._clock() - started
+        asked = [index for index, draft in zip(asked, found, strict=True) if draft.tokens]
+        for index, draft in zip(asked, filter(_any, found), strict=True):
+            drafts[index] = self._followed[sequences[index]].modelled = draft
+        if tokens := sum(len(drafts[index].tokens) for index in asked):
+            self._spent = self._returns.took(tokens, spent)
+        return asked
 
-    def _lengths(self, sequences: Many[Sequence], drafts: Many[Draft], rows: int) -> list[int]:
-        """Return how many tokens of each draft to compute in a step that decodes `rows` sequences."""
+    def _chances(self, sequence: Sequence, draft: Draft) -> list[float]:
+        """Return the probabilities that a draft is right up to each of its tokens."""
+        own, probability, found = self._followed[sequence].acceptance, 1.0, list[float]()
+        for kind in draft.classes:
+            probability *= own.share(kind, self._acceptance.share(kind, _EXPECTED[kind]))
+            found.append(probability)
+        return found
+
+    def _lengths(self, sequences: Many[Sequence], drafts: Many[Draft], rows: int, drafting: float = 0.0) -> list[int]:
+        """Return how many tokens of each draft to compute in a step that decodes `rows` sequences; `drafting` are the
+        seconds that it takes to draft each of them."""
         if not self._min_speedup:
             return [len(draft.tokens) for draft in drafts]
         cost = self._costs.fit()
-        lengths = [0] * len(drafts)
+        lengths, row = [0] * len(drafts), cost.row + drafting
         plain, tokens, seconds = cost.of(rows, False), float(rows), cost.of(rows, True)
-        least = cost.row * rows / max(plain, 1e-9)
+        least = row * rows / max(plain, 1e-9)
         worth: list[tuple[float, int]] = []
         for index, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
-            own, probability = self._followed[sequence].acceptance, 1.0
-            for kind in draft.classes:
-                probability *= own.share(kind, self._acceptance.share(kind, _EXPECTED[kind]))
+            for probability in self._chances(sequence, draft):
                 if probability <= least:
                     break
                 worth.append((probability, index))
         for probability, index in sorted(worth, reverse=True):
-            if probability * seconds <= cost.row * tokens:
+            if probability * seconds <= row * tokens:
                 break
             lengths[index] += 1
             tokens += probability
-            seconds += cost.row
+            seconds += row
         if tokens * plain < self._min_speedup * rows * seconds:
             return [0] * len(drafts)
         return lengths
+
+
+def _any(draft: Draft) -> bool:
+    return bool(draft.tokens)

@@ -13,7 +13,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from engine.embedded.models.native.levels import Level
-from engine.embedded.models.native.structures import NativeDraw, NativeModel, NativeStep
+from engine.embedded.models.native.structures import NativeDrafting, NativeDraw, NativeModel, NativeStep
 
 SOURCE = Path(__file__).with_name("decoder.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
@@ -89,9 +89,11 @@ def _declared(code: ctypes.CDLL) -> ctypes.CDLL:
     code.report.argtypes = [pointer, integer, integer, pointer, integer, pointer]
     code.decoder_new.argtypes, code.decoder_new.restype = [ctypes.POINTER(NativeModel), ctypes.c_int], pointer
     code.decoder_forward.argtypes = [pointer, ctypes.POINTER(NativeStep)]
+    code.decoder_draft.argtypes = [pointer, ctypes.POINTER(NativeStep), ctypes.POINTER(NativeDrafting)]
     code.decoder_take.argtypes = [pointer, pointer, integer]
     code.decoder_threads.argtypes, code.decoder_threads.restype = [pointer], ctypes.c_int
     code.decoder_delete.argtypes = [pointer]
-    for name in ("pack", "pack_blocks", "draw", "report", "decoder_forward", "decoder_take", "decoder_delete"):
+    decoder = (f"decoder_{name}" for name in ("forward", "draft", "take", "delete"))
+    for name in ("pack", "pack_blocks", "draw", "report", *decoder):
         code[name].restype = None
     return code

@@ -19,6 +19,7 @@
 namespace {
 
 constexpr int kTaskPanels = 6;                 // panels in a task: even, as gate and up panels come in pairs
+constexpr int kMostPanels = 8;                 // the same where two are read side by side
 constexpr int kTaskRows = 16 * kTileRows;
 static_assert(kTaskRows % kBlockRows == 0, "tasks begin where tiles of activations begin");
 static_assert(kTaskPanels % (2 * kStreams) == 0, "a gate and what it gates are in one task");
@@ -70,6 +71,17 @@ struct Step {
   float* hidden;          // null, or what enters the layers of `take`: [num_tokens][layers][hidden]
   int64_t num_tokens, num_chunks, num_rows;
 };
+// Of a head: the tokens that it drafts behind the chunks of a step, whose last rows are its `rows`.
+struct Drafting {
+  const int32_t* names;      // ids of the tokens that the head knows
+  const float* frequencies;  // [head_dim / 2]
+  const int32_t* positions;  // of the last token of each chunk
+  int32_t* limits;           // tokens of each chunk at most, then how many there are
+  int32_t* tokens;           // [chunks][most]
+  float* probabilities;      // [chunks][most]
+  int64_t most;
+  float least;  // no token follows those that are all right with this probability or a lower one
+};
 
 namespace {
 
@@ -96,6 +108,49 @@ class Decoder {
     prompts_ = std::partition(queries_.begin(), queries_.end(), [&](auto& q) { return step.chunks[q.chunk].length > 1; }) - queries_.begin();
     auto work = [this] { layers(); };
     team_.run(12 * (int)model_.num_layers + 6 + (int)taken_.size(), work);
+  }
+
+  // Further positions take the head's own output in the place of hidden states.
+  void draft(const Step& first, const Drafting& drafting) {
+    const long hidden = model_.embedding.inputs, half = model_.head_dim / 2, size = model_.head.outputs;
+    Step step = first;
+    std::vector<Chunk> chunks(first.chunks, first.chunks + first.num_chunks);
+    std::vector<int> owners(chunks.size());  // of chunks: those of the first step
+    for (size_t i = 0; i < owners.size(); i++) owners[i] = i;
+    std::vector<float> sure(chunks.size(), 1.0f), states(chunks.size() * hidden), cos(chunks.size() * half), sin(cos.size());
+    std::vector<int32_t> tokens(chunks.size()), rows(chunks.size());
+    std::vector<const float*> embeddings(chunks.size());
+    for (int place = 0;; place++) {
+      forward(step);
+      int going = 0;
+      for (int i = 0; i < (int)step.num_chunks; i++) {
+        const int owner = owners[i];
+        if (place >= drafting.limits[owner]) continue;
+        const float *logits = step.logits + i * size, highest = *std::max_element(logits, logits + size);
+        const long best = std::find(logits, logits + size, highest) - logits;
+        const float probability = 1.0f / total(logits, size, [&](auto v) { return exponential(v - highest); });
+        drafting.tokens[owner * drafting.most + place] = drafting.names[best];
+        drafting.probabilities[owner * drafting.most + place] = probability;
+        sure[owner] *= probability;
+        if (place + 1 >= drafting.limits[owner] || sure[owner] <= drafting.least) {
+          drafting.limits[owner] = place + 1;
+          continue;
+        }
+        const Chunk chunk = chunks[i];
+        std::memmove(&states[going * hidden], step.hidden + step.rows[i] * hidden, hidden * sizeof(float));
+        for (long d = 0; d < half; d++) {
+          const float angle = (drafting.positions[owner] + place + 1) * drafting.frequencies[d];
+          cos[going * half + d] = std::cos(angle), sin[going * half + d] = std::sin(angle);
+        }
+        chunks[going] = {going, 1, chunk.start + chunk.length, chunk.table};
+        owners[going] = owner, tokens[going] = drafting.names[best], embeddings[going] = &states[going * hidden];
+        going++;
+      }
+      if (!going) return;
+      for (int i = 0; i < going; i++) rows[i] = i;
+      step = {tokens.data(), embeddings.data(), cos.data(), sin.data(), chunks.data(), first.tables, rows.data(),
+              first.logits, nullptr, first.hidden, going, going, going};
+    }
   }
 
  private:
@@ -192,27 +247,33 @@ class Decoder {
     for (; i < size; i++) out[i] = x[i] * factor * weight[i];
   }
 
+  // How many panels of weights are read side by side for so many rows.
+  static int streams_of(int64_t kind, int rows) {
+    if (rows == 1 && streams(kind)) return kStreams;
+    return rows == 2 && kind == kBfloat16 && kLanes < 16 ? 2 : 1;  // as many as `tiles` takes at a time
+  }
+
   // store(row, panel, low, high) takes all of a product. x: rows of m.inputs values, `stride` apart.
   template <class Store>
   void product(int& phase, const Matrix& m, const float* x, long stride, int rows, Store store) {
     const bool blocks = m.kind != kBfloat16;
     const Activations codes = blocks ? coded(phase, m, x, stride, rows) : Activations{};
-    const int panels = (m.outputs + kPanel - 1) / kPanel, tasks = (panels + kTaskPanels - 1) / kTaskPanels;
-    const int row_blocks = (rows + kTaskRows - 1) / kTaskRows, sides = rows == 1 && streams(m.kind) ? kStreams : 1;
+    const int sides = streams_of(m.kind, rows), width = sides == 2 ? kMostPanels / 2 : kTaskPanels / sides;
+    const int panels = (m.outputs + kPanel - 1) / kPanel, tasks = (panels + sides * width - 1) / (sides * width);
+    const int row_blocks = (rows + kTaskRows - 1) / kTaskRows;
     team_.each(phase, tasks * row_blocks, [&](int i) {
       // Panels side by side are `tasks` times `width` apart, so that each goes on where it ended in the task before.
       const int first_row = i % row_blocks * kTaskRows, count_rows = std::min(kTaskRows, rows - first_row);
-      const int width = kTaskPanels / sides;
-      int numbers[kTaskPanels], count = 0;
-      for (int place = 0; place < kTaskPanels; place++) {
+      int numbers[kMostPanels], count = 0;
+      for (int place = 0; place < sides * width; place++) {
         const int number = (place % sides * tasks + i / row_blocks) * width + place / sides;
         if (number < panels) numbers[count++] = number;
       }
-      const uint8_t* group[kTaskPanels];
+      const uint8_t* group[kMostPanels];
       for (int p = 0; p < count; p++) group[p] = m.panels + numbers[p] * m.stride();
       const auto place = [&](int row, int panel, Vec low, Vec high) { store(first_row + row, numbers[panel], low, high); };
       if (blocks) return multiply(codes, first_row, count_rows, m.kind, group, count, place);
-      WeightPanel weights[kTaskPanels];
+      WeightPanel weights[kMostPanels];
       for (int p = 0; p < count; p++) weights[p].data = (const uint32_t*)group[p];
       multiply(x + first_row * stride, stride, count_rows, weights, count, m.inputs, place);
     });
@@ -421,6 +482,7 @@ void report(const float* logits, int64_t rows, int64_t vocab, const int64_t* cho
 
 void* decoder_new(const Model* model, int threads) { return new Decoder(*model, threads); }
 void decoder_forward(void* decoder, const Step* step) { static_cast<Decoder*>(decoder)->forward(*step); }
+void decoder_draft(void* decoder, const Step* step, const Drafting* drafting) { static_cast<Decoder*>(decoder)->draft(*step, *drafting); }
 void decoder_take(void* decoder, const int64_t* layers, int64_t count) { static_cast<Decoder*>(decoder)->take(layers, count); }
 int decoder_threads(void* decoder) { return static_cast<Decoder*>(decoder)->threads(); }
 void decoder_delete(void* decoder) { delete static_cast<Decoder*>(decoder); }

@@ -2,19 +2,20 @@
 
 import ctypes
 import weakref
-from itertools import accumulate
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch.nn import functional
 
 from engine.checkpoints.eagle import EagleHead
-from engine.embedded.models.heads import HeadOutput, HeadStep, load_tensors
+from engine.embedded.models.heads import HeadDraft, HeadStep, load_tensors
 from engine.embedded.models.native.rotary import frequencies
 from engine.embedded.models.native.structures import (
     BLOCK,
     BLOCK_BYTES,
     Kind,
+    NativeDrafting,
     NativeLayer,
     NativeMatrix,
     NativeModel,
@@ -40,9 +41,10 @@ class NativeHead:
         if rotary is None:
             raise EngineFailure(f"the scaled rotary positions in {head.folder} are unknown")
         self._code, self._frequencies = code, rotary.numpy()
-        self._hidden, self._drafted = facts.hidden_size, tensors["d2t"]
+        self._hidden = facts.hidden_size
+        self._drafted = tensors["d2t"].to(torch.int32).numpy()
         self._kept: list[torch.Tensor] = []
-        rows = tensors["lm_head"] if "lm_head" in tensors else output[self._drafted]
+        rows = tensors["lm_head"] if "lm_head" in tensors else output[tensors["d2t"]]
         self._layer = NativeLayer(
             qkv=self._matrix(torch.cat([tensors[f"{name}_proj"] for name in "qkv"])),
             out=self._matrix(tensors["o_proj"]),
@@ -75,39 +77,42 @@ class NativeHead:
         layers = np.ones(1, np.int64)
         code.decoder_take(self._decoder, layers.ctypes.data, 1)  # the output of its one layer
 
-    def forward(self, step: HeadStep) -> HeadOutput:
+    def draft(self, step: HeadStep, limits: Sequence[int], least: float) -> list[HeadDraft]:
         """See `HeadRunner`."""
-        count, sequences = len(step.tokens), len(step.lengths)
+        count, sequences, most = len(step.tokens), len(limits), max(max(limits), 1)
         angles = np.array(step.positions, np.float32)[:, None] * self._frequencies
         cos, sin = np.cos(angles), np.sin(angles)
-        ends = list(accumulate(step.lengths))
-        tables = list(accumulate((len(table) for table in step.tables), initial=0))
-        places = [
-            (end - length, length, start, table)
-            for end, length, start, table in zip(ends, step.lengths, step.starts, tables, strict=False)
-        ]
-        rows = [end - 1 for end in ends]
-        arrays = [
-            np.array(values, np.int32)
-            for values in (step.tokens, places, [block for table in step.tables for block in table], rows)
-        ]
+        places: list[tuple[int, int, int, int]] = []
+        tables: list[int] = []
+        row = 0
+        for start, length, table in zip(step.starts, step.lengths, step.tables, strict=True):
+            places.append((row, length, start, len(tables)))
+            tables += table
+            row += length
+        rows = [first + length - 1 for first, length, _, _ in places]
+        arrays = [np.array(values, np.int32) for values in (step.tokens, places, tables, rows)]
+        last = np.array([step.positions[row] for row in rows], np.int32)
         inputs = step.inputs.contiguous()
-        addresses = inputs.data_ptr() + np.arange(count, dtype=np.uintp) * np.uintp(4 * self._hidden)
-        logits = torch.empty(sequences, len(self._drafted))
-        hidden = torch.empty(count, self._hidden)
-        self._code.decoder_forward(
+        logits = np.empty((sequences, len(self._drafted)), np.float32)
+        hidden = np.empty((count, self._hidden), np.float32)
+        most_tokens = np.array(limits, np.int32)
+        tokens, probabilities = np.empty((sequences, most), np.int32), np.empty((sequences, most), np.float32)
+        self._code.decoder_draft(
             self._decoder,
             NativeStep(
-                arrays[0].ctypes.data, addresses.ctypes.data if step.own else None, cos.ctypes.data, sin.ctypes.data,
-                *(array.ctypes.data for array in arrays[1:]), logits.data_ptr(),
-                None if step.own else inputs.data_ptr(), hidden.data_ptr(), count, sequences, sequences,
+                arrays[0].ctypes.data, None, cos.ctypes.data, sin.ctypes.data,
+                *(array.ctypes.data for array in arrays[1:]), logits.ctypes.data, inputs.data_ptr(), hidden.ctypes.data,
+                count, sequences, sequences,
+            ),
+            NativeDrafting(
+                self._drafted.ctypes.data, self._frequencies.ctypes.data, last.ctypes.data, most_tokens.ctypes.data,
+                tokens.ctypes.data, probabilities.ctypes.data, most, least,
             ),
         )  # fmt: skip
-        values = logits.numpy()  # by numpy: torch would start threads
-        best = values.argmax(1)
-        highest = values[np.arange(sequences), best]
-        sums = np.exp(values - highest[:, None]).sum(1)
-        return HeadOutput(self._drafted[torch.from_numpy(best)].tolist(), (1 / sums).tolist(), hidden[rows])
+        return [
+            HeadDraft(found[:length], sure[:length])
+            for found, sure, length in zip(tokens.tolist(), probabilities.tolist(), most_tokens.tolist(), strict=True)
+        ]
 
     def _matrix(self, *weights: torch.Tensor) -> NativeMatrix:
         """Lay out one matrix, or a gate and what it gates, a panel of each in turn."""

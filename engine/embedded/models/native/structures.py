@@ -62,3 +62,11 @@ class NativeDraw(Structure):
         *((name, c_float) for name in ("temperature", "top_p", "min_p")),
         ("races", c_int32),
     ]
+
+
+class NativeDrafting(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("names", "frequencies", "positions", "limits", "tokens", "probabilities")),
+        ("most", c_int64),
+        ("least", c_float),
+    ]

@@ -42,6 +42,8 @@ inline Vec exponential(Vec x) {
   return y * (Vec)power;
 }
 
+inline float exponential(float x) { return exponential(all(x))[0]; }
+
 inline long padded(long size) { return (size + kPanel - 1) / kPanel * kPanel; }
 
 // The sum of a term of each value, in the same order at every width of vector.

@@ -1,13 +1,15 @@
 """An EAGLE-3 head in torch's operations, on any device."""
 
+import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch.nn import functional
 
 from engine.checkpoints.eagle import EagleHead
 from engine.embedded.models.devices import to_device
-from engine.embedded.models.heads import HeadOutput, HeadStep, likeliest, load_tensors, places_of
+from engine.embedded.models.heads import HeadDraft, HeadStep, likeliest, load_tensors, places_of
 from engine.embedded.models.native.rotary import frequencies
 from engine.errors import EngineFailure
 
@@ -38,24 +40,46 @@ class TorchHead:
         self._cache = torch.zeros(shape, dtype=dtype, device=self._device)
 
     @torch.inference_mode()
-    def forward(self, step: HeadStep) -> HeadOutput:
+    def draft(self, step: HeadStep, limits: Sequence[int], least: float) -> list[HeadDraft]:
         """See `HeadRunner`."""
-        tokens = self._to_device(step.tokens)
-        x = step.inputs.to(self._weights["fc"].dtype)
-        if not step.own:
-            x = self._product(x, "fc")
-        normed = self._normalise(x, "hidden_norm")
-        if self._norm_before_residual:
-            x = normed
-        joined = torch.cat((self._normalise(self._embed(tokens), "input_layernorm"), normed), -1)
+        drafts = [HeadDraft([], []) for _ in limits]
+        hidden = self._product(step.inputs.to(self._weights["fc"].dtype), "fc")
+        going = list(range(len(limits)))
+        while True:
+            last = self._compute(step, hidden)
+            best, probabilities = likeliest(self._product(self._normalise(last, "norm"), "lm_head"))
+            tokens: list[int] = self._drafted[self._to_device(best)].tolist()
+            left: list[int] = []
+            for row, (index, token, probability) in enumerate(zip(going, tokens, probabilities, strict=True)):
+                if not limits[index]:
+                    continue
+                drafts[index].tokens.append(token)
+                drafts[index].probabilities.append(probability)
+                if len(drafts[index].tokens) < limits[index] and math.prod(drafts[index].probabilities) > least:
+                    left.append(row)
+            if not left:
+                return drafts
+            ends = list(accumulate(step.lengths))
+            step = HeadStep(
+                tokens=[tokens[row] for row in left],
+                positions=[step.positions[ends[row] - 1] + 1 for row in left],
+                starts=[step.starts[row] + step.lengths[row] for row in left],
+                lengths=[1] * len(left),
+                tables=[step.tables[row] for row in left],
+                inputs=step.inputs,
+            )
+            going, hidden = [going[row] for row in left], last[left]
+
+    def _compute(self, step: HeadStep, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute positions of their hidden states [positions, hidden]; return the output at the last ones."""
+        normed = self._normalise(hidden, "hidden_norm")
+        x = normed if self._norm_before_residual else hidden
+        joined = torch.cat((self._normalise(self._embed(self._to_device(step.tokens)), "input_layernorm"), normed), -1)
         x = x + self._product(self._attend(joined, step), "o_proj")
         normed = self._normalise(x, "post_attention_layernorm")
         gated = functional.silu(self._product(normed, "gate_proj")) * self._product(normed, "up_proj")
         x = x + self._product(gated, "down_proj")
-        last = x[self._to_device(step.lengths).cumsum(0) - 1]
-        logits = self._product(self._normalise(last, "norm"), "lm_head")
-        best, probabilities = likeliest(logits)
-        return HeadOutput(self._drafted[self._to_device(best)].tolist(), probabilities, last)
+        return x[self._to_device(step.lengths).cumsum(0) - 1]
 
     def _attend(self, joined: torch.Tensor, step: HeadStep) -> torch.Tensor:
         """Write keys and values, and attend to them in the sequences' blocks: [positions, heads * dim]."""

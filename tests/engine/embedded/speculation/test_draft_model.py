@@ -60,8 +60,9 @@ def test_a_draft_model_changes_nothing(tiny_model: Path, draft_folder: Path, ove
     plain, _ = run(tiny_model, prompts)
     drafts = {"speculative": "draft", "speculative_model": str(tiny_model if itself else draft_folder)}
     found, core = run(
-        tiny_model, prompts, speculative_tokens=4, speculative_min_speedup=0, overlap_scheduler=overlap, **drafts
-    )
+        tiny_model, prompts, speculative_tokens=4, speculative_min_speedup=0, speculative_min_match=1000,
+        overlap_scheduler=overlap, **drafts,
+    )  # fmt: skip
     assert found == plain
     stats = core.stats().spec_decoding_stats
     assert stats is not None and stats.num_drafts > 0

@@ -157,23 +157,25 @@ def test_a_head_computes_what_it_was_trained_to(
     features = torch.cat([entered[layer][0] for layer in (2, 3, 3)], -1)
     torch.testing.assert_close(runner.hidden, features, rtol=1e-3, atol=1e-3)
 
-    expected = head(features[None], torch.tensor([tokens]), model.model.embed_tokens.weight, DEPTH)
+    text, probabilities = list(tokens), list[float]()
+    for depth in range(DEPTH):
+        final = head(features[None], torch.tensor([text]), model.model.embed_tokens.weight, DEPTH)[depth]
+        logits = (final[0, start] @ output.T).softmax(0)
+        text[start + 2 + depth] = int(drafted[logits.argmax()])
+        probabilities.append(float(logits.max()))
     for first, last in ((0, 13), (13, start + 1)):
-        found = loaded.forward(
+        beside, found = loaded.draft(
             HeadStep(
                 [7, *tokens[first + 1 : last + 1]], [0, *range(first, last)], [0, first], [1, last - first],
-                [[6], table], torch.cat((features[:1], features[first:last])), own=False,
-            )
+                [[6, 101], [*table[:3], 100]], torch.cat((features[:1], features[first:last])),
+            ),
+            [3, DEPTH if last > start else 0],
+            0.0,
         )  # fmt: skip
-    for depth in range(DEPTH):
-        final = head.norm(found.hidden[-1])
-        torch.testing.assert_close(final, expected[depth][0, start], rtol=1e-3, atol=1e-3)
-        logits = (final @ output.T).softmax(0)
-        assert found.tokens[-1] == int(drafted[logits.argmax()])
-        assert found.probabilities[-1] == pytest.approx(float(logits.max()), abs=1e-3)
-        place, blocks = start + 1 + depth, [*table[:3], 100]
-        step = HeadStep([tokens[place + 1]], [place], [place], [1], [blocks], found.hidden[-1:], own=True)
-        found = loaded.forward(step)
+        assert len(beside.tokens) == len(beside.probabilities) == 3
+        assert len(found.tokens) == (DEPTH if last > start else 0)
+    assert found.tokens == text[start + 2 : start + 2 + DEPTH]
+    assert found.probabilities == pytest.approx(probabilities, abs=1e-3)
 
 
 @pytest.mark.parametrize("options", [{"num_blocks": 22}, {"attention": "sdpa", "overlap_scheduler": "on"}])
@@ -187,6 +189,7 @@ def test_a_head_changes_nothing(
 ) -> None:
     for path in (head_folder, repeater):
         asked = {"speculative": "eagle3", "speculative_model": str(path), "speculative_min_speedup": 0.0}
+        asked["speculative_min_match"] = 1000  # nothing is looked up
         core = EngineCore(config_of(folder, speculative_tokens=DEPTH, **asked, **options), lambda _: None)
         assert answers(core) == plain
         assert answers(core, temperature=1.0, seed=7) == sampled

@@ -1,6 +1,7 @@
 """The number of drafted tokens, which depends on acceptance and the times of steps."""
 
 from collections.abc import Sequence as Many
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +16,21 @@ from engine.types import GenerateRequest, SamplingParams
 class Repeating:
     """Drafts that the test says are right or not: token 1 is what comes."""
 
-    def __init__(self, *, free: bool = True) -> None:
+    def __init__(self, *, free: bool = True, seconds: float = 0.0, length: int = 100) -> None:
+        """`seconds`: time that a token takes; `length`: of the longest draft."""
         self.free = free
         self.right = True
         self.asked = 0
+        self.spent = 0.0
+        self._seconds = seconds
+        self._length = length
 
-    def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[Draft]:
+    def draft(self, sequences: Many[Sequence], limits: Many[int], least: float = 0.0) -> list[Draft]:
         self.asked += len(sequences)
-        return [Draft([1 if self.right else 2] * limit, [2] * limit) for limit in limits]
+        lengths = [min(limit, self._length) for limit in limits]
+        self.spent += self._seconds * sum(lengths)
+        kind = 2 if self.free else 7
+        return [Draft([1 if self.right else 2] * length, [kind] * length) for length in lengths]
 
     def forget(self, sequence: Sequence) -> None:
         pass
@@ -41,7 +49,9 @@ def simulate(
     speculator: Speculator, sequences: list[Sequence], steps: int, row: float, base: float = 1.0
 ) -> tuple[float, int]:
     """Run steps in which every token is 1, and a row costs `row`; return tokens per second and drafted tokens."""
-    seconds, tokens, drafted = 0.0, 0, 0
+    drafter = speculator.drafter
+    assert isinstance(drafter, Repeating)
+    seconds, tokens, drafted = -drafter.spent, 0, 0
     for _ in range(steps):
         speculator.plan(sequences)
         rows = len(sequences) + sum(len(sequence.draft) for sequence in sequences)
@@ -54,11 +64,12 @@ def simulate(
             sequence.computed = len(sequence.tokens) - 1
         seconds += cost
         speculator.note_step(rows, rows > len(sequences), cost)
-    return tokens / seconds, drafted
+    return tokens / (seconds + drafter.spent), drafted
 
 
-def speculator(drafter: Repeating, **options: float) -> Speculator:
-    return Speculator(drafter, **{"most": 8, "min_speedup": 1.05, "context_length": 1 << 20, **options})  # type: ignore[arg-type]
+def speculator(drafter: Repeating, **options: Any) -> Speculator:
+    fixed = {"most": 8, "min_speedup": 1.05, "context_length": 1 << 20, "clock": lambda: drafter.spent}
+    return Speculator(drafter, **(fixed | options))
 
 
 def test_right_drafts_are_used_in_full_where_rows_are_cheap() -> None:
@@ -82,7 +93,7 @@ def test_wrong_drafts_are_given_up_and_taken_up_again() -> None:
 
 def test_a_sequence_is_judged_by_itself() -> None:
     class Both(Repeating):
-        def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[Draft]:
+        def draft(self, sequences: Many[Sequence], limits: Many[int], least: float = 0.0) -> list[Draft]:
             return [
                 Draft([1 if sequence.request.request_id == "good" else 2] * limit, [2] * limit)
                 for sequence, limit in zip(sequences, limits, strict=True)
@@ -113,16 +124,38 @@ def test_a_draft_ends_where_the_answer_does() -> None:
 
 
 def test_a_costly_drafter_is_used_only_where_it_pays_off() -> None:
-    drafter = Repeating(free=False)
+    drafter = Repeating(free=False, seconds=0.05)
     drafter.right = False
     one, sequences = speculator(drafter), [decoding("a")]
     simulate(one, sequences, 60, row=0.2)
     drafter.asked = 0
     simulate(one, sequences, 640, row=0.2)
-    assert 5 <= drafter.asked <= 15, "once in a while, to see"
+    assert 5 <= drafter.asked <= 40, "once in a while, to see"
     drafter.right = True
     simulate(one, sequences, 1000, row=0.2)
     assert simulate(one, sequences, 20, row=0.2)[1] > 20
+
+
+@pytest.mark.parametrize(("right", "length", "least"), [(True, 2, 1.5), (True, 1, 1.2), (False, 3, 0.97)])
+def test_a_model_that_does_not_pay_pauses(right: bool, length: int, least: float) -> None:
+    """It takes a quarter of a step for a token, which is known only when it has drafted."""
+    drafter = Repeating(free=False, seconds=0.25, length=length)
+    drafter.right = right
+    one, sequences = speculator(drafter), [decoding("a")]
+    simulate(one, sequences, 60, row=0.1)
+    assert simulate(one, sequences, 500, row=0.1)[0] > least / 1.1
+
+
+def test_a_model_is_not_asked_where_earlier_text_promises_more() -> None:
+    lookup, model = Repeating(), Repeating(free=False, seconds=0.1, length=2)
+    one, sequences = speculator(model, lookup=lookup), [decoding("a")]
+    simulate(one, sequences, 40, row=0.1)
+    asked = model.asked
+    assert simulate(one, sequences, 40, row=0.1)[1] > 40 * 6 and model.asked == asked
+    lookup.right = False
+    simulate(one, sequences, 60, row=0.1)
+    asked = model.asked
+    assert simulate(one, sequences, 40, row=0.1)[1] == 80 and model.asked == asked + 40
 
 
 def test_costs_are_fitted_and_one_slow_step_does_not_overthrow_them() -> None:
