@@ -176,7 +176,8 @@ class Speculator:
         times as fast; 0 computes every draft, whatever it costs. `lookup`: the free drafter beside one that costs.
         `clock` measures what drafts cost."""
         self.drafter = drafter
-        self._lookup, self._model = (drafter, None) if drafter.free else (lookup, drafter)
+        self._lookup: Drafter | None = drafter if drafter.free else lookup
+        self._model: Drafter | None = None if drafter.free else drafter
         self._clock = clock
         self._drafts = self._draft_tokens = 0
         self._accepted = [0] * most
