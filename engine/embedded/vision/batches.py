@@ -3,9 +3,9 @@
 import io
 import logging
 import wave
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from threading import Lock
 
@@ -73,25 +73,35 @@ class BatchEncoder:
         """Yield the outcome of each image, with its index, as soon as it is known. Raises as `embed` does."""
         return self.embed(self.prepare(images))
 
-    def prepare(self, images: Sequence[MediaInput], lane: int = 0) -> Iterator[Prepared | EngineError]:
-        """Begin the work before the tower, in other threads, which the lanes do not share. Callable from any thread."""
-        return self._pools[lane].map(self._prepare, images)
+    def prepare(
+        self, images: Sequence[MediaInput], lane: int = 0, going_on: Sequence[Callable[[], bool]] | None = None
+    ) -> Iterator[Prepared | EngineError]:
+        """Begin the work before the tower, in other threads, which the lanes do not share. Callable from any thread.
 
-    def embed(self, images: Iterator[Prepared | EngineError]) -> Iterator[list[tuple[int, EncodedMedia | EngineError]]]:
+        `going_on` tells of each image whether somebody still waits for it.
+        """
+        return self._pools[lane].map(self._prepare, images, going_on or repeat(lambda: True))
+
+    def embed(
+        self, images: Iterator[Prepared | EngineError], lane: int = 0
+    ) -> Iterator[list[tuple[int, EncodedMedia | EngineError]]]:
         """Yield the outcome of each image, with its index, as soon as it is known. Callable from several threads.
 
-        Raises torch.AcceleratorError if the device no longer works for this process.
+        Large images and videos are computed one by one: none waits for another to be decoded. Raises
+        torch.AcceleratorError if the device no longer works for this process.
         """
         prepared = enumerate(images)
-        while some := list(islice(prepared, self.together)):
+        while some := list(islice(prepared, 1 if lane else self.together)):
             if refused := [(index, image) for index, image in some if isinstance(image, EngineError)]:
                 yield [*refused]
             for call in _calls({index: image for index, image in some if isinstance(image, Prepared)}):
                 yield self._embed(call)
 
-    def _prepare(self, image: MediaInput) -> Prepared | EngineError:
+    def _prepare(self, image: MediaInput, going_on: Callable[[], bool]) -> Prepared | EngineError:
+        if not going_on():
+            return EngineFailure("nobody waits for the image any more")
         try:
-            return self.processing.prepare(image)
+            return self.processing.prepare(image, going_on)
         except EngineError as error:
             return error
         except Exception:  # a bug, which must not fail the other images

@@ -24,7 +24,7 @@ class Options(msgspec.Struct, frozen=True):
     logs: LogOptions
 
 
-class Batch(msgspec.Struct, frozen=True):
+class Batch(msgspec.Struct, frozen=True, tag="batch"):
     """Files to encode. Answers name each of them once, before any of the next batch of the same lane. The files follow,
     in order.
     """
@@ -32,8 +32,16 @@ class Batch(msgspec.Struct, frozen=True):
     lane: int
     """Lanes do not wait for each other, except for the tower, one call at a time: 0 is for small images."""
     media: list[MediaInput]
+    numbers: list[int]
+    """Number of each file, for `Dropped`."""
     sizes: list[int]
     """Bytes of each file."""
+
+
+class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
+    """Files for which nobody waits any more. Their decoding ends; answers still name them."""
+
+    numbers: list[int]
 
 
 class EncoderReady(msgspec.Struct, frozen=True, array_like=True, tag=0):

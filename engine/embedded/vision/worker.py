@@ -17,11 +17,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
+from weakref import WeakValueDictionary
 
 import msgspec
 from msgspec.structs import replace
 
-from engine.embedded.vision.messages import LANES, Answer, Batch, EncoderReady, Options
+from engine.embedded.vision.messages import LANES, Answer, Batch, Dropped, EncoderReady, Options
 from engine.errors import EngineError, EngineFailure
 from engine.kit import logs
 from engine.media import EncodedMedia, attach_media
@@ -40,6 +41,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+class _Wanted:
+    """Whether somebody waits for a file; it lives as long as the file's decoding."""
+
+    still = True
+
+    def __call__(self) -> bool:
+        return self.still
+
+
 def main() -> NoReturn:
     """Read in this thread and compute in others, one for each lane, so that the end of the socket ends the process at
     once, and the next batch is prepared while one is computed.
@@ -53,10 +63,18 @@ def main() -> NoReturn:
         loaded: Future[BatchEncoder] = Future()
         lanes: list[Batches] = [queue.SimpleQueue() for _ in range(LANES)]
         threading.Thread(target=_serve, args=(options, channel, loaded, lanes), daemon=True).start()
+        wanted: WeakValueDictionary[int, _Wanted] = WeakValueDictionary()
         while True:
-            batch = msgspec.msgpack.decode(_receive_message(channel), type=Batch)
-            media = attach_media(batch.media, [_receive(channel, size) for size in batch.sizes])
-            lanes[batch.lane].put(loaded.result().prepare(media, batch.lane))
+            message = msgspec.msgpack.decode(_receive_message(channel), type=Batch | Dropped)
+            if isinstance(message, Dropped):
+                for number in message.numbers:
+                    if (one := wanted.get(number)) is not None:
+                        one.still = False
+                continue
+            media = attach_media(message.media, [_receive(channel, size) for size in message.sizes])
+            waiters = [_Wanted() for _ in media]
+            wanted.update(zip(message.numbers, waiters, strict=True))
+            lanes[message.lane].put(loaded.result().prepare(media, message.lane, waiters))
     except (EOFError, ConnectionError):
         os._exit(0)
 
@@ -75,7 +93,7 @@ def _serve(options: Options, channel: socket.socket, loaded: "Future[BatchEncode
 
     def encode(lane: int) -> None:
         while True:
-            for outcomes in loaded.result().embed(lanes[lane].get()):
+            for outcomes in loaded.result().embed(lanes[lane].get(), lane):
                 with sending:
                     _send(channel, lane, dict(outcomes))
 

@@ -6,6 +6,7 @@ more: only the file at fault is refused.
 """
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -83,16 +84,20 @@ class SpeechReader:
 
     async def read(self, file: AudioFile) -> Recording:
         """Decode a file into features. Raises InvalidRequest."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._read, file)
+        left = threading.Event()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._read, file, left)
+        finally:
+            left.set()
 
     async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _read(self, file: AudioFile) -> Recording:
+    def _read(self, file: AudioFile, left: threading.Event) -> Recording:
         config, number = self._config, next(self._numbers)
         self._begun[number] = time.monotonic()
         try:
-            samples = decode_audio(bytes(readable(file.data)), config.longest)
+            samples = decode_audio(bytes(readable(file.data)), config.longest, lambda: not left.is_set())
             seconds = len(samples) / SAMPLE_RATE
             if seconds < _MIN_SECONDS:
                 raise InvalidRequest(f"the audio is shorter than {_MIN_SECONDS:g} seconds", "audio")

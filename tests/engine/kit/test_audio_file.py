@@ -59,6 +59,12 @@ def test_a_flac_that_hides_its_length_is_refused_while_it_is_decoded() -> None:
         decode_audio(bytes(flac), 29)
 
 
+def test_decoding_ends_once_nobody_waits() -> None:
+    looks = iter([True, False])
+    with pytest.raises(InvalidRequest, match="nobody waits"):
+        decode_audio(file(np.zeros(1 << 18, np.int16), RATE), 60, lambda: next(looks))
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

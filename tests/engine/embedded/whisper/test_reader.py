@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 
 import numpy as np
 import pytest
@@ -102,7 +103,7 @@ async def test_a_file_that_takes_too_long_makes_the_process_unhealthy(monkeypatc
     """The host ends a service that is not."""
     release = threading.Event()
 
-    def hang(data: bytes, max_seconds: float) -> np.ndarray:
+    def hang(*_: object) -> np.ndarray:
         release.wait()
         return speech(1.0)
 
@@ -114,6 +115,25 @@ async def test_a_file_that_takes_too_long_makes_the_process_unhealthy(monkeypatc
     release.set()
     assert (await reading).frames == 100
     assert here.healthy
+    await here.close()
+
+
+async def test_reading_ends_for_a_client_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def decode(data: bytes, max_seconds: float, going_on: Callable[[], bool]) -> np.ndarray:
+        begun.set()
+        while going_on():
+            time.sleep(0.001)
+        ended.set()
+        return speech(1.0)
+
+    monkeypatch.setattr(reader, "decode_audio", decode)
+    here = SpeechReader(CONFIG)
+    reading = asyncio.create_task(here.read(AudioFile(b"")))
+    await until(begun.is_set)
+    reading.cancel()
+    await until(ended.is_set)
     await here.close()
 
 
