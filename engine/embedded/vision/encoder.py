@@ -147,9 +147,10 @@ class EmbeddedEncoder:
         try:
             return await asyncio.gather(*(job.done for job in jobs))
         finally:
-            if dropped := [job.number for job in jobs if job.done.cancel()]:
-                self._dropped += dropped
-                self._wake.set()
+            for job in jobs:
+                if job.done.cancel() or job.done.cancelled():  # by `gather`
+                    self._dropped.append(job.number)
+                    self._wake.set()
 
     async def close(self) -> None:
         if self._supervision is not None:

@@ -6,7 +6,7 @@ import pytest
 import soundfile
 
 from engine.errors import InvalidRequest
-from engine.kit.audio_file import RATE, decode_audio
+from engine.kit.audio_file import RATE, claimed_seconds, decode_audio
 
 
 def file(samples: np.ndarray, rate: int, kind: str = "WAV", subtype: str | None = None) -> bytes:
@@ -32,7 +32,9 @@ def tone(seconds: float, rate: int, channels: int = 1, hertz: float = 440) -> np
     ],
 )
 def test_every_format_is_resampled_and_mixed(kind: str, subtype: str, rate: int) -> None:
-    samples = decode_audio(file(tone(1, rate, channels=2), rate, kind, subtype), 2)
+    data = file(tone(1, rate, channels=2), rate, kind, subtype)
+    assert claimed_seconds(data) == pytest.approx(1, abs=0.1)
+    samples = decode_audio(data, 2)
     assert samples.dtype == np.float32
     assert abs(len(samples) - RATE) < RATE / 10, "a codec may pad"
     spectrum = np.abs(np.fft.rfft(samples[2000:14000]))

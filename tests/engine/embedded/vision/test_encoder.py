@@ -23,7 +23,7 @@ from engine.encoder import Encoder
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
 from engine.kit.work import begin_request
 from engine.media import EncodedMedia, MediaInput
-from tests.support.videos import video_bytes
+from tests.support.videos import frames_of, video_of
 from tests.support.vision_models import build_llava, image_bytes
 from tests.support.waiting import slowness
 
@@ -141,6 +141,7 @@ async def test_decoding_ends_for_a_client_that_has_left(
     encoder: EmbeddedEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await until_healthy(encoder)
+    video = video_of(frames_of(1) * 6000, "mp4", 100)
     answers: asyncio.Queue[tuple[int, dict[int, EncodedMedia | EngineError]] | None] = asyncio.Queue()
     sent = asyncio.Event()
     receive, send = EncoderProcess.receive, EncoderProcess.send
@@ -155,9 +156,11 @@ async def test_decoding_ends_for_a_client_that_has_left(
         return done
 
     monkeypatch.setattr(EncoderProcess, "receive", watched_receive)
-    await encoder.encode([GOOD])  # from now on answers are watched
+    await encoder.encode([GOOD])  # the answers after this one are watched
+    while not answers.empty():
+        answers.get_nowait()
     monkeypatch.setattr(EncoderProcess, "send", watched_send)
-    encoding = asyncio.create_task(encoder.encode([MediaInput(video_bytes("mp4", 6000, 100), kind="video")]))
+    encoding = asyncio.create_task(encoder.encode([MediaInput(video, kind="video")]))
     await sent.wait()
     encoding.cancel()
     answer = await answers.get()
