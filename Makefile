@@ -3,8 +3,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-# Processes that run tests side by side, a file in one of them: many tests wait most of the time.
-WORKERS ?= 2
+# Processes that run tests side by side, a file in one of them: many tests wait for others half of the time, so that a
+# third one finds two cores free.
+WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Where torch's CPU build is looked for on Linux without an NVIDIA driver; empty looks nowhere else than pip does.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu

@@ -71,7 +71,7 @@ class Ours:
 
     def __init__(self, folder: str, device: str, way: Way, options: argparse.Namespace) -> None:
         config = VisualConfig(
-            backend="diffusers", model=folder, device=device, max_batch=way.batch, max_waiting=4096, **way.engine or {}
+            backend="diffusers", model=folder, device=device, max_batch=way.batch, max_queue=4096, **way.engine or {}
         )
         self._engine = QueuedVisualEngine(config, DiffusersPipeline(config))
         self._options = options

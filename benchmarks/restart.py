@@ -1,9 +1,9 @@
 """Measure what a dead engine costs: `python -m benchmarks.restart`.
 
-The engine's process is killed at random times while clients stream: as the server is, with the memory service
-(`trellis memory`), and with a standby process as well, which has imported the engine's code or loaded the model. It
-prints the seconds from a kill to the next first token, of a request that was sent after the kill, and the memory of one
-and of two replicas, before and after the kills.
+The engine's process is killed at random times while clients stream: with nothing beside it, as the server is by
+default, with the memory service (`trellis memory`), and with a standby process as well, which has imported the
+engine's code or loaded the model. It prints the seconds from a kill to the next first token, of a request that was
+sent after the kill, and the memory of one and of two replicas, before and after the kills.
 """
 
 import argparse
@@ -28,8 +28,10 @@ from benchmarks.servers import ROOT, Server, Spec, serving
 from engine.memory.client import status
 from engine.memory.wire import MemoryServiceError
 
-SETUPS = {"nothing": "auto", "memory service": "false", "imports": "imports", "standby": "true"}
-"""ENGINE_STANDBY of each; all but the first have a memory service."""
+SETUPS = {"nothing": "false", "default": "auto", "memory service": "false", "imports": "imports", "standby": "true"}
+"""ENGINE_STANDBY of each."""
+_ALONE = ("nothing", "default")
+"""Those without a memory service."""
 _HOST = "engine.process.host"
 _PAUSE = 0.01
 _LONGEST = 120.0
@@ -116,7 +118,7 @@ def spec(options: argparse.Namespace, setup: str, socket: Path) -> Spec:
         options.load_format,
         *options.more,
     ]
-    if setup != "nothing":
+    if setup not in _ALONE:
         flags += ["--memory-service", str(socket)]
     flags += ["--engine-standby", SETUPS[setup]]
     return Spec("trellis", (sys.executable, "-m", "server", "--port", "{port}", *flags), "/health/ready")
@@ -189,15 +191,16 @@ def measure(options: argparse.Namespace, setup: str) -> None:
     print(f"## {setup}", flush=True)
     with tempfile.TemporaryDirectory(prefix="trellis-bench-") as folder, ExitStack() as stack:
         socket = Path(folder) / "memory.sock"
-        service = stack.enter_context(memory_service(socket)) if setup != "nothing" else None
+        service = stack.enter_context(memory_service(socket)) if setup not in _ALONE else None
+        waits = setup in ("imports", "standby") or (setup == "default" and options.device == "cpu")
         first = stack.enter_context(serving(spec(options, setup, socket), log=options.log))
-        if setup in ("imports", "standby"):
+        if waits:
             wait_for_standby(first)
         print(f"ready after {first.ready_seconds:.2f} s")
         print(f"one replica: {memory_mb([first], service, options.device)}")
         if options.second:
             with serving(spec(options, setup, socket)) as second:
-                if setup in ("imports", "standby"):
+                if waits:
                     wait_for_standby(second)
                 print(f"two replicas: {memory_mb([first, second], service, options.device)}", flush=True)
         clients = Clients(first, options.clients)
@@ -208,11 +211,11 @@ def measure(options: argparse.Namespace, setup: str) -> None:
         seconds = []
         for number in range(options.kills):
             time.sleep(random.uniform(*options.between))
-            if setup in ("imports", "standby"):
+            if waits:
                 wait_for_standby(first)
             seconds.append(kill(first, clients))
             print(f"kill {number + 1}: first token after {seconds[-1]:.2f} s", flush=True)
-        if setup in ("imports", "standby"):
+        if waits:
             wait_for_standby(first)
         time.sleep(options.settle)
         print(f"under load, before the kills: {before}")

@@ -1,8 +1,9 @@
 """Measure KV tiers in process: `python -m benchmarks.tiers`.
 
-Three questions: how soon a conversation that returns gets its first token, computed, from the host and from the disk;
-how many tokens a second many conversations get that do not fit the device, with tiers and without; what tiers cost when
-nothing is reused. Engines with and without tiers take turns, and figures are medians.
+Four questions: how fast blocks are copied from the host, beside one large copy; how soon a conversation that returns
+gets its first token, computed, from the host and from the disk; how many tokens a second many conversations get that
+do not fit the device, with tiers and without; what tiers cost when nothing is reused. Engines with and without tiers
+take turns, and figures are medians.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import random
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -19,14 +21,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from engine.base import Engine
 from engine.checkpoints.store import resolve_model
 from engine.config import EmbeddedConfig
 from engine.create import create_engine
+from engine.embedded.kv.host_tier import Device, padded
+from engine.embedded.kv.tiers import LOADERS
+from engine.embedded.models.devices import device_of
 from engine.stats import IterationStats
 from engine.types import GenerateRequest, SamplingParams
 from server.settings import Settings
 
+QUESTIONS = ("copies", "returning", "crowd", "nothing")
 _ids = count()
 _rng = random.Random(0)
 
@@ -109,6 +117,38 @@ class Bench:
         async with running(config) as engine:
             return engine.info.kv_bytes / 2 / (1 << 20)
 
+    async def copies(self, block_mb: float) -> None:
+        """Measure copies of a conversation's blocks from the host, in no order, and one copy as large as all."""
+        count, size = self.options.tokens // self.options.block, int(block_mb * (1 << 20))
+        target = torch.empty(count * size, dtype=torch.uint8, device=device_of(self.config(0, 0.0, tiers=False)))
+        device = Device(target.device)
+        host = device.allocate(count * padded(size), write_combined=target.is_cuda)
+        slots = _rng.sample(range(count), count)
+
+        def copy(pieces: list[tuple[int, int, int]]) -> None:
+            with device.copies() as copies:
+                for to, source, length in pieces:
+                    copies.copy(target.data_ptr() + to, host + source, length)
+                copies.wait()
+
+        blocks = [(index * size, slot * padded(size), size) for index, slot in enumerate(slots)]
+        speeds: dict[str, float] = {}
+        with ThreadPoolExecutor(LOADERS) as threads:
+            for name, shares in (
+                ("blocks", [blocks[first::LOADERS] for first in range(LOADERS)]),
+                ("one copy", [[(0, 0, count * size)]]),
+            ):
+                seconds = []
+                for _ in range(self.options.rounds + 1):
+                    began = time.perf_counter()
+                    list(threads.map(copy, shares))
+                    seconds.append(time.perf_counter() - began)
+                speeds[name] = count * size / median(seconds[1:]) / 1e9  # the first touches pages
+        device.close()
+        share = speeds["blocks"] / speeds["one copy"]
+        print(f"\n{count} blocks of {block_mb:.2f} MiB from the host: {speeds['blocks']:.1f} GB/s, ", end="")
+        print(f"one copy of all {speeds['one copy']:.1f} GB/s: {share:.0%}")
+
     async def returning(self, block_mb: float) -> None:
         """Time the first token of a conversation that is computed, and that comes back from each tier."""
         tokens = self.options.tokens
@@ -147,7 +187,7 @@ class Bench:
         rates: dict[bool, list[float]] = {False: [], True: []}
         async with (
             running(self.config(device, block_mb, tiers=False)) as plain,
-            running(self.config(device, block_mb, tiers=True, host=2 * whole)) as tiered,
+            running(self.config(device, block_mb, tiers=True, host=whole)) as tiered,
         ):
             talks = [prompt_of(length, plain.info.vocab_size) for _ in range(many)]
             answers: dict[bool, list[Answer]] = {}
@@ -204,7 +244,7 @@ async def main(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="trellis-tiers-", dir=options.folder) as disk:
         bench = Bench(options, folder, Path(disk))
         block_mb = await bench.block_mb()
-        for name in options.only or ("returning", "crowd", "nothing"):
+        for name in options.only or QUESTIONS:
             await getattr(bench, name)(block_mb)
 
 
@@ -220,5 +260,5 @@ if __name__ == "__main__":
     parser.add_argument("--block", type=int, default=32, help="tokens in a KV block")
     parser.add_argument("--disk-mb", type=int, default=20_000)
     parser.add_argument("--folder", help="where the disk tier's folder is made; default: the system's temporary one")
-    parser.add_argument("--only", nargs="*", choices=("returning", "crowd", "nothing"))
+    parser.add_argument("--only", nargs="*", choices=QUESTIONS)
     asyncio.run(main(parser.parse_args()))

@@ -18,8 +18,8 @@ from engine.types import Delta, GenerateRequest
 MOST_WAITING_BYTES = 4 << 30
 """Maximum bytes of images and image embeddings that queued requests may hold."""
 SIBLING_SECONDS = 1.0
-"""Seconds of arrival time by which each sequence of a client's request ranks after the one before, so that a request
-with many choices does not make all others wait for all of them."""
+"""Seconds of arrival time by which each sequence of a client's request ranks after the previous one, so that other
+requests do not wait for all choices of a large one."""
 
 
 class AdmissionEngine(EngineAround):
@@ -44,7 +44,7 @@ class AdmissionEngine(EngineAround):
         self._inside = 0
         """Number of sequences in the engine."""
         self._queue: list[_Waiting] = []
-        """Waiting requests by rank; equal ranks in order of arrival."""
+        """Waiting requests by sort key; equal keys in order of arrival."""
         self._waiting_bytes = 0
         self._groups = WeakValueDictionary[str, _Group]()
         """Kept alive by their sequences, waiting or inside."""
@@ -77,7 +77,7 @@ class AdmissionEngine(EngineAround):
         await self.inner.close()
 
     def _group(self, request: GenerateRequest) -> "_Group":
-        """Return the group that a request joins: its own, if it names none."""
+        """Return the group that a request joins: a new one, if it names none."""
         group = self._groups.setdefault(request.group, _Group()) if request.group else _Group()
         group.sequences += 1
         group.size = max(group.size, request.group_size)
@@ -104,7 +104,7 @@ class AdmissionEngine(EngineAround):
         return waiting.stream
 
     def _release(self, group: "_Group") -> None:
-        """Admit the first in the queue that may have the place of a sequence of `group` that has left the engine."""
+        """Admit the first queued sequence that may take the place of a sequence of `group` that has left the engine."""
         self._inside -= 1
         group.inside -= 1
         if waiting := next((one for one in self._queue if self._has_place(one.group)), None):
@@ -139,13 +139,13 @@ class _Group:
 
     def __init__(self) -> None:
         self.sequences = 0
-        """Number of those that have come."""
+        """Number of sequences that have arrived."""
         self.size = 0
-        """Number of all, as far as it is known."""
+        """Number of all sequences, as far as known."""
         self.inside = 0
-        """Number of those in the engine."""
+        """Number of sequences in the engine."""
         self.begun = False
-        """Whether one has been admitted."""
+        """Whether any sequence has been admitted."""
 
 
 class _Waiting:

@@ -16,7 +16,7 @@ from engine.types import Delta, EngineInfo, GenerateRequest
 T = TypeVar("T")
 Sink = Callable[[Delta | Exception], object]
 MOST_MERGED = 64
-"""Deltas that are merged into one. More would hold up the event loop while they become text."""
+"""Maximum number of deltas that are merged into one. More would block the event loop while they are detokenised."""
 
 
 class Engine(Protocol):
@@ -71,8 +71,7 @@ class Engine(Protocol):
         ...
 
     async def reset_prefix_cache(self) -> None:
-        """Forget every KV block that could be reused, on the device, the host and the disk. Running sequences keep
-        theirs.
+        """Drop every reusable KV block on the device, the host and the disk. Running sequences keep their blocks.
 
         Raises EngineNotReady, and InvalidRequest from a backend that cannot do it.
         """
@@ -100,11 +99,11 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Preparable(Protocol):
-    """An engine that can do most of its start before it is needed."""
+    """An engine that can prepare most of its start before it is needed."""
 
     async def prepare(self) -> None:
-        """Do what can be done while another engine of the same configuration runs. Raises EngineFailure; `start`
-        does the rest."""
+        """Do the part of `start` that is possible while another engine of the same configuration runs. Raises
+        EngineFailure."""
         ...
 
 
@@ -163,7 +162,7 @@ class DeltaStream:
 
     @classmethod
     def failed(cls, error: Exception) -> Self:
-        """Return a stream that only raises `error`: the request never began."""
+        """Return a stream that raises `error`, for a request that never began."""
         stream = cls(lambda: None)
         stream.fail(error)
         return stream
@@ -298,7 +297,7 @@ class _Watched:
         self._changed = asyncio.Event()
 
     def close(self) -> None:
-        """End all iterations, each after what is pending."""
+        """End all iterations, each after its pending values."""
         self._closed = True
         self._notify()
 

@@ -31,7 +31,7 @@ class SleepConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VideoOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of videos, and which frames are taken where a request does not say."""
+    """Limits of videos, and the default choice of frames."""
 
     max_seconds: float = 600.0
     """Seconds of a video, by its number of frames."""
@@ -42,8 +42,7 @@ class VideoOptions(msgspec.Struct, frozen=True, kw_only=True):
     decode_seconds: float = 30.0
     """Seconds that decoding a video may take."""
     sampling: FrameSampling = FrameSampling()
-    """Frames to take where a request does not say, in preference to the model's own choice; zeros leave it to the
-    model."""
+    """Default choice of frames, which overrides the model's own; zeros leave it to the model."""
 
 
 class _BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +56,7 @@ class _BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class FakeConfig(_BackendConfig, frozen=True, kw_only=True, tag="fake"):
     """The deterministic engine without a model. `token_delay` is in seconds. `script` has the tokens of its answers,
-    which requests get in turn, whatever they ask for; without, it echoes the prompt.
+    which requests get in turn, whatever they ask for; without a script it echoes the prompt.
     """
 
     model: str = "fake"
@@ -117,7 +116,7 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     speculative_tokens: int = 16
     """Maximum number of drafted tokens of a sequence in a step."""
     speculative_min_match: int = 2
-    """Tokens that must be found again before what followed them is drafted."""
+    """Number of tokens that must match before the tokens after the match are drafted."""
     speculative_answer_tokens: int = 32768
     """Tokens of answers that `suffix` keeps."""
     speculative_min_speedup: float = 1.1
@@ -132,8 +131,8 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     transfer_timeout_seconds: float = 5.0
     """Seconds that reading a prompt's KV blocks may take before the prompt is computed here."""
     kv_memory_later: bool = False
-    """Whether to only reserve addresses for KV blocks on a GPU until the engine starts: another engine has the memory
-    until then."""
+    """Whether to reserve only addresses for KV blocks on a GPU until the engine starts, because another engine has the
+    memory until then."""
     memory_service: str = ""
     """Socket of the memory service that owns the weights; empty for weights of this engine's own."""
     cache_dir: str = ""
@@ -148,11 +147,11 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
 
 
 class EncoderConfig(_ModelConfig, frozen=True, kw_only=True):
-    """The tower of the embedded engine: what encodes images, or audio."""
+    """The tower of the embedded engine, which encodes images or audio."""
 
     max_image_pixels: int = MAX_IMAGE_PIXELS
     processor_options: dict[str, Any] = {}
-    """Override the configuration of the model's image processor, by its own names."""
+    """Overrides of the configuration of the model's image processor, by the processor's own names."""
     videos: VideoOptions = VideoOptions()
     max_audio_seconds: float = MAX_AUDIO_SECONDS
     timeout_seconds: float = 60.0
@@ -170,7 +169,7 @@ class TrtllmConfig(_BackendConfig, frozen=True, kw_only=True, tag="trtllm"):
     max_audio_seconds: float = MAX_AUDIO_SECONDS
     arguments: dict[str, Any] = {}
     sampling: Literal["native", "processors"] = "native"
-    """Whether logits processors of ours do what the engine's sampler ignores (`engine/trtllm/support.py`)."""
+    """Whether our logits processors apply parameters that the engine's sampler ignores (`engine/trtllm/support.py`)."""
     processors: tuple[ProcessorConfig, ...] = ()
     """Logits processors that requests may name."""
     hang_seconds: float = 360.0

@@ -1,4 +1,4 @@
-"""Makes the engine of a configuration: the only module that imports the backends, each only when it is chosen."""
+"""Creation of the engine of a configuration. Only this module imports the backends, each only when it is chosen."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def create_engine(config: EngineConfig) -> Engine:
 
 
 def preload(config: EngineConfig) -> None:
-    """Import what the engine imports when it starts, in so far as that takes long."""
+    """Import the slow modules that the engine imports when it starts."""
     if isinstance(config, EmbeddedConfig) and not transcribes(Path(config.model)):
         from engine.embedded.models.load import import_runner  # noqa: PLC0415
 

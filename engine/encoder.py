@@ -57,7 +57,7 @@ class Encoder(Protocol):
 
     @property
     def healthy(self) -> bool:
-        """Whether media given now would be encoded. Cheap."""
+        """Whether a call of `encode` made now would be accepted. Cheap."""
         ...
 
     async def start(self) -> None:

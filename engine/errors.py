@@ -6,11 +6,11 @@
     │   └── RequestError …    found before the engine sees the request (`multimodal/errors.py`, `routers/errors.py`)
     ├── EngineUnavailable     try again later, here or on another replica
     │   ├── EngineNotReady    starting, restarting or closing
-    │   │   └── EngineAsleep  asleep, or about to be: somebody has to wake it
+    │   │   └── EngineAsleep  asleep, or about to be, until it is woken
     │   ├── EngineDied        the engine was lost while the request ran
     │   ├── QueueFull         too many requests wait already
-    │   └── QueueTimeout      the request waited too long for its turn
-    ├── EngineWoken           a sleep was given up, since the engine was woken before its last request had ended
+    │   └── QueueTimeout      the request waited too long for the engine
+    ├── EngineWoken           a sleep was cancelled: the engine was woken before its last request had ended
     ├── NotSupported          this backend, or how it was started, cannot do what was asked
     └── EngineFailure         one request failed inside the engine: our bug or the hardware's
 
@@ -60,7 +60,7 @@ class EngineNotReady(EngineUnavailable):
 
 
 class EngineAsleep(EngineNotReady):
-    """The engine has given its memory back, or is about to."""
+    """The engine has released its memory, or is about to."""
 
 
 class EngineDied(EngineUnavailable):
@@ -72,15 +72,15 @@ class QueueFull(EngineUnavailable):
 
 
 class QueueTimeout(EngineUnavailable):
-    """The request waited for the engine as long as it may."""
+    """The request waited for the engine longer than the limit."""
 
 
 class EngineWoken(EngineError):
-    """A sleep was given up: the engine was woken before its last request had ended."""
+    """A sleep was cancelled: the engine was woken before its last request had ended."""
 
 
 class NotSupported(EngineError):
-    """The backend does not support the operation, or was not started for it."""
+    """The backend does not support the operation, or was started without support for it."""
 
 
 class EngineFailure(EngineError):

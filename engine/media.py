@@ -30,7 +30,7 @@ class FrameSampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 ANY_FRAMES = FrameSampling()
-"""No preference: the settings of the server or the model decide."""
+"""No choice: the settings of the server or the model decide."""
 
 
 class MediaInput(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -121,8 +121,8 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class Speech(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="speech"):
-    """A window of speech, for a model that does nothing but transcribe. Its decoder attends to it from the side: no
-    token of the prompt stands for it.
+    """A window of speech, for a model that does nothing but transcribe. Its decoder attends to it by cross-attention:
+    no token of the prompt stands for it.
     """
 
     key: str
@@ -132,7 +132,7 @@ class Speech(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     frames: int
     """Frames that the recording has within the window; silence fills up the rest."""
     align: bool = False
-    """Report when the tokens of the prompt are spoken (`PromptReport.spoken`)."""
+    """Whether to report when the tokens of the prompt are spoken (`PromptReport.spoken`)."""
 
 
 Unexpanded: TypeAlias = MediaFiles | Encoding
@@ -148,7 +148,7 @@ def kinds_of(media: PromptMedia) -> set[MediaKind]:
 
 
 def detach_media(media: Sequence[MediaInput]) -> tuple[list[MediaInput], list[bytes]]:
-    """Return media to encode without their bytes, and the bytes, which travel beside a message and are not copied."""
+    """Return media without their bytes, and the bytes, which travel beside a message and are not copied."""
     return [replace(medium, data=b"") for medium in media], [medium.data for medium in media]
 
 

@@ -1,5 +1,5 @@
-"""Sleep: an engine gives the memory of its weights and of its KV cache back, and takes it again when it wakes. An
-encoder of an encode replica does the same.
+"""Sleep: an engine, or the encoder of an encode replica, releases the memory of its weights and of its KV cache, and
+restores it when it wakes.
 
 `SleepingEngine` and `SleepingEncoder` decide when, and what happens to requests; backends release and resume memory
 (`Releasable`). They live where the backend lives, so that the API processes of a replica share one state; each of them
@@ -26,7 +26,7 @@ from engine.types import CANARY_SALT, GenerateRequest
 
 TAGS: tuple[Tag, ...] = get_args(Tag)
 SETTLE_SECONDS = 0.1
-"""Time after the last request within which those that queued for its place, in other processes, still come."""
+"""Time after the last request within which requests that queued for its place in other processes may still arrive."""
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class SleepState(msgspec.Struct, frozen=True):
     on_demand: bool = False
     """Whether a request wakes the engine."""
     wake_seconds: float = 0.0
-    """Seconds that the last wake-up took."""
+    """Seconds that the latest wake-up took."""
 
     @property
     def obstacle(self) -> str:
@@ -69,19 +69,16 @@ class Sleeper(Protocol):
     """An engine that can be put to sleep, here or in another process."""
 
     async def sleep(self, order: SleepOrder) -> SleepState:
-        """Release memory, and return the state once it is released. Does nothing for what is released already.
-
-        Goes on if the caller is cancelled. Raises EngineWoken if the engine is woken before it sleeps, NotSupported,
+        """Release memory, and return the state once it is released. Does nothing for memory that is released already.
+        Continues if the caller is cancelled. Raises EngineWoken if the engine is woken before it sleeps, NotSupported,
         EngineNotReady and EngineFailure.
         """
         ...
 
     async def wake_up(self, tags: tuple[Tag, ...] = TAGS) -> SleepState:
-        """Take memory again, and return the state once it is there; once all memory is there, requests are taken. Does
-        nothing for memory that was not released. A sleep that waits for running requests is given up.
-
-        Goes on if the caller is cancelled. Raises EngineFailure, and stays asleep, if the memory or the weights cannot
-        be had.
+        """Restore memory, and return the state once it is restored; with all memory, requests are accepted again. Does
+        nothing for memory that was not released. Cancels a sleep that waits for running requests. Continues if the
+        caller is cancelled. Raises EngineFailure, and stays asleep, if the memory or the weights cannot be restored.
         """
         ...
 
@@ -98,11 +95,11 @@ class Releasable(Protocol):
         ...
 
     async def release_memory(self, tags: Collection[Tag], level: int) -> None:
-        """Release memory. What is released at level 1 already can be at level 2. Raises EngineFailure."""
+        """Release memory. Memory released at level 1 can then be released at level 2. Raises EngineFailure."""
         ...
 
     async def resume_memory(self, tags: Collection[Tag]) -> None:
-        """Take released memory again; the KV cache is empty. May be repeated after EngineFailure."""
+        """Restore released memory; the KV cache is empty. May be repeated after EngineFailure."""
         ...
 
 
@@ -111,7 +108,7 @@ class ReleasableEngine(Engine, Releasable, Protocol):
 
 
 class ReleasableEncoder(Encoder, Protocol):
-    """An encoder whose weights can be given back. Its methods are called only while nothing is encoded."""
+    """An encoder whose weights can be released. Its methods are called only while nothing is encoded."""
 
     async def release_weights(self) -> None: ...
 
@@ -122,7 +119,7 @@ class ReleasableEncoder(Encoder, Protocol):
 
 class _Abortable(Protocol):
     def abort(self, error: EngineError) -> None:
-        """End what runs with an error."""
+        """End running requests with an error."""
 
 
 class _Resumable(Protocol):
@@ -178,7 +175,7 @@ class _SleepControl(ABC):
         self._accepts = True
         """Whether requests reach the backend: while awake, and while it waits for running ones."""
         self._running: dict[_Abortable, bool] = {}
-        """Whether each keeps the backend awake: a canary does not."""
+        """Running requests; the value says whether each keeps the backend awake, which a canary does not."""
         self._quiet = asyncio.Event()
         """Set while nothing runs."""
         self._quiet.set()
@@ -205,7 +202,7 @@ class _SleepControl(ABC):
             self._idle = asyncio.create_task(self._sleep_when_idle(self._config.idle_seconds), name="idle")
 
     async def _end(self) -> None:
-        """End orders, and what waits."""
+        """Cancel orders, and end waiting requests."""
         self._closed = True
         if self._idle is not None:
             await cancel([self._idle])  # first, since it would try again when its order has ended
@@ -214,7 +211,7 @@ class _SleepControl(ABC):
         self._states.close()
 
     def _hold(self, waiting: _Resumable) -> None:
-        """Let something wait, and wake the backend for it."""
+        """Queue a request until the backend is awake, and wake it."""
         if self._closed:
             waiting.fail(EngineNotReady("the engine is closing"))
             return
@@ -223,7 +220,7 @@ class _SleepControl(ABC):
             self._order(self._wake(TAGS))
 
     def _takes(self, *, counts: bool) -> bool:
-        """Return whether a request reaches the backend now. A canary does not while the backend falls asleep:
+        """Return whether a request reaches the backend now. While the backend falls asleep, a canary does not:
         successive canaries would delay that forever."""
         return self._accepts and (counts or self.state.phase == "awake")
 
@@ -249,7 +246,12 @@ class _SleepControl(ABC):
         return self._states.values()
 
     def _order(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Begin what goes on even if the caller leaves."""
+        """Start an order, which continues even if the caller is cancelled. Raises EngineNotReady while the engine
+        closes.
+        """
+        if self._closed:
+            work.close()
+            raise EngineNotReady("the engine is closing")
         task = asyncio.create_task(work)
         self._orders.add(task)
         task.add_done_callback(self._orders.discard)
@@ -291,19 +293,19 @@ class _SleepControl(ABC):
             if asleep != before:
                 try:
                     await self._backend.release_memory(order.tags, order.level)
-                except EngineError:
+                except Exception:
                     await self._undo(before, asleep)
                     raise
                 log.info("asleep at level %d: released %s", asleep.level, " and ".join(released))
                 self._set(asleep)
 
     async def _undo(self, before: SleepState, asleep: SleepState) -> None:
-        """Return to the state before a release that failed, of which part may have been done. If that fails too, the
-        engine is asleep, and may be woken again."""
+        """Restore the memory after a partial release that failed. If that fails too, the engine is asleep, and may be
+        woken again."""
         if before.phase == "awake":
             try:
                 await self._backend.resume_memory(TAGS)
-            except EngineError as error:
+            except Exception as error:
                 self._set(asleep)
                 self._fail_held(error)
                 raise
@@ -348,7 +350,7 @@ class _SleepControl(ABC):
                 started = loop.time()
                 try:
                     await self._backend.resume_memory(wanted)
-                except EngineError as error:
+                except Exception as error:
                     self._set(before)
                     self._fail_held(error)
                     raise
@@ -372,6 +374,8 @@ class _SleepControl(ABC):
             one.enter()
 
     def _fail_held(self, error: Exception) -> None:
+        if not isinstance(error, EngineError):  # a bug, or a library's, which `_note_failure` logs
+            error = EngineFailure(f"the engine cannot wake: {type(error).__name__}")
         held, self._held = self._held, {}
         for one in held:
             one.fail(error)
@@ -391,7 +395,7 @@ class _SleepControl(ABC):
                 continue
             try:
                 await self.sleep(order)
-            except EngineError as error:
+            except Exception as error:
                 log.warning("the idle engine does not fall asleep: %s", error)
                 await asyncio.sleep(seconds)
 
@@ -430,13 +434,13 @@ class SleepingEngine(_SleepControl, EngineAround):
 
 
 class _EncoderTurn:
-    """A request to an encoder: it waits until the encoder is awake, or runs."""
+    """A request to an encoder, which runs or waits until the encoder is awake."""
 
     def __init__(self) -> None:
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def wait(self, work: "asyncio.Future[Encoded] | None" = None) -> None:
-        """Return when it may go on, or when `work` is done. Raises what it was ended with."""
+        """Wait until the request may continue, or until `work` is done. Raises the error that ended the request."""
         either: list[asyncio.Future[Any]] = [self._done] if work is None else [self._done, work]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._done.done():
@@ -453,7 +457,8 @@ class _EncoderTurn:
 
 
 class _EncoderMemory:
-    """The memory of an encoder, and of what keeps its embeddings, which is its cache. Level 1 is as deep as 2."""
+    """The memory of an encoder and of the stores of its embeddings, which count as its cache. Levels 1 and 2 are the
+    same."""
 
     def __init__(self, encoder: ReleasableEncoder) -> None:
         self.caches: list[Callable[[], None]] = []
@@ -482,7 +487,7 @@ class SleepingEncoder(_SleepControl):
         super().__init__(memory, config)
         self.inner = inner
         self.caches = memory.caches
-        """Calls that give the memory of embeddings back."""
+        """Functions that release the memory of embeddings."""
 
     @property
     def info(self) -> EncoderInfo:
@@ -522,6 +527,6 @@ class SleepingEncoder(_SleepControl):
 
 
 def _note_failure(order: "asyncio.Task[None]") -> None:
-    """Log the failure of an order, whose caller may have left."""
+    """Log the failure of an order, whose caller may have been cancelled."""
     if not order.cancelled() and (error := order.exception()) is not None:
-        log.warning("%s", error)
+        log.warning("%s", error, exc_info=None if isinstance(error, EngineError) else error)

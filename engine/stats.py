@@ -68,7 +68,7 @@ class TierStats(Struct, frozen=True):
     load_seconds: float = 0.0
     """Sum over them; threads that load at the same time count each."""
     avoided_blocks: int = 0
-    """Blocks that were computed because that is faster than loading them."""
+    """Blocks that were computed because that was faster than loading them."""
     evicted_blocks: int = 0
     failures: int = 0
     """Blocks that could not be written or read, or that were damaged."""
@@ -91,15 +91,15 @@ class IterationStats(Struct, frozen=True, kw_only=True, rename="camel"):
     kv_cache_stats: KvCacheStats
     inflight_batching_stats: InflightBatchingStats
     attention_dp_rank: int | None = None
-    """Rank that these figures are of; None for all of them."""
+    """Rank of these figures; None if they cover all ranks."""
     ranks: tuple[RankStats, ...] = ()
-    """Ranks that report, where there are several; the figures above are their sums."""
+    """Figures of each of several ranks; those above are their sums."""
     num_aborted_requests: int = 0
     num_preemptions: int = 0
     num_held_requests: int = 0
     """Prompts whose KV blocks are kept for another replica to read."""
     num_held_blocks: int = 0
-    """Their blocks, also counted as used; one that two of them share counts twice."""
+    """Blocks of these prompts, also counted as used; a block that two prompts share counts twice."""
     spec_decoding_stats: SpecDecodingStats | None = None
     """Counts of speculation, None without. The embedded engine's are totals since its start."""
     num_fetching_requests: int = 0
@@ -108,7 +108,7 @@ class IterationStats(Struct, frozen=True, kw_only=True, rename="camel"):
     kv_transfer_failure_total: int = 0
     """Transfers that failed or took too long; the prompt was then computed here."""
     kv_transfer_bytes: int = 0
-    """Read by the transfers that succeeded."""
+    """Bytes read by the transfers that succeeded."""
     kv_transfer_latency_seconds: float = 0.0
     """Sum over the transfers that succeeded, each from its first read to its last byte."""
     tiers: tuple[TierStats, ...] = ()

@@ -29,22 +29,23 @@ class Span(Protocol):
     def child(
         self, name: str, attributes: Attributes | None = None, *, client: bool = False, start: int | None = None
     ) -> "Span":
-        """Begin a part of it. `client`: another process does it. `start`: nanoseconds of the epoch, if not now."""
+        """Begin a child span. `client`: another process does the work. `start`: nanoseconds since the epoch, if not
+        now."""
         ...
 
     def set(self, attributes: Attributes) -> None: ...
 
     def fail(self, code: str, *, ours: bool = True) -> None:
-        """Mark it as failed; `code` is for programs. `ours`: the request itself was valid."""
+        """Mark the span as failed; `code` is for programs. `ours`: the request itself was valid."""
         ...
 
     def end(self, at: int | None = None) -> None:
-        """`at`: nanoseconds of the epoch, if not now."""
+        """End the span. `at`: nanoseconds since the epoch, if not now."""
         ...
 
 
 current: ContextVar[Span | None] = ContextVar("span", default=None)
-"""The span that this task works for."""
+"""The current span of this task."""
 
 
 def headers() -> dict[str, str]:

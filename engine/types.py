@@ -46,11 +46,12 @@ class ReasoningBudget(msgspec.Struct, frozen=True, omit_defaults=True):
     close: tuple[int, ...]
     """Ids that are forced when the budget is spent inside reasoning; they end it."""
     avoid: tuple[int, ...] = ()
-    """Ids that do not come right after `close`: they would begin reasoning again."""
+    """Ids that are forbidden right after `close`, because they would begin reasoning again."""
     inside: bool = False
     """Whether the output begins inside reasoning."""
     steps: dict[int, dict[int, int]] = {}
-    """The next state, by state and id. An id that a state does not list leads where it leads from state 0 or 1."""
+    """The next state, by state and id. An id that a state does not list has the same next state as from state 0 or
+    1."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -60,7 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     max_tokens: int
-    """0 reports on the prompt and generates nothing: one delta without tokens."""
+    """With 0 the engine only reports on the prompt: one delta without tokens."""
     min_tokens: int = 0
     temperature: float = 1.0
     """0 is greedy."""
@@ -132,7 +133,7 @@ class Held(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Performance(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Times and counts of one request as the backend measured them; what is 0 is not known or did not happen."""
+    """Times and counts of one request as the backend measured them; 0 means unknown or none."""
 
     first_token_seconds: float = 0.0
     token_seconds: float = 0.0
@@ -144,7 +145,7 @@ class Performance(msgspec.Struct, frozen=True, omit_defaults=True):
     """KV blocks that were read from another replica."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    """Tokens that speculation drafted, and those of them that the model accepted."""
+    """Number of tokens that speculation drafted, and of those that the model accepted."""
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -164,7 +165,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     """Set for a `prefill_only` request that its first token did not end: its KV blocks wait to be read."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    """Tokens that speculation drafted for this delta, and those of them that are in it."""
+    """Number of tokens that speculation drafted for this delta, and of those that are in it."""
     performance: Performance | None = None
     """Timing of the request, in its last delta, if the backend measures it."""
 
@@ -233,14 +234,13 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: bool = True
     """Whether this engine has log-probabilities of prompts; it refuses a request for them otherwise."""
     handoff_logprobs: bool = True
-    """Whether this engine, going on from a handoff, has log-probabilities. If not, prefill replicas are of no use to a
-    request for them."""
+    """Whether this engine has log-probabilities after a handoff. If not, requests for them must not be prefilled
+    elsewhere."""
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A computed prompt, as a prefill replica leaves it for decode (`engine/handoff.py` has the codec).
-
-    It is valid while the prefill's stream is open.
+    """A computed prompt that a prefill replica passes to decode (`engine/handoff.py` has the codec). It is valid while
+    the prefill's stream is open.
     """
 
     version: int
@@ -269,7 +269,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     group: str = ""
-    """The same for all sequences of one client's request; empty for one that is alone."""
+    """Equal for all sequences of one client's request; empty if there is only one."""
     group_size: int = 1
     """Number of sequences of the group."""
     priority: int = 0
@@ -280,7 +280,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """The prompt's images: encoded, as files for the backend to encode, or encoded elsewhere in the backend's own
     terms. For a model that transcribes, the speech."""
     handoff: Handoff | None = None
-    """Go on from here: the deltas are those after `handoff.first`, and carry no report on the prompt."""
+    """Continue from this handoff: the deltas are those after `handoff.first`, without a report on the prompt."""
     prefill_only: bool = False
     """Compute the prompt and one token. If that does not end the request, its delta carries `held` and the stream stays
     open, idle: the KV blocks are held until it is closed."""

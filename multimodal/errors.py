@@ -20,7 +20,7 @@ _MAX_NAME = 64
 
 
 def shown(name: str) -> str:
-    """Return a client's name for something as messages repeat it: printable, and not at length."""
+    """Return a client's text as messages may repeat it: printable and short."""
     return "".join(c if c.isprintable() else "?" for c in name[:_MAX_NAME]) + "…" * (len(name) > _MAX_NAME)
 
 
@@ -48,7 +48,7 @@ class MediaError(RequestError):
         super().__init__(message, param, code)
 
     def about(self, kind: MediaKind, param: str) -> Self:
-        """Return the same error, of a file of a kind that `param` names."""
+        """Return the same error for a file of this kind, which `param` names."""
         found = self.at(param)
         found.code = self.code.replace("image", kind)
         return found

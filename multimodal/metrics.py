@@ -100,7 +100,7 @@ class GenerationMetrics:
         self.finished = {reason: success.labels(model_name, reason) for reason in ("stop", "length")}
 
     def requested(self, request: GenerateRequest) -> None:
-        """Count a request, all of whose choices are like `request`."""
+        """Count a request; all its choices are like `request`."""
         if request.media is not None:
             kinds = kinds_of(request.media)
             self.image_requests.inc(bool(kinds - {"audio"}))
@@ -109,14 +109,14 @@ class GenerationMetrics:
             self.structured_requests.inc()
 
     def parsed(self, api: Api, calls: int, malformed: int, reasoning: int) -> None:
-        """Count what a parser found in a choice that finished."""
+        """Count the tool calls and reasoning that a parser found in a finished choice."""
         self.tool_calls[api].inc(calls)
         self.malformed_calls[api].inc(malformed)
         self.reasoning_tokens[api].inc(reasoning)
 
 
 class ChoiceTimer:
-    """The clock of one choice, until `finish`, `fail`, or `stop` without either: its client went away."""
+    """The clock of one choice, until `finish`, `fail`, or `stop` alone if its client went away."""
 
     __slots__ = ("_begun", "_count", "_ended", "_first", "_last", "_metrics", "_start")
 

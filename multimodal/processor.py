@@ -1,4 +1,4 @@
-"""The way of a request through the engine: prompts and parameters are made, choices started, followed and closed."""
+"""The life of a request: its prompts and parameters are made, and its choices started, followed and closed."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -22,10 +22,8 @@ from multimodal.text.prompts import Prompts
 
 @dataclass(eq=False)
 class Processor:
-    """Prepares requests for one engine.
-
-    Every request names the logits processors `logits`. `format` says what the parts of answers to chats are; other
-    answers are plain text. `defaults` are of sampling.
+    """Prepares requests for one engine. Every request names the logits processors `logits`. `format` is the output
+    format of chats; other answers are plain text. `defaults` are sampling parameters.
     """
 
     engine: Engine
@@ -41,10 +39,8 @@ class Processor:
     async def prepare(
         self, ask: Ask, shape: Callable[[AnswerContext], Shape], request_id: str, dp_rank: int | None = None
     ) -> "Generation":
-        """Prepare a request, whose answer has this shape, for a data-parallel rank. Nothing has been started in the
-        engine.
-
-        Raises RequestError, ContextOverflow, DeadlineExceeded, EngineNotReady and what encoding images raises.
+        """Prepare a request, whose answer has this shape, for a data-parallel rank. Starts nothing in the engine.
+        Raises RequestError, ContextOverflow, DeadlineExceeded, EngineNotReady and the errors of encoding images.
         """
         self._check_count(ask)  # before images are fetched
         info = self.engine.info
@@ -118,7 +114,7 @@ class Processor:
 
     @asynccontextmanager
     async def _in_time(self) -> AsyncIterator[None]:
-        """Limit the time that prompts take: images may be slow to fetch and to encode."""
+        """Limit the time for making prompts: images may be slow to fetch and to encode."""
         seconds = self.limits.request_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -139,7 +135,7 @@ class Processor:
 class Generation:
     """A prepared request. Nothing has reached the engine yet; use `stream` or `complete`, once.
 
-    Both raise engine errors and DeadlineExceeded, and abort what still runs when they are closed or cancelled. Errors
+    Both raise engine errors and DeadlineExceeded, and abort running choices when they are closed or cancelled. Errors
     name fields as the request does.
     """
 
@@ -156,7 +152,7 @@ class Generation:
     _closing: list[asyncio.Future[None]] = field(default_factory=list, init=False)
 
     async def stream(self) -> AsyncGenerator[bytes]:
-        """Yield the chunks of the answer, each a JSON document, the first not before the engine's first delta."""
+        """Yield the chunks of the answer, each a JSON document, from the engine's first delta on."""
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
                 for chunk in self.shape.stream(piece):
@@ -257,7 +253,7 @@ class Generation:
         self._closing = [asyncio.ensure_future(stream.aclose()) for stream in streams]
 
     def _describe(self, span: trace.Span) -> None:
-        """Note on the request's span what came of it, by OpenTelemetry's attributes, new and old."""
+        """Record the outcome in the request's span, with OpenTelemetry's new and old attributes."""
         count = usage(self.choices)
         span.set(
             {
@@ -272,7 +268,7 @@ class Generation:
 
 
 def _describe(operation: str, model: str, answer_id: str, params: Sequence[SamplingParams]) -> None:
-    """Note on the request's span what was asked for, by OpenTelemetry's attributes, new and old."""
+    """Record the request's parameters in its span, with OpenTelemetry's new and old attributes."""
     if (span := trace.current.get()) is None:
         return
     first, plain = params[0], SamplingParams(max_tokens=0)

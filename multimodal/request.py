@@ -25,7 +25,7 @@ MAX_TOKENS = (1 << 31) - 1
 MAX_STRING = 1024
 """Characters of a stop string or bad word."""
 TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
-"""One spelling for each id, so that no key of `logit_bias` overrides another."""
+"""An id with a single spelling, so that no key of `logit_bias` overrides another."""
 BIAS = (-100.0, 100.0)
 """Smallest and largest value of `logit_bias`."""
 RANGES: Mapping[str, tuple[float, float]] = {
@@ -86,7 +86,7 @@ class Tools:
     parallel: bool = True
     """Whether one answer may have several calls."""
     guided: str = ""
-    """The field that asks for calls which are valid by construction; empty for none."""
+    """The field that requires calls to be valid by grammar; empty for none."""
     param: str = "tools"
     """The field that lists the tools."""
     schemas: Sequence[str] = ()
@@ -107,18 +107,18 @@ class Conversation:
     tools: list[dict[str, Any]] = field(default_factory=list)
     """The tools that the template shows, as OpenAI's requests have them."""
     as_sent: bool = False
-    """Whether messages and tools are the request's own, one for one: errors then name the one at fault."""
+    """Whether messages and tools correspond to those of the request one by one, so that errors can name one."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables of the template that the client names; the server's setting says which it may set."""
+    """Template variables that the client sets; a setting of the server lists the allowed ones."""
     variables: dict[str, Any] = field(default_factory=dict)
-    """Variables of the template that the API has fields for; `template_kwargs` override them."""
+    """Template variables for which the API has fields; `template_kwargs` override them."""
 
     @property
     def characters(self) -> int:
-        """Rough length of all contents, of which each message and part has some, and of the tools: of those no further
-        than to where work on them leaves the event loop.
+        """Rough length of all contents, each message and part included, and of the tools, which are counted only up to
+        the length at which work leaves the event loop.
         """
         return rough_length(self.tools) + sum(map(_length, (message["content"] for message in self.messages)))
 
@@ -127,7 +127,7 @@ class AskedGuide(NamedTuple):
     """One way in which a request constrains its output."""
 
     field: str
-    """The request's name for it."""
+    """The field's name in the request."""
     kind: GuideKind
     value: Any
     """The schema, expression, grammar or choices."""
@@ -137,7 +137,7 @@ class AskedGuide(NamedTuple):
 class Ask:
     """A client's request. Values are typed but not checked for range: `Sampling` does that.
 
-    `fields` translates names of this class into the request's own, for errors: `prompt`, say, into `messages`.
+    For errors, `fields` translates names of this class into those of the request, such as `prompt` into `messages`.
     """
 
     prompt: Conversation | Sequence[str | list[int]]
@@ -160,18 +160,18 @@ class Ask:
     """Repeat the prompt before the output."""
     cache_salt: str = ""
     skip_save: bool = False
-    """Do not keep KV blocks on the host or the disk."""
+    """Keep no KV blocks on the host or the disk."""
     priority: int = 0
     prediction: str | None = None
-    """Predicted output, which only speeds generation up."""
+    """Predicted output, which only speeds up generation."""
 
     # Sampling.
     max_tokens: int | None = None
     default_max_tokens: int | None = None
-    """Used without `max_tokens`, as far as there is room; None fills the context."""
+    """Used if `max_tokens` is None, as far as there is room; None fills the context."""
     min_tokens: int = 0
     temperature: float | None = None
-    """None is the default (`SamplingDefaults`), here and in the next four."""
+    """None takes the default (`SamplingDefaults`), also in the next four fields."""
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -202,7 +202,7 @@ class Ask:
     """Maximum number of tokens of reasoning in a choice, whose end is then forced; -1 is no limit, None the server's
     setting."""
     needs_budget: bool = True
-    """Whether an engine that cannot keep the budget refuses the request, instead of going without."""
+    """Whether an engine that cannot apply the budget refuses the request instead of ignoring the budget."""
 
     def spelled(self, name: str | None) -> str | None:
         """Return the request's own name for a field."""
@@ -210,14 +210,14 @@ class Ask:
 
     @property
     def schema_length(self) -> int:
-        """Rough length of tools and guides, counted no further than to where work on them leaves the event loop."""
+        """Rough length of tools and guides, counted only up to the length at which work leaves the event loop."""
         tools = self.prompt.tools if isinstance(self.prompt, Conversation) else []
         return rough_length([tools, [guide.value for guide in self.guides]])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of one request; the settings of the same names say what each bounds."""
+    """Limits of one request; the settings of the same names describe them."""
 
     max_n: int = 128
     min_priority: int = 0
@@ -234,7 +234,7 @@ class Limits:
     request_timeout_seconds: float = 600.0
 
     def tokens(self, info: EngineInfo) -> int:
-        """Return how many tokens /tokenize makes at most, and /detokenize takes."""
+        """Return the maximum number of tokens that /tokenize returns and /detokenize accepts."""
         return self.max_tokenize_tokens or 4 * info.context_length
 
 
@@ -277,7 +277,7 @@ class Sampling:
 
     info: EngineInfo
     tokenizer: Tokenizer | None
-    """Spells bad words; None for requests that have none."""
+    """Encodes bad words; None if requests have none."""
     limits: Limits
     processors: tuple[str, ...] = ()
     """Logits processors of every request."""
@@ -380,7 +380,7 @@ class Sampling:
 
 
 def guide_of(ask: Ask, kinds: tuple[GuideKind, ...], max_bytes: int, max_depth: int) -> Guide | None:
-    """Return the one guide that the request asks for, checked for size; None if it asks for none."""
+    """Return the request's only guide, checked for size; None without one."""
     if not ask.guides:
         return None
     name, kind, value = ask.guides[0]
@@ -422,7 +422,7 @@ def _spec(name: str, kind: GuideKind, value: Any, max_depth: int) -> str:
 
 
 def _depth(value: Any, limit: int) -> int:
-    """Count levels of nesting, no further than just past the limit."""
+    """Count levels of nesting, up to one beyond the limit."""
     if limit < 0:
         return 0
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -457,9 +457,7 @@ def _short(name: str, strings: Sequence[str]) -> None:
 
 
 def rough_length(value: Any) -> int:
-    """Count the characters that a value has in JSON, roughly, and no further than to where work on it leaves the event
-    loop.
-    """
+    """Count the characters of a value in JSON, roughly, up to the length at which work leaves the event loop."""
     length, left = 0, [value]
     while left and length <= INLINE_LENGTH:
         value = left.pop()

@@ -43,7 +43,7 @@ class InnerBlock(Wire):
     """A block inside the result of a tool."""
 
     type: str
-    """`text`, `image` or `document`. Example: "text" """
+    """`text`, `image`, `document` or `tool_reference`. Example: "text" """
     text: str | None = None
     """The text. Example: "Hello" """
     source: BlockSource | None = None
@@ -54,8 +54,19 @@ class InnerBlock(Wire):
     """Additional information about a document for the model. Example: "Of last year." """
     citations: Any = None
     """Refused where it asks for citations. Example: {"enabled": false}"""
+    tool_name: str | None = None
+    """The tool that a `tool_reference` found. Example: "get_weather" """
     cache_control: Any = None
     """Accepted and ignored: equal prefixes are found without it. Example: {"type": "ephemeral"}"""
+
+
+class ChangedTool(Wire):
+    """A tool of the request, by name."""
+
+    type: str
+    """Always `tool_reference`. Example: "tool_reference" """
+    name: str | None = None
+    """Its name. Example: "get_weather" """
 
 
 class ContentBlock(InnerBlock):
@@ -63,7 +74,7 @@ class ContentBlock(InnerBlock):
 
     type: str
     """`text`, `image` or `document`; a user's `tool_result`; an assistant's `tool_use`, `thinking` or
-    `redacted_thinking`. Example: "text" """
+    `redacted_thinking`; a system message's `tool_addition` or `tool_removal`. Example: "text" """
     id: str | None = None
     """Name of a call, to which its result refers. Example: "toolu_1" """
     name: str | None = None
@@ -82,6 +93,8 @@ class ContentBlock(InnerBlock):
     """Accepted and ignored. Example: "c2ln" """
     data: Any = None
     """Data of `redacted_thinking`; accepted and ignored. Example: "b3BhcXVl" """
+    tool: ChangedTool | None = None
+    """The tool that is available from here on, or no longer. Example: {"type": "tool_reference", "name": "get_time"}"""
     caller: Any = None
     """Accepted and ignored. Example: {"type": "direct"}"""
 

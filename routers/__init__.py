@@ -1,1 +1,1 @@
-"""HTTP in and out: one file per public API, the records and streams that they share, internal routes, operations."""
+"""HTTP in and out: each public API, shared endpoints and bodies, routes between replicas, the proxy, operations."""

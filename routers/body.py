@@ -37,10 +37,10 @@ _WEIGHTS = {b",": 1, b"[": 1, b":": 3, b"{": 11}
 """Weights of the marks of entries (such as token ids), fields and objects, by the time that parsing them takes."""
 _IN_TEXT = re.compile(rb'(?:[^"\\]++|\\.)++', re.DOTALL)
 _WINDOW = 1 << 16
-"""Bytes for which a regular expression may hold up the event loop."""
+"""Bytes that a regular expression may scan on the event loop."""
 _IMAGE = re.compile(rb'"(?:image_url|video_url|audio_url|url)"\s*:\s*\Z')
 _BASE64 = re.compile(rb'"data"\s*:\s*(?="(?:\\?/9j\\?/|\\?/\\?/|iVBORw0KGgo|R0lGOD|UklGR|ZkxhQ|T2dnU|SUQz))')
-"""A field with a file in base64 and no URL around it: JPEG, MP3, PNG, GIF, WebP or WAV, FLAC, Ogg, or ID3."""
+"""A field with a file in base64 that is not a data URL: JPEG, MP3, PNG, GIF, WebP or WAV, FLAC, Ogg, or ID3."""
 _MAX_DIGITS = 400
 """Digits of a number; the time to parse one grows with their square."""
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
@@ -217,7 +217,8 @@ async def _without_images(raw: bytes, urls: CutUrls) -> list[bytes]:
 
 
 def _refuse_many_values(raw: bytes, most: int) -> None:
-    """Refuse a body by its punctuation, which is quick to count: texts are left out only where that decides."""
+    """Refuse a body with too many values. Punctuation is quick to count; texts are skipped only if that changes the
+    result."""
     count = 0
     for part in _outside_texts(raw) if _values(raw) > most else ():
         count += 1 + _values(part)
@@ -226,7 +227,7 @@ def _refuse_many_values(raw: bytes, most: int) -> None:
 
 
 def _refuse_long_numbers(raw: bytes) -> None:
-    """Refuse numbers that take long to parse. Texts are left out only where that decides."""
+    """Refuse numbers that take long to parse. Texts are skipped only if that changes the result."""
     long = b"0" * (_MAX_DIGITS + 1)
     if long in raw.translate(_DIGITS) and any(long in part.translate(_DIGITS) for part in _outside_texts(raw)):
         message = f"a number has more than {_MAX_DIGITS} digits"
@@ -234,7 +235,7 @@ def _refuse_long_numbers(raw: bytes) -> None:
 
 
 def _outside_texts(raw: bytes) -> Iterator[bytes]:
-    """Yield what is before, between and after the texts of a body, of which the last may lack its end."""
+    """Yield the parts of a body outside its texts, the last of which may be unterminated."""
     end = 0
     while (start := raw.find(b'"', end)) >= 0:
         yield raw[end:start]
@@ -297,6 +298,6 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
-    """Return when the client has gone, or has its whole answer."""
+    """Wait until the client has gone or has its whole answer."""
     while (await receive())["type"] != "http.disconnect":
         pass

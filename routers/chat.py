@@ -20,7 +20,7 @@ from protocol.chat import (
 )
 from protocol.tokenize import TokenizeRequest
 from routers.endpoint import Endpoint
-from routers.fields import to_ask
+from routers.fields import effort_of, to_ask
 from routers.tools import chosen_tools, template_tools
 
 _TEXT_PARTS = ("text", "input_text", "refusal")
@@ -30,7 +30,7 @@ MEDIA_PARTS: dict[str, MediaKind] = {
     "audio_url": "audio",
     "input_audio": "audio",
 }
-"""Fields, and types, of content parts that name or have a file, and the file's kind."""
+"""Fields and types of content parts that contain or refer to a file, and the file's kind."""
 REFUSED_PARTS = frozenset({"file"})
 """Fields, and types, of content parts that are not supported."""
 
@@ -39,8 +39,9 @@ def convert(body: ChatCompletionRequest) -> Ask:
     """Return the request of a body. Raises RequestError."""
     if body.top_logprobs and not body.logprobs:
         raise RequestError("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
-    given = {"reasoning_effort": body.reasoning_effort, "documents": body.documents}
-    variables = {name: value for name, value in given.items() if value is not None}
+    variables = effort_of(body.reasoning_effort)
+    if body.documents is not None:
+        variables["documents"] = body.documents
     fields = {"prompt": "messages", "logprobs": "top_logprobs"}
     own: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
     if body.max_completion_tokens is not None:
@@ -104,7 +105,7 @@ def to_template(message: ChatMessage, place: int = 0) -> dict[str, Any]:
 
 
 def _sampling(body: ChatCompletionRequest | TokenizeRequest) -> FrameSampling:
-    """Return which frames of videos the body asks for. Raises RequestError."""
+    """Return the choice of frames of videos that the body asks for. Raises RequestError."""
     named = {
         "media_io_kwargs.video": body.media_io_kwargs.video if body.media_io_kwargs is not None else None,
         "mm_processor_kwargs": body.mm_processor_kwargs,
@@ -173,7 +174,7 @@ def _unsupported(message: str, param: str = "messages") -> RequestError:
 
 
 def _called(function: MessageFunctionCall, param: str) -> dict[str, Any]:
-    """Return a call as templates expect it: with its arguments as an object, which OpenAI writes as JSON text."""
+    """Return a call as templates expect it: its arguments, which OpenAI writes as JSON text, as an object."""
     arguments = function.arguments or {}
     if isinstance(arguments, str):
         try:
@@ -240,7 +241,7 @@ def _named(functions: Sequence[FunctionDefinition], spelled: str) -> dict[str, T
 
 
 def _choice(choice: Any, field: str) -> tuple[str, Sequence[str] | None]:
-    """Return how the model chooses (auto, required or one function), and among which tools; None for all."""
+    """Return the tool choice (auto, required or one function) and the names of the allowed tools; None allows all."""
     if choice in (None, "auto"):
         return "auto", None
     if choice == "required" and field == "tool_choice":

@@ -25,7 +25,7 @@ def convert(body: CompletionRequest) -> Ask:
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    """Return one prompt or several as several."""
+    """Return one prompt or several as a list."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:

@@ -1,6 +1,5 @@
-"""A generating API as a record: its route, its OpenAPI entry and the router's proxy are made from it.
-
-Its streamed answers are server-sent events. sse-starlette's response has the headers; sending is our own.
+"""A generating API as a record, from which its route, its OpenAPI entry and the router's proxy are made. Streamed
+answers are server-sent events. sse-starlette's response provides the headers; sending is our own.
 """
 
 import asyncio
@@ -39,7 +38,7 @@ class Framing:
     end = b"data: [DONE]\n\n"
     """Sent after the last event, unless that is an error."""
     keep_alive = b": keep-alive\n\n"
-    """Sent in silence."""
+    """Sent when the stream has been silent for the ping interval."""
 
     def event(self, payload: bytes) -> bytes:
         """Frame a JSON document, which may be an error envelope."""
@@ -47,7 +46,7 @@ class Framing:
 
 
 class NamedEvents(Framing):
-    """Events that are named as their `type` says, which every payload begins with."""
+    """Events named by their `type`, with which every payload begins."""
 
     described = "The JSON of one event's `data:` line. The line `event:` before it repeats its `type`."
 
@@ -123,12 +122,11 @@ class Endpoint(Generic[B]):
 
 
 class EventStream(EventSourceResponse):
-    """A stream of JSON `payloads`, or of one error event if they fail midway.
-
-    The status waits for the first payload: what is raised before that is raised from here, with nothing sent. Payloads
-    are closed as soon as the client has gone; ClientDisconnect is raised if that is before the first. Events are sent
-    without a lock, a timer or a log line for each, keep-alives in silence only. A shutdown lets streams run
-    (`server/process/serving.py` waits for them).
+    """A stream of JSON `payloads`, which ends with an error event if they fail midway. The status waits for the first
+    payload: an exception before it is raised from here, with nothing sent. Payloads are closed as soon as the client
+    has gone; ClientDisconnect is raised if that is before the first. Events are sent without a lock, a timer or a log
+    line for each, keep-alives in silence only. A shutdown lets streams run (`server/process/serving.py` waits for
+    them).
     """
 
     def __init__(
@@ -164,7 +162,7 @@ class EventStream(EventSourceResponse):
             raise ClientDisconnect
 
     async def _send_events(self, scope: Scope, send: Send) -> bytes:
-        """Send all but the end of the stream, which is returned."""
+        """Send the events, and return the end of the stream, which is not sent yet."""
         clock = asyncio.get_running_loop().time
         frame = self._framing.event
         async with aclosing(self._payloads) as payloads:

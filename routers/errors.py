@@ -7,7 +7,7 @@ from multimodal.errors import RequestError
 
 
 class Missing(NamedTuple):
-    """A part without which a replica is not ready."""
+    """A part that a replica lacks to be ready."""
 
     name: str
     """Name of the part, for programs: engine, prefill_peers, replicas, kv_events, canary, event_loop, sleep or
@@ -29,8 +29,8 @@ class WrongReplica(RequestError):
 
 
 class NotFound(RequestError):
-    """There is no response, batch, video or file of this name, or it belongs to another key."""
+    """No response, batch, video or file has this name, or it belongs to another key."""
 
 
 class ReplicasDiffer(RequestError):
-    """Another replica speaks another version, or serves another model."""
+    """Another replica uses another version of the protocol, or serves another model."""

@@ -38,7 +38,8 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "prompt": (),
     "context_management": ([],),
 }
-"""Fields that would change the meaning of the answer, each with the values (other than null) that have no effect."""
+"""Refused fields, which would change the meaning of the answer; each with the values, other than null, that have no
+effect."""
 
 STRUCTURED_OUTPUTS: dict[str, GuideKind] = {
     "json_": "json_schema",
@@ -59,13 +60,13 @@ _SAME = tuple(
         & GenerationFields.model_fields.keys() - {"stop", "prediction"}
     )
 )
-"""Fields that are the same here and there; null means the default of `Ask`."""
+"""Fields that bodies and `Ask` share; null means the default of `Ask`."""
 _MAX_UNKNOWN = 100
 
 
 @cache
 def refused(body: type[ModelFields]) -> dict[str, tuple[object, ...]]:
-    """Return the fields of an API that `FieldCheck` refuses, each with the values that ask for nothing."""
+    """Return the fields of an API that `FieldCheck` refuses, each with the values that have no effect."""
     fields = body.model_fields.keys()
     accepted = {"echo", "prompt"} if "echo" in fields and "messages" not in fields else set()
     if issubclass(body, PromptFields):
@@ -76,10 +77,8 @@ def refused(body: type[ModelFields]) -> dict[str, tuple[object, ...]]:
 
 
 class FieldCheck:
-    """Checks the bodies for one model. With `strict` unknown fields are refused, else each is logged once.
-
-    With `model_optional` a body that generates may do without the model's name. A model that `transcribes` does nothing
-    else.
+    """Checks the bodies for one model. With `strict` unknown fields are refused, otherwise each is logged once. With
+    `model_optional` a body that generates may omit the model's name. A model that `transcribes` does nothing else.
     """
 
     def __init__(self, model_name: str, *, strict: bool, model_optional: bool, transcribes: bool = False) -> None:
@@ -95,7 +94,7 @@ class FieldCheck:
             raise ModelNotFound(name, self._model_name)
 
     def check(self, body: ModelFields) -> None:
-        """Raise RequestError for no model or another, and for the first field that this server must not ignore."""
+        """Raise RequestError for a missing or wrong model, and for the first field that this server must not ignore."""
         if not body.model and not self._model_optional:
             raise RequestError(f"'model' must name a model; this server serves '{shown(self._model_name)}'.", "model")
         self.check_model(body.model)
@@ -130,7 +129,7 @@ class FieldCheck:
 def to_ask(
     body: GenerationFields, prompt: Conversation | Sequence[str | list[int]], fields: dict[str, str], **own: Any
 ) -> Ask:
-    """Return the request of a body. `own` has the fields that its API spells in its own way. Raises RequestError."""
+    """Return the request of a body. `own` has the fields that differ between APIs. Raises RequestError."""
     guides = tuple(_guides(body))
     options = body.stream_options
     return Ask(
@@ -142,6 +141,14 @@ def to_ask(
         prediction=_prediction(body.prediction),
         **sampling_of(body) | own,
     )
+
+
+def effort_of(effort: str | None) -> dict[str, Any]:
+    """Return the variables of a chat template for an effort of reasoning. `none` turns reasoning off, as in SGLang."""
+    if effort is None:
+        return {}
+    off = dict.fromkeys(("enable_thinking", "thinking"), False)
+    return {"reasoning_effort": effort, **(off if effort == "none" else {})}
 
 
 def sampling_of(body: SamplingFields) -> dict[str, Any]:

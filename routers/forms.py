@@ -20,21 +20,21 @@ _MAX_HEAD = 8 << 10
 _MAX_FIELD = 1 << 20
 """Bytes of a field that is no file."""
 _PARAMETER = re.compile(r';\s*+([^\s=;"]++)\s*+=\s*+(?:"((?:[^"\\]|\\.)*+)"|([^";]*+))', re.DOTALL)
-"""A parameter of a header. The time to find all of them is linear in the header's length: strangers write it."""
+"""A parameter of a header. Finding all of them takes time linear in the header's length, because strangers write it."""
 _ESCAPED = re.compile(r'\\(["\\])')
 
 
 class Form(NamedTuple):
     """The fields and files of a form, by name and in order. A name may end with [] where several values are allowed.
-    Names and types of files are left out.
+    Names and types of files are not kept.
     """
 
     fields: dict[str, list[str]]
     files: dict[str, list[memoryview]]
 
     def parsed(self, model: type[M]) -> M:
-        """Return the fields as a `model`, whose types are made of texts. Raises RequestError for a field that comes
-        twice, and RequestValidationError.
+        """Return the fields as a `model`, whose values are parsed from texts. Raises RequestError for a repeated field,
+        and RequestValidationError.
         """
         for name, values in self.fields.items():
             if len(values) > 1:

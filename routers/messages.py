@@ -40,11 +40,11 @@ _BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n*", re.IGNORECAS
 _TYPES = {
     "user": ("text", "image", "document", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
-    "system": ("text",),
+    "system": ("text", "tool_addition", "tool_removal"),
 }
 """Types of blocks in a message, by its role."""
 _MODES = {"auto": "auto", "any": "required", "tool": "function"}
-_INNER_TYPES = ("text", "image", "document")
+_INNER_TYPES = ("text", "image", "document", "tool_reference")
 _MEDIA_TYPE = re.compile(r"image/[a-z0-9.+-]{1,32}")
 
 
@@ -92,7 +92,7 @@ def _guides(body: PromptFields) -> Sequence[AskedGuide]:
 
 
 def _tools(body: PromptFields) -> tuple[Tools | None, list[dict[str, Any]]]:
-    """Return the tools that the model may call, and those that the prompt shows."""
+    """Return the tools that the model may call, and the tools that the prompt shows."""
     offered: dict[str, Tool] = {}
     for place, tool in enumerate(body.tools or ()):
         _check_tool(tool, place, offered)
@@ -161,7 +161,7 @@ def _conversation(body: PromptFields, tools: list[dict[str, Any]]) -> Conversati
 
 @dataclass(slots=True)
 class _Said:
-    """A message as a template is to see it."""
+    """A message as templates expect it."""
 
     role: str
     parts: list[str | MediaRef] = field(default_factory=list)
@@ -198,13 +198,13 @@ class _Dialogue:
         return self.all[-1]
 
     def turn(self, role: str) -> _Said:
-        """Return the turn that goes on, or a new one."""
+        """Return the current turn if it has this role, or a new one."""
         if not self.all or self.last.role != role:
             self.all.append(_Said(role))
         return self.last
 
     def add(self, message: MessageParam, param: str) -> None:
-        """Add a message. Raises RequestError, and names what is below `param`."""
+        """Add a message. Raises RequestError, which names a field below `param`."""
         role = message.role
         if isinstance(message.content, str):
             self.turn(role).parts.append(message.content)
@@ -226,6 +226,8 @@ class _Dialogue:
                     reasoning.append(_needed(block.thinking, f"{spelled}.thinking"))
                 case "redacted_thinking":
                     pass
+                case "tool_addition" | "tool_removal":
+                    parts.append(_change_of_tools(block, spelled))
                 case _:
                     parts.append(_part(block, spelled))
         if parts or not results:
@@ -241,7 +243,7 @@ class _Dialogue:
         return {"id": call_id, "type": "function", "function": function}
 
     def _answer(self, block: ContentBlock, param: str) -> list[str | MediaRef]:
-        """Add the turn of a tool's result. Return its images, which templates show in a user's turn only."""
+        """Add the turn of a tool's result. Return its images, which templates accept in a user's turn only."""
         call_id = _needed(block.tool_use_id, f"{param}.tool_use_id")
         texts: list[str] = []
         images: list[str | MediaRef] = []
@@ -271,10 +273,20 @@ def _check_type(given: str, known: Sequence[str], param: str) -> None:
         raise RequestError(message, f"{param}.type", "unsupported_content")
 
 
+def _change_of_tools(block: ContentBlock, param: str) -> str:
+    """Return a change of the available tools as a text: the prompt has had all of them since its beginning."""
+    tool = _needed(block.tool, f"{param}.tool")
+    _check_type(tool.type, ("tool_reference",), f"{param}.tool")
+    name = _needed(tool.name, f"{param}.tool.name")
+    return f"The tool {name} is {'available' if block.type == 'tool_addition' else 'no longer available'}."
+
+
 def _part(block: InnerBlock, param: str) -> str | MediaRef:
-    """Return a text, an image, or a document's text."""
+    """Return a text, an image, a document's text, or what a search for tools has found."""
     if block.type == "text":
         return _needed(block.text, f"{param}.text")
+    if block.type == "tool_reference":
+        return f"The tool {_needed(block.tool_name, f'{param}.tool_name')} is available."
     source = _needed(block.source, f"{param}.source")
     spelled = f"{param}.source"
     if block.type == "image":

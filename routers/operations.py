@@ -13,7 +13,7 @@ router = APIRouter()
 
 @router.get("/health/live", summary="Liveness", tags=["health"])
 async def live() -> dict[str, str]:
-    """200 for as long as the process answers, which it does for as long as its event loop turns."""
+    """200 as long as the process answers, that is, as long as its event loop runs."""
     return {"status": "live"}
 
 
@@ -26,7 +26,7 @@ async def live() -> dict[str, str]:
     responses={503: {"model": NotReadyEnvelope}},
 )
 async def ready(replica: ReplicaDep) -> dict[str, str]:
-    """200 when a request made now would be taken, else 503 with what is missing."""
+    """200 if a request made now would be accepted, otherwise 503 with the missing parts."""
     if missing := replica.missing:
         raise NotReady(missing)
     return {"status": "ready"}
@@ -47,9 +47,8 @@ async def metrics(state: StateDep) -> Response:
 
 @router.get("/server_info", summary="Runtime configuration and settings", tags=["models"])
 async def server_info(state: StateDep, replica: ReplicaDep) -> ServerInfo:
-    """The runtime configuration as at /v1/models, and every setting but secrets and addresses.
-
-    Before the model has loaded, what is known.
+    """The runtime configuration as at /v1/models, and every setting except secrets and addresses. Before the model has
+    loaded, some facts are missing.
     """
     return ServerInfo(
         model=replica.model_name,

@@ -19,10 +19,15 @@ _TENSORRT: dict[str, Tag | None] = {
     **dict.fromkeys(("sampler", "drafter", "guided_decoder", "spec_resource_manager", "model_extra", "executor_extra")),
     **dict.fromkeys(("_no_capture_init_kv_cache", "_no_capture_init_extra_resources")),
 }
-"""TensorRT-LLM's names of memory (`ExecutorMemoryType`), and vLLM's `weights`; None for what is never released here."""
+"""TensorRT-LLM's names of memory (`ExecutorMemoryType`), and vLLM's `weights`; None for memory that is never released
+here."""
 
 Tags = Annotated[
-    list[str], Query(description="Memory that is meant: weights, kv_cache; all without. Repeated, or with commas.")
+    list[str],
+    Query(
+        description="Memory to release or restore: weights, kv_cache; all of it if omitted. Repeated, or separated by "
+        "commas."
+    ),
 ]
 
 
@@ -30,11 +35,11 @@ class IsSleeping(BaseModel):
     """Whether the engine sleeps."""
 
     is_sleeping: bool
-    """True until all memory is back."""
+    """True until all memory is restored."""
 
 
 class MemoryTags(BaseModel):
-    """The memory that is meant."""
+    """The memory to release or restore."""
 
     tags: list[str] = ["model", "kv_cache"]
     """TensorRT-LLM's names, such as model and kv_cache."""
@@ -47,14 +52,14 @@ class MemoryAnswer(BaseModel):
     """Always success."""
 
 
-@router.post("/sleep", summary="Give memory back", response_class=Response)
+@router.post("/sleep", summary="Release memory", response_class=Response)
 async def sleep(
     replica: ReplicaDep,
     level: Annotated[int, Query(ge=1, le=2)] = 1,
     mode: Annotated[str, Query(pattern="^(wait|abort)$")] = "abort",
     tags: Tags = [],  # noqa: B006 - FastAPI copies it
 ) -> Response:
-    """Put the engine to sleep, and answer once its memory is given back.
+    """Put the engine to sleep, and answer once its memory is released.
 
     Level 1 keeps weights in memory of the host, level 2 reads them from the model's files again. Mode `abort` ends
     running requests with an error, `wait` lets them finish; new ones get 503. Answers 409 if /wake_up comes first.
@@ -64,7 +69,7 @@ async def sleep(
     return Response()
 
 
-@router.post("/wake_up", summary="Take memory again", response_class=Response)
+@router.post("/wake_up", summary="Restore memory", response_class=Response)
 async def wake_up(replica: ReplicaDep, tags: Tags = []) -> Response:  # noqa: B006
     """Wake the engine, and answer once it takes requests, or once the memory that `tags` name is there."""
     replica.sleep = await _sleeper(replica).wake_up(_tags_of(tags))
@@ -73,12 +78,12 @@ async def wake_up(replica: ReplicaDep, tags: Tags = []) -> Response:  # noqa: B0
 
 @router.get("/is_sleeping", summary="Whether the engine sleeps")
 async def is_sleeping(replica: ReplicaDep) -> IsSleeping:
-    """True from the moment in which memory is given back until all of it is there again."""
+    """True from the release of memory until all of it is restored."""
     _sleeper(replica)
     return IsSleeping(is_sleeping=bool(replica.sleep.level))
 
 
-@router.post("/release_memory", summary="Give memory back, as with TensorRT-LLM")
+@router.post("/release_memory", summary="Release memory, as with TensorRT-LLM")
 async def release_memory(replica: ReplicaDep, body: MemoryTags = MemoryTags()) -> MemoryAnswer:  # noqa: B008
     """Put the engine to sleep at level 1, once running requests have ended."""
     if tags := _of_tensorrt(body.tags):
@@ -86,7 +91,7 @@ async def release_memory(replica: ReplicaDep, body: MemoryTags = MemoryTags()) -
     return MemoryAnswer()
 
 
-@router.post("/resume_memory", summary="Take memory again, as with TensorRT-LLM")
+@router.post("/resume_memory", summary="Restore memory, as with TensorRT-LLM")
 async def resume_memory(replica: ReplicaDep, body: MemoryTags = MemoryTags()) -> MemoryAnswer:  # noqa: B008
     """Wake the engine."""
     if tags := _of_tensorrt(body.tags):
@@ -98,7 +103,7 @@ def _sleeper(replica: ReplicaState) -> Sleeper:
     if replica.draining:
         raise EngineNotReady("The server is shutting down.")
     if replica.sleeper is None and replica.service is not None:
-        raise NotSupported("What computes here keeps its memory.")
+        raise NotSupported("The engine or encoder of this replica cannot release its memory.")
     if replica.sleeper is None:
         raise EngineNotReady(replica.loading)
     return replica.sleeper

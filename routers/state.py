@@ -45,11 +45,11 @@ class ChatService:
     processor: Processor
     fields: FieldCheck
     images: MediaPrompts | None = None
-    """Puts images into chats, if the model takes any."""
+    """Inserts images into chats, if the model takes any."""
     encoder: Encoder | None = None
-    """Makes embeddings of these images, here or elsewhere; None where the engine does."""
+    """Encodes these images, here or elsewhere; None if the engine does."""
     transcriber: Transcriber | None = None
-    """Writes speech down, if the model does that; it does nothing else then."""
+    """Transcribes speech, if the model does that; it then does nothing else."""
     batches: BatchStore | None = None
     """Keeps batches of messages, if the settings allow them."""
     responses: Responses = field(default_factory=Responses)
@@ -76,7 +76,7 @@ class PrefillService:
     engine: AdmissionEngine
     encoding: EncodeService | None = None
     waiting_tokens: int = 0
-    """Tokens of the prompts that have no first token yet."""
+    """Tokens of prompts whose first token is pending."""
 
     @property
     def healthy(self) -> bool:
@@ -147,7 +147,7 @@ class ReplicaState:
     """The path under which its requests come in."""
     created: int = field(default_factory=lambda: int(time.time()))
     service: ReplicaService | None = None
-    """Set once, when all that it needs has started."""
+    """Set once, when every part of the replica has started."""
     loading: str = "The model is loading."
     """Reason why there is no service yet."""
     failure: str | None = None
@@ -156,14 +156,15 @@ class ReplicaState:
     """Conditions of readiness other than the service, by name: a call returns the reason why one is not met, empty if
     it is."""
     peers: dict[str, Callable[[], tuple[int, int]]] = field(default_factory=dict)
-    """Replicas that this one asks, by what for: a call returns how many it knows, and how many of them answer."""
+    """Replicas that this one asks, by their task: a call returns the number of known replicas, and of those that
+    answer."""
     sleeper: Sleeper | None = None
     """Puts the engine to sleep, once it serves, if the settings allow it."""
     sleep: SleepState = field(default_factory=SleepState)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while the replica drains."""
     registered: bool = False
-    """Whether others find the replica in a registry, which it leaves first when it drains."""
+    """Whether the replica is listed in a registry, which it leaves first when it drains."""
     running: int = 0
     """Requests that a shutdown waits for."""
 
@@ -199,10 +200,8 @@ class ReplicaState:
         return [Missing("draining", "The server is shutting down."), *lacks] if self.draining else lacks
 
     def enter(self) -> ReplicaService:
-        """Begin a request, which `leave` ends, and return the service for it.
-
-        Raises EngineNotReady while starting, asleep and draining, and when routers can no longer know what is cached
-        here.
+        """Begin a request, which `leave` ends, and return the service for it. Raises EngineNotReady while starting,
+        asleep and draining, and once KV-cache events have failed, so that routers no longer know this cache.
         """
         if self.draining:
             raise EngineNotReady("The server is shutting down.")
@@ -250,7 +249,7 @@ class MessageClock(Protocol):
     span: trace.Span | None
     """Span of the request; None without tracing."""
     status: int
-    """The status that the answer would have over HTTP; GONE at first."""
+    """The status that the answer would have over HTTP; initially GONE."""
 
     def end(self) -> None: ...
 

@@ -35,7 +35,7 @@ async def tokenize(
     service: ChatServiceDep,
     body: Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))],
 ) -> Response:
-    """The token ids of a prompt, or of messages rendered by the chat template, which may have images."""
+    """The token ids of a prompt, or of messages, possibly with images, rendered by the chat template."""
     service.fields.check_model(body.model)
     ask = await converted(state, lambda: convert(body))
     ids = await while_connected(request, service.processor.tokenize(ask))

@@ -42,7 +42,7 @@ def chosen_tools(
 
 
 def template_tools(functions: Sequence[FunctionDefinition]) -> list[dict[str, Any]]:
-    """Return tools as templates expect them. They do not say whether a tool is strict."""
+    """Return tools as templates expect them, without `strict`."""
     return [
         {"type": "function", "function": function.model_dump(exclude_unset=True, exclude={"strict"})}
         for function in functions

@@ -36,7 +36,7 @@ B = TypeVar("B", bound=SpeechFields)
 
 
 def _described(body: type[SpeechFields], path: str) -> dict[str, Any]:
-    """Return the arguments of a route."""
+    """Return the description of a route for the OpenAPI document."""
     formats = {kind: {"schema": {"type": "string"}} for kind in ("text/plain", "text/vtt")}
     return {
         "path": path,

@@ -1,4 +1,4 @@
-"""The application, as a list of what it has."""
+"""Creation of the application: routers, middleware, error table, lifespan."""
 
 from collections.abc import Callable
 from functools import partial

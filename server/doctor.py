@@ -135,7 +135,7 @@ def findings(settings: Settings) -> Iterator[Finding]:
 
 
 def check_environment(settings: Settings) -> Iterator[Finding]:
-    """Warn of what a start would warn of: variables that nothing reads, and a server that is open to strangers."""
+    """Yield the warnings of a start: variables that nothing reads, and a server that is open to strangers."""
     for sentence in misspelt_variables():
         yield Finding("warning", sentence, "correct its name, or ignore this if another program reads it")
     if role_of(settings).is_public and (sentence := open_to_strangers(settings)):
@@ -200,7 +200,7 @@ def check_tensorrt_llm(version: str | None) -> Finding:
 
 
 def check_role(settings: Settings) -> Iterator[Finding]:
-    """Check that the role has what it needs, and list what it does to the engine's arguments."""
+    """Check that the role's settings are complete, and list the engine arguments that it forces."""
     role, lacking = role_of(settings), missing_setting(settings)
     if not role.needs and lacking is None:
         return
@@ -269,7 +269,7 @@ def _check_packaged(model: str) -> Finding:
 
 
 def _check_gguf(path: Path) -> Finding:
-    """Read the header of a GGUF file, and what a conversion would refuse."""
+    """Check the header of a GGUF file for anything that a conversion would refuse."""
     from engine.checkpoints.gguf.convert import check  # noqa: PLC0415 - imports numpy
 
     try:
@@ -284,7 +284,7 @@ def _check_gguf(path: Path) -> Finding:
 
 
 def check_hub(model: str) -> Finding:
-    """Check that a model of the Hugging Face hub is in the cache, or that the hub lets us have it."""
+    """Check that a model of the Hugging Face hub is in the cache, or may be downloaded."""
     from huggingface_hub import HfApi  # noqa: PLC0415 - slow to import
     from huggingface_hub.utils import logging as hub_logging  # noqa: PLC0415
 
@@ -403,7 +403,7 @@ def check_memory_service(path: Path) -> Finding:
 
 
 def check_large_pages(switch: Path) -> Finding:
-    """Check that the system has large pages for memory that processes share."""
+    """Check that the system provides large pages for shared memory."""
     try:
         allowed = "[never]" not in switch.read_text() and "[deny]" not in switch.read_text()
     except OSError:
@@ -425,7 +425,7 @@ def check_port(host: str, port: int) -> Finding:
 
 
 def check_dynamo(settings: Settings) -> Finding:
-    """Check that the registry of the Dynamo graph answers, as far as it has an address."""
+    """Check that the registry of the Dynamo graph answers, if it has an address."""
     graph = f"joins the Dynamo graph {settings.dynamo_namespace} by {settings.dynamo_discovery}"
     if settings.dynamo_discovery != "etcd" or asyncio.run(any_answers(settings.dynamo_etcd)):
         return Finding("ok", graph)

@@ -1,6 +1,5 @@
-"""Settings that cannot work on this machine or with this model.
-
-`serve` refuses them before anything is loaded, `doctor` lists them.
+"""Checks for settings that cannot work on this machine or with this model. `serve` refuses them before it loads
+anything, `doctor` lists them.
 """
 
 import os
@@ -40,7 +39,8 @@ class Finding:
 
 
 def impossible(settings: Settings, machine: Machine, folder: Path | None) -> Iterator[Finding]:
-    """Yield what keeps the embedded engine from starting. `folder` is the model's, if it is here already."""
+    """Yield the problems that keep the embedded engine from starting. `folder` is the model's, if it is present
+    already."""
     if settings.engine != "embedded" or not role_of(settings).has_model or settings.engine_address:
         return
     if settings.chat_template is not None and not settings.chat_template.is_file():

@@ -44,7 +44,7 @@ class Role:
     has_text: bool = True
     """Whether requests are text, so that it loads a tokenizer and a chat template."""
     prefill_only: bool = False
-    """Whether requests end with the first token, their KV blocks kept for another replica."""
+    """Whether requests end with the first token, and their KV blocks are held for another replica."""
     remote_prefill: bool = False
     """Whether prompts are computed by other replicas."""
     serves_encodings: bool = False
@@ -75,7 +75,7 @@ class Role:
 
 
 def role_of(settings: Settings) -> Role:
-    """Return the record of the role that DISAGGREGATION_MODE names, for what the model makes."""
+    """Return the record of the role that DISAGGREGATION_MODE names; models of pictures have one of their own."""
     if settings.disaggregation_mode == "aggregated" and makes_pictures(settings):
         return VISUAL
     return ROLES[settings.disaggregation_mode]
@@ -94,7 +94,7 @@ def _is_pipeline(model: str) -> bool:
 
 
 def missing_setting(settings: Settings) -> tuple[str, str] | None:
-    """Return the first setting that the role lacks, and why it is needed; None if it lacks nothing."""
+    """Return the first missing setting that the role needs, and why; None if none is missing."""
     for need in (*role_of(settings).needs, _ENCODE_SECRET, *_DYNAMO_NEEDS, _VISUAL_ROLE):
         if not need.met(settings):
             return f"--{need.setting.replace('_', '-')} ({need.setting.upper()})", need.why
@@ -106,7 +106,7 @@ def _given(role: RoleName, setting: str, why: str) -> Need:
 
 
 def _given_over_http(role: RoleName, setting: str, why: str) -> Need:
-    """A setting by which replicas find each other over HTTP: a Dynamo graph does without."""
+    """Return the need of a setting by which replicas find each other over HTTP; a Dynamo graph does not need it."""
     return Need(
         setting,
         lambda settings: settings.dynamo or bool(getattr(settings, setting)),
@@ -153,9 +153,10 @@ _ENCODE_SECRET = Need(
 
 
 def _public() -> tuple[APIRouter, ...]:
-    from routers import internal, messages, models, tokenize, transcriptions  # noqa: PLC0415
+    from routers import messages, models, tokenize, transcriptions  # noqa: PLC0415
     from routers.batches import routes as batches  # noqa: PLC0415
     from routers.endpoints import ENDPOINTS  # noqa: PLC0415
+    from routers.internal import engine  # noqa: PLC0415
     from routers.responses import websocket  # noqa: PLC0415
 
     return (
@@ -166,7 +167,7 @@ def _public() -> tuple[APIRouter, ...]:
         models.router,
         tokenize.router,
         transcriptions.router,
-        internal.operator_router,
+        engine.router,
     )
 
 
@@ -178,21 +179,21 @@ def _visual() -> tuple[APIRouter, ...]:
 
 
 def _prefill() -> tuple[APIRouter, ...]:
-    from routers import encode, internal  # noqa: PLC0415
+    from routers.internal import encode, engine, prefill  # noqa: PLC0415
 
-    return internal.router, internal.operator_router, encode.router, internal.no_public_routes("a prefill replica")
+    return prefill.router, engine.router, encode.router, prefill.no_public_routes("a prefill replica")
 
 
 def _encode() -> tuple[APIRouter, ...]:
-    from routers import encode, internal  # noqa: PLC0415
+    from routers.internal import encode, prefill  # noqa: PLC0415
 
-    return encode.router, internal.no_public_routes("an encode replica")
+    return encode.router, prefill.no_public_routes("an encode replica")
 
 
 def _forwarding() -> tuple[APIRouter, ...]:
-    from routers import proxy, websocket_proxy  # noqa: PLC0415
+    from routers.proxy import http, websocket  # noqa: PLC0415
 
-    return proxy.router, websocket_proxy.router
+    return http.router, websocket.router
 
 
 ROLES: Mapping[str, Role] = {

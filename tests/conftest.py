@@ -1,9 +1,10 @@
-"""What many tests share."""
+"""Fixtures and options for all tests, and which tests are slow."""
 
 import atexit
 import functools
 import gc
 import importlib.util
+import inspect
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import certifi
+import httpx
 import hypothesis
 import pytest
 
@@ -41,6 +43,8 @@ if not _has_home():
 os.environ.setdefault("MODEL_OPTIONAL", "true")
 # Those about stored responses store them in folders of their own.
 os.environ.setdefault("RESPONSES_STORE_MB", "0")
+# A second engine process takes 2 s of processor time; tests about it ask for one.
+os.environ.setdefault("ENGINE_STANDBY", "false")
 
 # The suite's expected values are a CPU's: GPUs are hidden unless GPU tests are asked for, before torch looks for them.
 # A worker of xdist inherits the decision.
@@ -49,6 +53,10 @@ if "PYTEST_XDIST_WORKER" not in os.environ and not any("gpu" in argument for arg
 
 # `nohup` has SIGHUP ignored, and so would be every server that tests start: a handler is not inherited.
 signal.signal(signal.SIGHUP, lambda *_: None)
+
+# httpx gives a server five seconds to answer, which pass on a busy machine. This object has its defaults.
+_patience = inspect.signature(httpx.get).parameters["timeout"].default
+_patience.connect = _patience.read = _patience.write = _patience.pool = 60.0
 
 # How long an example takes says more of what else runs here, and a new example must not stop an unrelated change:
 # `--hypothesis-profile=default` looks for new ones.
@@ -103,8 +111,8 @@ SLOW = (
     "routers/visual/test_videos.py",
     "server/commands/test_memory.py",
     "server/http/test_openapi_fuzz.py",
+    "server/http/test_tracing_export.py",
     "server/process/",
-    "server/test_tracing_export.py",
     "smolaudio/",
     "smoldraw/test_model.py",
     "smolvideo/",
@@ -114,9 +122,13 @@ SLOW = (
 measures, or repeats on more engines and models what a faster file asks of one."""
 LONGEST = (
     "engine/trtllm/test_probe_verdicts.py",
+    "engine/trtllm/test_workers.py",
     "e2e/",
     "engine/checkpoints/test_fuzz.py",
     "engine/embedded/test_smollm2_tokens.py",
+    "engine/embedded/vision/test_encoder.py",
+    "deploy/",
+    "server/process/",
     "smolaudio/",
     "smoldraw/test_model.py",
     "smolvideo/",
@@ -141,7 +153,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @functools.cache
 def _slow_marks() -> re.Pattern[str]:
-    """What stands in files that mark some of their tests as slow: the mark, or a support module that has it."""
+    """Return a pattern for files with slow tests: they contain the mark, or import a support module that does."""
     support = (path for path in sorted((TESTS / "support").glob("*.py")) if "mark.slow" in path.read_text())
     return re.compile("|".join([r"mark\.slow", *(rf"support\.{path.stem} import" for path in support)]))
 

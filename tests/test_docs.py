@@ -210,6 +210,19 @@ def test_the_readme_is_short() -> None:
     assert len(text_of(README).splitlines()) < 120
 
 
+def test_each_change_has_a_test_that_finds_mistakes() -> None:
+    changes = text_of(ROOT / "docs/where-does-it-go.md").partition("## Where do I find")[0]
+    rows = [line for line in changes.splitlines() if line.startswith("| ") and not line.startswith("| change |")]
+    assert len(rows) > 40
+    assert [row for row in rows if "`tests/" not in row.rsplit(" | ", 1)[-1]] == []
+
+
+def test_the_glossary_defines_each_word_once() -> None:
+    words = re.findall(r"^\| \*\*([^*]+)\*\* \|", text_of(ROOT / "docs/glossary.md"), re.MULTILINE)
+    assert len(words) > 60
+    assert len(words) == len(set(words))
+
+
 def test_the_log_is_newest_first_and_begins_with_conclusions() -> None:
     entries = re.split(r"^## ", text_of(LOG), flags=re.MULTILINE)[1:]
     dates = [time.strptime(entry[:10], "%Y-%m-%d") for entry in entries]

@@ -251,8 +251,10 @@ class EngineCore:
             pool.clear()
 
     def release_memory(self, tags: Collection[Tag], level: int) -> bool:
-        """Give back unused memory; return False if a sequence has not ended yet, or something is copied."""
-        if self._sequences or self.busy:
+        """Give back unused memory; return False if a sequence has not ended yet, or its blocks are still copied."""
+        self.poll()  # who asks again and again keeps the engine's thread from polling
+        copied = self._fetches.poll_seconds is not None or (self.tiers is not None and self.tiers.saving)
+        if self._sequences or self._launched is not None or copied:
             return False
         if "kv_cache" in tags:
             for pool in self.blocks.pools:
@@ -305,6 +307,7 @@ class EngineCore:
         waits = previous is not None and launched is not None and self._waits(launched)
         if launched is not None and not waits and not self._draw(launched, outputs):
             launched = None
+        self.scheduler.store_fetched()  # while the device computes
         if previous is not None:
             outputs += self._finish(previous)
         if launched is not None and waits and not self._draw(launched, outputs):

@@ -78,6 +78,9 @@ class Scheduler:
         self._offload = offload
         self._admissions = 0
         self._fetches: list[Fetch] = []
+        self._fetched: list[tuple[Sequence, int, int]] = []
+        """Sequences whose blocks have been read and are not reusable yet, their admissions, and the ends of what was
+        read."""
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._max_num_tokens = max_num_tokens
         self._max_prompt_tokens = max_prompt_tokens if chunked_prefill else max_num_tokens
@@ -115,16 +118,29 @@ class Scheduler:
         return fetches
 
     def fetched(self, fetch: Fetch) -> None:
-        """Run a sequence whose blocks have been read; they become reusable."""
-        sequence, size = fetch.sequence, self.blocks.block_size
+        """Run a sequence whose blocks have been read. They become reusable at once if others may wait for them, else
+        with `store_fetched`."""
+        sequence = fetch.sequence
         assert sequence.status is SequenceStatus.FETCHING
         self.fetching.remove(sequence)
         self._release_sources(sequence)
         self._run(sequence, fetch.position)
-        keys = sequence.extend_keys(size)[: fetch.position // size]
-        self.blocks.store(sequence.tables, keys, sequence.tokens, 0, sequence.mm_keys, sequence.request.cache_salt)
-        sequence.stored = len(keys)
-        self._note_admission(sequence)
+        self._fetched.append((sequence, sequence.admission, fetch.position))
+        if self.waiting:
+            self.store_fetched()
+
+    def store_fetched(self) -> None:
+        """Make blocks reusable that have been read. For a long prompt that takes milliseconds, in which the device
+        should be computing."""
+        size = self.blocks.block_size
+        fetched, self._fetched = self._fetched, []
+        for sequence, admission, position in fetched:
+            if sequence.status is not SequenceStatus.RUNNING or sequence.admission != admission:
+                continue
+            keys = sequence.extend_keys(size)[: position // size]
+            self.blocks.store(sequence.tables, keys, sequence.tokens, 0, sequence.mm_keys, sequence.request.cache_salt)
+            sequence.stored = len(keys)
+            self._note_admission(sequence)
 
     def abandon(self, sequence: Sequence, *, again: bool) -> list[Table]:
         """Take out a FETCHING sequence and leave its blocks to `orphans`, until `release_orphan`; with `again` it is
@@ -306,6 +322,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.status is SequenceStatus.RUNNING
+        self.store_fetched()
         if self._offload is not None:
             self._offload.offload(sequence, 0, sequence.stored, always=True)
         self._take_out(sequence, SequenceStatus.WAITING)

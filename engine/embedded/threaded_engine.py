@@ -38,6 +38,8 @@ class ThreadedEngine(ABC, Generic[Core]):
         self._asked: set[asyncio.Future[Any]] = set()
         """Results of calls in the engine's thread that have not returned yet."""
         self._thread: threading.Thread | None = None
+        self._lost = False
+        """Whether a step has failed so that none can follow; the thread goes on until it has closed its resources."""
 
     @property
     def info(self) -> EngineInfo:
@@ -47,7 +49,7 @@ class ThreadedEngine(ABC, Generic[Core]):
 
     @property
     def healthy(self) -> bool:
-        return self._info is not None and self._thread is not None and self._thread.is_alive()
+        return self._info is not None and not self._lost and self._thread is not None and self._thread.is_alive()
 
     def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
         return self._events.batches()
@@ -107,12 +109,17 @@ class ThreadedEngine(ABC, Generic[Core]):
         core's memory any more.
         """
         try:
-            with resources, torch.inference_mode():
-                while self._obey(core):
-                    self._step(core)
-        except Exception as error:  # a bug of ours: the engine is lost, its requests must not hang
-            log.critical("the engine thread died", exc_info=error)
-            self._call(self._fail_all, EngineDied("the engine died"))
+            with resources:
+                try:
+                    with torch.inference_mode():
+                        while self._obey(core):
+                            self._step(core)
+                except Exception as error:  # a bug of ours: the engine is lost, its requests must not hang
+                    self._lost = True
+                    log.critical("the engine thread died", exc_info=error)
+        finally:
+            if self._lost:
+                self._call(self._fail_all, EngineDied("the engine died"))
 
     @abstractmethod
     def _obey(self, core: Core) -> bool:

@@ -1,7 +1,7 @@
 """Decode an audio file to mono samples at 16 kHz, piece by piece, so that a file that decodes to hours takes no memory.
 
 A file that cannot be decoded, or is longer than it may be, raises InvalidRequest. The formats are those of
-`multimodal/media/sniff.py`; libsndfile's many others are never tried.
+`multimodal/media/sniff_audio.py`; libsndfile's many others are never tried.
 """
 
 import io
@@ -14,7 +14,7 @@ import soxr
 from engine.errors import InvalidRequest
 
 RATE = 16_000
-"""Samples per second of what `decode_audio` returns."""
+"""Samples per second of the result of `decode_audio`."""
 MIN_RATE, MAX_RATE = 4_000, 192_000
 """Samples per second that a file may have."""
 MAX_CHANNELS = 8
@@ -27,8 +27,8 @@ _PIECE = 1 << 16
 def decode_audio(data: bytes, max_seconds: float, going_on: Callable[[], bool] = lambda: True) -> np.ndarray:
     """Return a WAV, FLAC, MP3, Ogg Vorbis or Opus file as float32 [samples] in -1 to 1, the mean of its channels.
 
-    Call it in a process that may be killed: it parses bytes of strangers. Ends early once `going_on` returns False.
-    Raises InvalidRequest.
+    Call it in a process that may be killed, because it parses untrusted bytes. Ends early once `going_on` returns
+    False. Raises InvalidRequest.
     """
     with _opened(data) as file:
         try:

@@ -17,7 +17,7 @@ class ImageTokens(NamedTuple):
     token_id: int
     hidden_size: int
     merge: int = 0
-    """Patches a side that one token stands for, where positions depend on the grid (mRoPE); 0 where they do not."""
+    """Patches per side for each token, if positions depend on the grid (mRoPE); otherwise 0."""
     video_token_id: int = -1
     """The token of videos, for models that have one of their own."""
 
@@ -27,7 +27,7 @@ class ImageTokens(NamedTuple):
 
 
 def output_here(request: GenerateRequest) -> int:
-    """Return how many output tokens the receiving engine computes at most: one if the request is `prefill_only`."""
+    """Return the maximum number of output tokens that this engine computes: one if the request is `prefill_only`."""
     most = request.sampling.max_tokens
     return min(1, most) if request.prefill_only else most
 

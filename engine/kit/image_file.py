@@ -12,7 +12,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 LOW_DETAIL = 512
 """Maximum side, in pixels, of an image of low detail."""
 MAX_RATIO = 200
-"""Maximum ratio of the sides: scaled until its shorter side fits a model, an image with a larger one would be huge."""
+"""Maximum ratio of the sides: scaled until its shorter side fits a model, a longer image would be huge."""
 _ORIENTATION = 0x0112  # of EXIF
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -29,7 +29,7 @@ Image.core.set_block_size(64 << 20)  # type: ignore[attr-defined]
 
 
 def limit_pixels(most: int) -> None:
-    """Have Pillow refuse larger images too, wherever in a file it finds one. Applies to the whole process."""
+    """Make Pillow refuse larger images, too, anywhere in a file. Applies to the whole process."""
     Image.MAX_IMAGE_PIXELS = most
 
 

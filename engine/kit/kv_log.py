@@ -1,7 +1,7 @@
 """A feed of an engine's KV-cache events that first tells each new consumer what the cache contains.
 
-A router thus learns everything from a publisher that starts long after the engine. Without consumers, only the record
-of the cache's content takes memory, which is proportional to its number of blocks.
+A router thus learns the whole state from a publisher that starts long after the engine. Without consumers, only the
+record of the cache's contents takes memory, proportional to its number of blocks.
 """
 
 from array import array
@@ -19,7 +19,7 @@ _BATCH = 256
 
 
 class _Block(NamedTuple):
-    """A reusable block. Its tokens take a tenth of the memory they take in events."""
+    """A reusable block. Its tokens take a tenth of their memory in events."""
 
     block_hash: int
     parent: int | None

@@ -1,7 +1,7 @@
 """Log-mel spectrograms of speech, as Whisper and models with its encoder take them.
 
 They equal those of transformers' `WhisperFeatureExtractor` to the precision of float32. They need neither torch nor
-transformers: the API process computes them too.
+transformers, because the API process computes them, too.
 """
 
 from functools import cache
@@ -15,7 +15,7 @@ HOP = 160
 FRAMES_PER_SECOND = SAMPLE_RATE // HOP
 _WINDOW = 400
 _RANGE = 8.0
-"""Powers of ten below the loudest value, under which all is silence."""
+"""Powers of ten below the loudest value at which silence begins."""
 _AT_ONCE = 3000
 """Frames that are computed together."""
 
@@ -28,10 +28,10 @@ class Recording(msgspec.Struct, frozen=True):
     """Frames that the recording has, without the silence that fills up its first window."""
     bins: int
     data: bytes
-    """float32 [bins, frames], or more frames, if silence fills it up."""
+    """float32 [bins, frames], or more frames if silence fills it up."""
 
     def window(self, start: int, frames: int) -> bytes:
-        """Return the features of a window, float32 [bins, frames]; zeros fill up what is behind the last one."""
+        """Return the features of a window, float32 [bins, frames]; zeros follow the last frame."""
         whole = np.frombuffer(self.data, np.float32).reshape(self.bins, -1)
         found = np.zeros((self.bins, frames), np.float32)
         part = whole[:, start : start + frames]

@@ -11,12 +11,13 @@ from engine.errors import InvalidRequest
 
 
 class LogitsProcessor(Protocol):
-    """One request's processor. If it raises or writes NaN, that is logged once and it has no effect on that token."""
+    """One request's processor. If it raises or writes NaN, this is logged once, and it has no effect on that token."""
 
     def __call__(self, token_ids: Sequence[int], logits: Any) -> None:
         """Change `logits` in place: float32 [vocab], after bias, masks and penalties, before temperature.
 
-        Masked ids are -inf and stay masked whatever is written. `token_ids` are the prompt and the output so far.
+        Masked ids are -inf and stay masked even if they are overwritten. `token_ids` are the prompt and the output so
+        far.
         """
         ...
 

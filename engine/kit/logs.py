@@ -21,7 +21,7 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 _MAX_MESSAGE = 4096
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 _TALKATIVE = ("uvicorn", "asyncio", "httpx", "sse_starlette", "transformers", "huggingface_hub", "filelock", "urllib3")
-"""Libraries whose lines below a warning say nothing to a user."""
+"""Libraries whose lines below the level of a warning do not concern users."""
 
 
 class LogOptions(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ def configure(options: LogOptions) -> None:
 
 
 def current() -> LogOptions:
-    """Return how this process logs, for those that it starts."""
+    """Return the options of this process, for its child processes."""
     return _options
 
 
@@ -88,7 +88,7 @@ def printable(text: str, limit: int) -> str:
 
 
 def size_text(size: int) -> str:
-    """Return a number of bytes as people read it."""
+    """Return a number of bytes as readable text."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 

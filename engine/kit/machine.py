@@ -9,7 +9,7 @@ _LIMITS = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
-"""Files with a container's limit and what it uses, and the line with the file caches in that, of cgroup v2 and v1."""
+"""Files with a container's limit and usage, and the line of file caches within the usage, for cgroup v2 and v1."""
 
 
 def host_memory(cgroup: Path = _CGROUP) -> int:
@@ -19,7 +19,7 @@ def host_memory(cgroup: Path = _CGROUP) -> int:
 
 
 def free_memory(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the bytes that can be used without taking them from others; file caches count as free."""
+    """Return the bytes of free memory; file caches count as free."""
     try:
         found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
     except OSError:
@@ -29,7 +29,7 @@ def free_memory(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -
 
 
 def _limits(cgroup: Path) -> list[tuple[int, int]]:
-    """Return the container's limit and what it uses of it, without file caches; nothing without a limit."""
+    """Return the container's limit and its usage without file caches; nothing without a limit."""
     found = (
         (_number(cgroup / limit), (_number(cgroup / used) or 0) - (_number(cgroup / stat, caches) or 0))
         for limit, used, stat, caches in _LIMITS
@@ -38,7 +38,7 @@ def _limits(cgroup: Path) -> list[tuple[int, int]]:
 
 
 def _number(file: Path, name: str = "") -> int | None:
-    """Return the number that the file holds alone, or behind a name."""
+    """Return the number in a file, alone or behind a name."""
     try:
         text = file.read_text()
         return int(dict(line.split() for line in text.splitlines())[name] if name else text)

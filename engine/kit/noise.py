@@ -1,4 +1,4 @@
-"""Random numbers of requests with a seed, the same in every engine that draws by itself."""
+"""Random numbers for requests with a seed, the same in every engine that uses them."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,10 +1,10 @@
-"""The budget of reasoning, token by token, for engines that generate text: where they must force its end."""
+"""The budget of reasoning, token by token: which tokens an engine must force or avoid to end reasoning."""
 
 from engine.types import ReasoningBudget
 
 
 class ReasoningProgress:
-    """The rest of one output's budget. Call `accept` with each of its tokens."""
+    """The remaining budget of one output. Call `accept` with each of its tokens."""
 
     def __init__(self, budget: ReasoningBudget) -> None:
         self._budget = budget
@@ -27,7 +27,8 @@ class ReasoningProgress:
         return None
 
     def accept(self, token_id: int) -> None:
-        """Note the next token. If it is not the one that was forced, as a guide may demand, nothing more is forced."""
+        """Note the next token. If it differs from the forced one, because a guide required another, nothing more is
+        forced."""
         close, forced = self._budget.close, self.forced
         self.avoided = ()
         inside, self._state = self.inside, self._next(token_id)

@@ -1,4 +1,4 @@
-"""Tasks that end with a block of code, several works at the same time, and work in threads."""
+"""Tasks that end with a block of code, concurrent coroutines, and work in threads."""
 
 import asyncio
 import threading
@@ -34,7 +34,7 @@ async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 @asynccontextmanager
 async def background(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
-    """Run `work` during the block. At the end it is cancelled, and an error that it raised before is raised."""
+    """Run `work` during the block. At the end cancel it, and raise any error that it has raised."""
     task = asyncio.create_task(work, name=name)
     try:
         yield

@@ -1,7 +1,7 @@
 """Decode frames of a video file in memory. A video that cannot be decoded raises InvalidRequest.
 
-Frames are read one after another: many files seek wrongly, and no seek is needed for frames that are spread evenly.
-FFmpeg skips what is corrupt. What a header claims is checked first, and time bounds what decoding costs.
+Frames are read one after another: many files seek wrongly, and evenly spread frames need no seek. FFmpeg skips corrupt
+data. The header is checked first, and decoding has a time limit.
 """
 
 import io
@@ -20,12 +20,12 @@ from engine.media import ANY_FRAMES, FrameSampling, MediaInput
 
 _PARAM = "video"
 _DEFAULT_FPS = 24.0
-"""Frames a second of a file that does not say them, or says nonsense; transformers takes the same."""
+"""Frames per second of a file whose header lacks them or is nonsense, as in transformers."""
 _MOST_FPS = 1000.0
 _SAMPLED_FPS = 2.0
 """Default number of frames taken per second: that of Qwen's own tools."""
 _MOST_FAILURES = 64
-"""Frames one after another that cannot be decoded, after which the file counts as at its end."""
+"""Number of consecutive frames that cannot be decoded, after which the file counts as ended."""
 _UNREADABLE = "the video cannot be read: it must be a whole MP4, WebM, Matroska or AVI file"
 
 os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # about oddities in users' files
@@ -60,7 +60,7 @@ class VideoFile:
         """Height and width of a frame in pixels, from the file's header."""
         self.fps = fps if 0 < fps <= _MOST_FPS else _DEFAULT_FPS
         self.total = int(count) if 0 < count < 1 << 40 else self._counted()
-        """Number of frames, as the header has it or, if it has none, counted."""
+        """Number of frames by the header or, without one there, by counting."""
         if self.seconds > options.max_seconds:
             raise InvalidRequest(
                 f"the video has {self.seconds:.0f} seconds, {self.total} frames; the most is {options.max_seconds:g} "
@@ -152,7 +152,7 @@ def sampling_of(asked: FrameSampling, options: VideoOptions, own: FrameSampling 
 
 
 def evenly(total: int, fps: float, sampling: FrameSampling) -> list[int]:
-    """Return the indices of frames as vLLM chooses them: from the first to the last."""
+    """Return the indices of frames that vLLM chooses: evenly from the first to the last."""
     count = min(sampling.num_frames, total)
     if sampling.fps:
         count = max(1, min(count, math.floor(total / fps * sampling.fps)))

@@ -1,8 +1,8 @@
-"""Work off the event loop: a few threads, whose turns go around the requests.
+"""Work off the event loop: a few threads, which requests use in turns.
 
-Three rules keep one request from delaying the others. Requests take turns, however many jobs each of them has; a
-request has few jobs running at a time; and running jobs take up a limited number of bytes, for which others wait. A job
-whose waiter is cancelled before its turn never starts. A running job cannot be stopped: long work is cut into several.
+Three rules keep one request from delaying the others. Requests take turns, however many jobs each of them has; few jobs
+of a request run at a time; and the running jobs may use a limited number of bytes, for which others wait. A job whose
+waiter is cancelled before its turn never starts. A running job cannot be stopped: long work is cut into several.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _request: ContextVar[object] = ContextVar("request", default=None)
 
 
 def begin_request() -> None:
-    """Have the jobs of this task, and of tasks that it creates from now on, belong to one request."""
+    """Assign the jobs of this task, and of tasks that it creates from now on, to one request."""
     _request.set(object())
 
 
@@ -38,8 +38,8 @@ def current_request() -> Hashable:
 class FairQueue(Generic[K, T]):
     """Items that wait, by key; the keys take turns.
 
-    A key joins at the end of the line and leaves with its last item. With `remember` it keeps its place, and new keys
-    come first: the key whose last turn was the longest ago is always the first. Use that for few keys.
+    A key joins at the end of the queue and leaves with its last item. With `remember` it keeps its place, and new keys
+    come first, so that the key with the longest time since its last turn is always first. Use that for few keys.
     """
 
     def __init__(self, *, remember: bool = False) -> None:
@@ -80,7 +80,7 @@ class FairQueue(Generic[K, T]):
 
 
 class Turn(NamedTuple):
-    """A place that a request has."""
+    """A place that a request occupies."""
 
     request: Hashable
     size: int
@@ -107,7 +107,7 @@ class Turns:
         return len(self._waiting)
 
     async def take(self, size: int = 0, request: Hashable = None) -> Turn:
-        """Wait for a place, which the caller has to `give` back; for this task's own request if none is given."""
+        """Wait for a place, which the caller must `give` back, for a request: this task's own, if none is named."""
         place = Turn(request or current_request(), size)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.add(place.request, (turn, size))
@@ -142,7 +142,7 @@ class Turns:
             self.give(place)
 
     def _next(self) -> None:
-        """Give free places to the requests whose turn it is. A request that gets one goes to the end of the line."""
+        """Give free places to the requests whose turn it is. A request that gets one moves to the end of the queue."""
         given = True
         while given:
             given = False
@@ -162,7 +162,7 @@ class Turns:
 
 
 class Lane:
-    """Threads for one kind of job. Of one request, `per_request` jobs run at a time."""
+    """Threads for one kind of job. At most `per_request` jobs of one request run at a time."""
 
     def __init__(self, name: str, threads: int, per_request: int = 1, max_bytes: int = MAX_BYTES) -> None:
         self.name = name
@@ -176,7 +176,7 @@ class Lane:
         return sum(turns.waiting for turns in self._turns.values())
 
     async def run(self, job: Callable[[], T], size: int = 0) -> T:
-        """Return the result of a job, which takes about `size` bytes of memory. Raises what it raises."""
+        """Return the result of a job, which takes about `size` bytes of memory. Raises its errors."""
         loop = asyncio.get_running_loop()
         turns = self._turns.get(loop)
         if turns is None:
@@ -204,9 +204,10 @@ FILES = Lane("files", 8, per_request=4)
 """Reading of files, which waits for a disk."""
 LANES = (PYTHON, NATIVE, WHOLE, NAMES, FILES)
 INLINE_LENGTH = 2000
-"""Length in characters or ids up to which a job is done on the event loop: a turn would take longer."""
+"""Length in characters or ids up to which a job runs on the event loop, because a turn in a thread would take
+longer."""
 
 
 async def off_loop(length: int, job: Callable[[], T]) -> T:
-    """Return the result of a Python job on something of this length: a short one is done here, others in turns."""
+    """Return the result of a Python job on data of this length: short ones run here, others in turns in a thread."""
     return job() if length <= INLINE_LENGTH else await PYTHON.run(job)

@@ -206,16 +206,18 @@ class MemoryService:
         connection.send(wire.Fill(), memory.fd)
 
     def _grant(self, connection: "_ConnectedEngine", memory: _Memory) -> None:
+        try:
+            fd = os.dup(memory.fd) if memory.device else reopen(memory.fd)
+        except OSError as error:  # no file descriptor is left, and others may wait for an answer
+            connection.memory = None
+            self.refuse(connection, f"its memory cannot be opened: {error.strerror}")
+            return
         if memory.expiry is not None:
             memory.expiry.cancel()
             memory.expiry = None
         memory.leases.add(connection)
         connection.memory = memory
         self._counts["granted"] += 1
-        if memory.device:
-            connection.send(wire.Granted(), memory.fd)
-            return
-        fd = reopen(memory.fd)
         try:
             connection.send(wire.Granted(), fd)
         finally:

@@ -1,4 +1,4 @@
-"""Runs a service host as a child process: spawns it, restarts it, and never leaves one behind."""
+"""A service host as a child process: it is spawned, restarted, and never left behind."""
 
 import asyncio
 import contextlib
@@ -17,6 +17,7 @@ import msgspec
 
 from engine.errors import EngineFailure
 from engine.kit import logs
+from engine.kit.machine import free_memory
 from engine.process import tree
 from engine.process.command import module_command
 from engine.process.engine_service import ENGINE
@@ -33,7 +34,7 @@ STANDBY_PAUSE = 2.0
 PREPARE_SECONDS = 900.0
 """Time that a standby host may take to prepare: as a replica may to start."""
 KILL_SECONDS = 10.0
-"""Time that killed processes may take to go; those that hold GPU memory take longest."""
+"""Time that killed processes may take to end; those that hold GPU memory take longest."""
 _LAST_LINES = 20
 _LAST_CHARACTERS = 16384
 
@@ -48,7 +49,8 @@ class ServiceProcess:
     gives up, and `wait_failed` returns the reason. A host that is not responsive for the service's `hang_seconds` is
     killed. The host ends with this process, however that ends, and what the host has started ends with the host.
 
-    With `standby`, another host prepares once one serves, and takes over when that one dies.
+    With `standby`, another host prepares once one serves and `standby_room` bytes of memory are free, and takes over
+    when that one dies.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ServiceProcess:
         address: str = "",
         on_death: Literal["restart", "exit"] = "restart",
         standby: Standby = "",
+        standby_room: int = 0,
     ) -> None:
         self._folder: PrivateFolder | None = None
         if not address:
@@ -73,6 +76,7 @@ class ServiceProcess:
         self._standby: _Host | None = None
         self.standby: Standby = standby if on_death == "restart" else ""
         """Preparation of the next standby host."""
+        self._standby_room = standby_room
         self._serving = asyncio.Event()
         """Set while the host serves."""
         self._was_ready = False
@@ -158,7 +162,8 @@ class ServiceProcess:
         self._serving.set()
 
     def _take_standby(self) -> "_Host | None":
-        """Let the standby host serve and return it; None if none is prepared. One that is still preparing may hang."""
+        """Have the standby host serve and return it; None if none is prepared. A standby that is still preparing is not
+        used, as it may hang."""
         if (host := self._standby) is None or not host.prepared:
             return None
         self._standby = None
@@ -175,6 +180,9 @@ class ServiceProcess:
             await self._serving.wait()
             await asyncio.sleep(STANDBY_PAUSE)  # the host that has just begun to serve needs the cores
             if not self._serving.is_set():
+                continue
+            if free_memory() < self._standby_room:
+                await asyncio.sleep(LONGEST_PAUSE)
                 continue
             try:
                 host = self._standby = await self._spawn(self.standby)
@@ -223,7 +231,7 @@ class _Host:
         self.prepared = False
         """Whether it is a standby host that can take over at once."""
         self.taken = asyncio.Event()
-        """Set once it has been told to take over."""
+        """Set once the host has been told to take over."""
         self.successor = b""
         """Configuration of a standby host, if it is not this one's."""
         self._on_ready = on_ready
@@ -237,7 +245,7 @@ class _Host:
         self._tail = ""
         self._unfinished = ""
         self._failure = ""
-        """Reason why the process ends, as it says itself."""
+        """Reason why the process ends, as it reported."""
         self._log_pipe = log_pipe
         self._log_ended = asyncio.Event()
         self._control = asyncio.create_task(self._read_control())
@@ -266,22 +274,19 @@ class _Host:
         return cls(interface.noun, process, log_pipe, mark, hang_seconds, on_ready, again)
 
     def tell(self, line: bytes) -> None:
-        """Send a line that the process waits for."""
+        """Send a line to the waiting process."""
         assert self.process.stdin is not None
         self.process.stdin.write(line + b"\n")
 
     def kill_unprepared(self) -> None:
-        """Kill a standby host that should be prepared by now, and is not."""
+        """Kill a standby host that has not prepared in time."""
         if not self.prepared:
             log.error("the standby %s process is not prepared after %g s: killing it", self._noun, PREPARE_SECONDS)
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()
 
     async def wait(self) -> str:
-        """Wait for the end of the process and of those it has started.
-
-        Returns how it ended, with its last log lines.
-        """
+        """Wait for the end of the process and of its descendants. Returns how it ended, with its last log lines."""
         code = await self.process.wait()
         await self._end()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -304,9 +309,7 @@ class _Host:
         await self._end()
 
     async def _end(self) -> None:
-        """Kill what the ended process has left behind, and read the remaining output."""
-        if self._watch is not None:
-            self._watch.cancel()
+        """Kill the remaining descendants of the ended process, and read the remaining output."""
         if left := await asyncio.to_thread(tree.kill, self._mark, KILL_SECONDS):
             log.error("processes that the %s has started cannot be killed: %s", self._noun, left)
         await self._read_to_end()
@@ -317,6 +320,8 @@ class _Host:
         A grandchild that keeps the pipe open is not waited for.
         """
         await asyncio.wait([self._control])
+        if self._watch is not None:  # a process that ended at once may have been ready, too
+            self._watch.cancel()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):
                 await self._log_ended.wait()
@@ -342,9 +347,8 @@ class _Host:
                 self._failure = line.decode(errors="replace").partition(" ")[2].strip()
 
     async def _kill_if_silent(self) -> None:
-        """Kill the process once it has not beaten for too long.
-
-        Counts passes of this loop instead of time, of which a suspended machine or container loses any amount.
+        """Kill the process once its heartbeat has been missing for too long. Counts passes of this loop instead of
+        time, because the clock may jump while a machine or container is suspended.
         """
         while self._silent_seconds < self._hang_seconds:
             await asyncio.sleep(PARENT_BEAT_SECONDS)

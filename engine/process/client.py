@@ -98,7 +98,7 @@ class ServiceClient(Generic[InfoT]):
                 failed.cancel()
 
     async def call(self, method: str, argument: Any) -> Any:
-        """Return the result of a call that has one. Raises EngineError; cancelling cancels the call."""
+        """Return the one result of a call. Raises EngineError; cancelling cancels the call."""
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         def settle(settle_future: Callable[[Any], None], value: Any) -> None:
@@ -182,7 +182,7 @@ class ServiceClient(Generic[InfoT]):
         self._flush()
 
     def _lose(self) -> None:
-        """End the calls of a host that has gone."""
+        """End the calls of a host that has gone, with EngineDied."""
         self._ready.clear()
         self._outbox.clear()
         self._fail_all(EngineDied(f"the {self._interface.noun} process was lost while the request ran"))
@@ -286,7 +286,7 @@ class EngineClient(ServiceClient[EngineInfo]):
 
 
 class _Link:
-    """A DEALER socket that connects to `address`, reconnects, and reports when the other side comes and goes."""
+    """A DEALER socket that connects to `address`, reconnects, and reports connections and disconnections."""
 
     def __init__(
         self,

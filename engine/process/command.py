@@ -7,5 +7,5 @@ _LAUNCHER = Path(__file__).resolve().parents[2] / "trellis.py"
 
 
 def module_command(module: str, *arguments: str) -> tuple[str, ...]:
-    """Return a command that runs the module of this installation, whatever the current folder holds."""
+    """Return a command that runs a module of this installation, never one of the current folder."""
     return (sys.executable, "-P", str(_LAUNCHER), "-m", module, *arguments)

@@ -16,7 +16,7 @@ from engine.stats import IterationStats
 from engine.types import Delta, EngineInfo, GenerateRequest
 
 _STATS_SECONDS = 0.1
-"""Each report wakes five threads of two processes, which a step on a few cores feels."""
+"""Minimum time between reports: each one wakes five threads of two processes, which slows steps down on a few cores."""
 
 
 async def _prepare(engine: Engine) -> None:
@@ -25,7 +25,8 @@ async def _prepare(engine: Engine) -> None:
 
 
 def _successor(config: EngineConfig, engine: Engine) -> EngineConfig:
-    """Give a standby engine the size of the serving engine's KV cache: on a GPU its blocks take the place of those."""
+    """Return a standby engine's configuration, with the size of the serving engine's KV cache, whose place on a GPU it
+    takes."""
     if not isinstance(config, EmbeddedConfig) or not engine.info.device.startswith("cuda"):
         return config
     return msgspec.structs.replace(config, num_blocks=engine.info.num_blocks, kv_memory_later=True)

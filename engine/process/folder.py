@@ -16,8 +16,8 @@ _LONGEST_NAME = len("/service.sock")
 class PrivateFolder:
     """A new folder that only this user may enter, with a path short enough for a Unix socket.
 
-    `close` removes it. Those of processes that were killed are removed when the next folder is made: a folder in use is
-    locked, and the system releases the locks of a process that ends.
+    `close` removes it. Folders of killed processes are removed when the next folder is made: a folder in use is locked,
+    and the system releases the locks of a process that ends.
     """
 
     def __init__(self) -> None:

@@ -2,12 +2,12 @@
 
 It is started by `python -m engine.process.host MODULE:INTERFACE` (`command.py`).
 
-Standard input starts with one line of JSON, a `wire.HostOptions`, and stays open for the life of the host. The line
-`ready` on standard output says that clients are served, `failed REASON` that the host ends, and `successor CONFIG`, if
-there is one, with which configuration a standby host prepares. For a service with `hang_seconds`, lines `beat` follow
-`ready` as long as the event loop runs. A standby host prepares, says `standby`, and goes on when a line `go` comes.
-SIGTERM, SIGINT and SIGHUP have no effect: a service manager sends them to the parent too, which still drains. What this
-process has started is killed when it ends.
+Standard input starts with one line of JSON, a `wire.HostOptions`, and stays open for the life of the host. On standard
+output the line `ready` means that clients are served, `failed REASON` that the host ends, and the optional `successor
+CONFIG` has the configuration of the standby host. For a service with `hang_seconds`, lines `beat` follow `ready` as
+long as the event loop runs. A standby host prepares, says `standby`, and goes on when a line `go` comes. SIGTERM,
+SIGINT and SIGHUP have no effect: a service manager sends them to the parent too, which still drains. Processes that it
+has started are killed when it ends.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from engine.process.sockets import LoopSocket, context, remove_socket_file
 from engine.transfer.base import TransferError
 
 STOP_SECONDS = 2.0
-"""Time a host may take to stop, plus what its service asks for."""
+"""Time a host may take to stop, in addition to its service's own."""
 SWITCH_SECONDS = 0.0005
 """Seconds after which a thread must hand the interpreter to another: a tenth of Python's default."""
 _HIGH_WATER_MARK = 4096
@@ -204,7 +204,7 @@ class _Client:
             self.reply(wire.Output(key, msgspec.Raw(wire.encode(result))))
 
     def _fail(self, key: int, error: Exception) -> None:
-        """Report the error of a call. Of a bug in the service the client learns only that there was one."""
+        """Report the error of a call. The client learns no details of a bug in the service."""
         if not isinstance(error, EngineError):
             log.error("a call failed", exc_info=error)
             error = EngineFailure(f"internal error of the {self._host.interface.noun}")
@@ -291,7 +291,7 @@ class _HostProcess:
     def __init__(
         self, interface: Interface[Any, Any], options: wire.HostOptions, channel: _Channel, told: bytes
     ) -> None:
-        """`told`: what has come behind the options."""
+        """`told`: input that arrived behind the options."""
         self._interface = interface
         self._address = options.address
         self._standby = options.standby
@@ -355,7 +355,7 @@ class _HostProcess:
             host.close()
 
     async def _beat(self) -> None:
-        """Show the parent that the event loop runs."""
+        """Send heartbeats to the parent as long as the event loop runs."""
         output = self._channel.output.fileno()
         os.set_blocking(output, False)
         while self._interface.hang_seconds(self._config):

@@ -81,9 +81,9 @@ class Method(Generic[A, R]):
     result: type[R]
     run: Callable[[Any, A], Coroutine[Any, Any, R] | Results]
     detach: Callable[[A], tuple[A, list[Data]]] = _no_parts
-    """Take large buffers out of the argument; they travel beside the message and are not copied."""
+    """Removes large buffers from the argument; they travel beside the message and are not copied."""
     attach: Callable[[A, Sequence[Data]], A] = _attach_nothing
-    """Put the buffers back. Raises ValueError if they do not fit the argument."""
+    """Restores the buffers. Raises ValueError if they do not fit the argument."""
     too_large: str = "the request is too large"
     """Message of the InvalidRequest for an argument that exceeds `wire.MAX_MESSAGE_BYTES`."""
     parameter: str | None = None
@@ -128,9 +128,9 @@ class Interface(Generic[ConfigT, ServiceT]):
     methods: Mapping[str, Method[Any, Any]]
     topics: Mapping[str, Topic[Any]]
     preload: Callable[[ConfigT], None] = lambda _: None
-    """Import in a standby process what `start` imports beyond `create`; take no memory of a device."""
+    """Imports modules for `start` in a standby process, without taking device memory."""
     prepare: Callable[[ServiceT], Coroutine[Any, Any, None]] = _prepare_nothing
-    """Load the model in a standby process: do all of `start` that is possible while another process serves."""
+    """Loads the model in a standby process: all of `start` that is possible while another process serves."""
     successor: Callable[[ConfigT, ServiceT], ConfigT] = lambda config, _: config
     """Configuration of a standby process for a service that has started."""
     more_stop_seconds: Callable[[ConfigT], float] = lambda _: 0.0

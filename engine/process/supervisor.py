@@ -18,7 +18,7 @@ class End(NamedTuple):
 
     reason: str
     served_seconds: float = 0.0
-    """0 for a process that never served."""
+    """Seconds for which the process served; 0 if it never did."""
     final: bool = False
     """Whether the process is not to be restarted."""
     prepared: bool = False

@@ -1,4 +1,4 @@
-"""The processes that a host has started, even if they have other parents now.
+"""The descendants of a host, even if they have other parents now.
 
 A process whose parent has died gets another one, and OpenMPI's daemon leaves the session of the process that starts it
 (`orted --set-sid`). Both keep the environment, so a host has a mark there, which its descendants inherit.
@@ -18,7 +18,7 @@ _DEAD = (b"Z", b"X")
 
 
 class RunningProcess(NamedTuple):
-    """A process that cannot be taken for a later one of the same number."""
+    """A process by number and start time, since numbers are used again."""
 
     pid: int
     started: int
@@ -36,9 +36,8 @@ def own_mark() -> str:
 
 
 def kill(mark: str, seconds: float = 0.0) -> list[int]:
-    """Kill the processes that have `mark`, except this one.
-
-    Waits until they are gone, which frees their GPU memory, but not longer than `seconds`. Returns those that are left.
+    """Kill the processes that have `mark`, except this one. Waits up to `seconds` until they are gone, which frees
+    their GPU memory. Returns the remaining ones.
     """
     deadline = time.monotonic() + seconds
     while left := [pid for pid in _pids() if mark and pid != os.getpid() and _mark(pid) == mark]:
@@ -85,7 +84,7 @@ def _pids() -> Iterator[int]:
 
 
 def _mark(pid: int) -> str:
-    """Return the mark in the environment of a process; empty if it has none, has ended, or is not ours to ask."""
+    """Return the mark in the environment of a process; empty if it has none, has ended, or belongs to another user."""
     for variable in _read(pid, "environ").split(b"\0"):
         name, _, value = variable.partition(b"=")
         if name == _VARIABLE.encode():

@@ -24,14 +24,14 @@ MAX_MESSAGE_BYTES = 256 << 20
 BEAT_SECONDS = 0.25
 """Interval of a host's heartbeats."""
 PARENT_BEAT_SECONDS = 1.0
-"""Interval of those to its parent."""
+"""Interval of heartbeats to its parent."""
 SILENCE_SECONDS = 5.0
-"""Silence after which a client considers its host stuck: short enough for another replica to answer within ten
+"""Silence after which a client considers its host stuck: short enough that another replica can answer within ten
 seconds."""
 Standby = Literal["", "imports", "model"]
 """Preparation of a standby host: none, importing code, or loading the model too."""
 _OVERHEAD = 256
-"""Upper bound for what a part adds to its batch."""
+"""Upper bound for the bytes that a part adds to its batch."""
 
 # Parent to host, as JSON.
 

@@ -140,11 +140,12 @@ class ReplicaConnection(asyncio.Protocol):
     async def _more(self) -> None:
         if self._lost is not None:
             raise self._lost
-        self._waiter = self._loop.create_future()
+        self._waiter = waiter = self._loop.create_future()
         try:
-            await self._waiter
+            await waiter
         finally:
-            self._waiter = None
+            if self._waiter is waiter:  # else this reader was cancelled, and the next request waits already
+                self._waiter = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

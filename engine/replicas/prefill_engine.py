@@ -18,7 +18,7 @@ from engine.base import DeltaStream, Engine, EngineAround
 from engine.errors import EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.handoff import prefill_info
 from engine.kit.checks import check_prompt
-from engine.kit.tasks import all_of, cancel
+from engine.kit.tasks import all_of
 from engine.media import Unexpanded
 from engine.replicas.remote import RemoteObserver, is_final
 from engine.types import Delta, GenerateRequest, Handoff
@@ -176,8 +176,8 @@ class _RemotePrefill:
             else:
                 await asyncio.wait({ended}, timeout=_END_SECONDS)
         finally:
-            await cancel([ended])
-            lease.close()
+            ended.cancel()
+            lease.close()  # without awaiting anything before it, for the task may be cancelled here too
         if lost:
             await self._recover(lease.handoff, lost)
 

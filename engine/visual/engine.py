@@ -106,7 +106,7 @@ class QueuedVisualEngine:
         if self._closed:
             return VisualStream.failed(EngineNotReady("the engine is closing"))
         count, waiting = len(request.seeds), self._figures.waiting
-        if waiting and waiting + count > self._config.max_waiting:
+        if waiting and waiting + count > self._config.max_queue:
             return VisualStream.failed(QueueFull("too many pictures and videos wait already (VISUAL_MAX_QUEUE)"))
         stream = VisualStream(lambda: self._abort(job))
         job = _Drawing(request, stream, deque(range(count)))

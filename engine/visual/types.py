@@ -31,7 +31,7 @@ class VisualConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     threads: int = 0
     max_batch: int = 4
-    max_waiting: int = 64
+    max_queue: int = 64
     steps: int = 0
     guidance: float = -1.0
     step_cache: float = 0.0

@@ -13,7 +13,7 @@ _AHEAD = re.compile(r"\(\?=(.*)\)")
 _SYNTAX = re.compile(r"[\\()\[\]*+?{}^$.]")
 _PIECE = re.compile("«(.*?)»|([^«]+)", re.DOTALL)
 _SPECIAL = 256
-"""Symbols of a text are its bytes and, from this number on, its special tokens."""
+"""Symbols of a text are its bytes (below this number) and its special tokens (from this number on)."""
 
 Symbols = tuple[int, ...]
 
@@ -50,8 +50,8 @@ def budget_of(
 
 
 def literals(pattern: str) -> tuple[str, ...]:
-    """Return the texts that a pattern matches, without what may follow them; an empty tuple if the pattern is more than
-    a choice of fixed texts. Markers keep their « and ».
+    """Return the texts that a pattern matches, without optional endings; an empty tuple if the pattern is more than a
+    choice of fixed texts. Markers keep their « and ».
     """
     found = tuple(_OPTIONAL.sub("", _AHEAD.sub(r"\1", text)) for text in _TEXTS.findall(pattern))
     return () if any(map(_SYNTAX.search, (_PIECE.sub(r"\2", text) for text in found))) else found
@@ -61,8 +61,8 @@ def literals(pattern: str) -> tuple[str, ...]:
 def _steps(tokenizer: Tokenizer, begins: tuple[str, ...], ends: tuple[str, ...]) -> dict[int, dict[int, int]]:
     """Return `ReasoningBudget.steps`: an automaton over token ids that finds the texts `begins` and, inside, `ends`.
 
-    A state is what the output ends with that begins one of these texts (Aho and Corasick's automaton). Tokens take
-    several steps of it, or, as special tokens, one.
+    A state is the longest suffix of the output that begins one of these texts (Aho and Corasick's automaton). Tokens
+    take several steps of it, or, as special tokens, one.
     """
     special = {tokenizer.bytes_of(token): _SPECIAL + token for token in tokenizer.special_ids}
     modes = [[_symbols(text, special) for text in texts] for texts in (begins, ends)]
@@ -83,7 +83,7 @@ def _steps(tokenizer: Tokenizer, begins: tuple[str, ...], ends: tuple[str, ...])
         return mode
 
     def run(number: int, symbols: Symbols) -> int | None:
-        """Return the state after these symbols; None if it is the same from outside of all markers."""
+        """Return the state after these symbols; None if the same symbols lead there from the start of its mode."""
         other = number % 2
         for symbol in symbols:
             number, other = step(number, symbol), step(other, symbol)

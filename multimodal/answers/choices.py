@@ -32,9 +32,8 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
 
 class StopMatcher:
-    """Passes text on up to the first stop string, and holds back what may still become one.
-
-    Of several matches the one that ends first wins, the longest if they end together.
+    """Passes text on up to the first stop string, and holds back text that may become one. Of several matches the first
+    to end wins, and of those the longest.
     """
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
@@ -43,7 +42,7 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Return text to send now, and the stop string if one is complete: everything after it is dropped."""
+        """Return text to send now, and the stop string once it is complete; later text is dropped."""
         buffer = self._held + text
         found = [
             (start + len(stop), index, stop)
@@ -59,7 +58,7 @@ class StopMatcher:
         return buffer[: len(buffer) - keep], None
 
     def flush(self) -> str:
-        """Return the parts that are held back. The output has ended."""
+        """Return the text that is held back, at the end of the output."""
         held, self._held = self._held, ""
         return held
 
@@ -85,7 +84,7 @@ class Choice:
         self.cached_tokens = 0
         self.drafted_tokens = 0
         self.accepted_tokens = 0
-        """Tokens that speculation proposed, and those of them that the model generated, too."""
+        """Number of tokens that speculation proposed, and of those that the model generated as well."""
         self.reasoning_tokens = 0
         self.tool_calls = 0
         self._include = ask.include_stop_str_in_output
@@ -121,7 +120,7 @@ class Choice:
         return self._piece(delta, visible, text, delta.finish_reason, delta.stop_reason)
 
     def _feed_until_stop(self, delta: Delta, visible: int, stops: StopMatcher) -> Piece:
-        """Go token by token, so that those behind a stop string are not counted."""
+        """Feed token by token, so that tokens behind a stop string are not counted."""
         text = ""
         for count, token in enumerate(delta.token_ids[:visible], 1):
             ready, matched = stops.feed(self._detokenizer.feed((token,)))
@@ -155,7 +154,7 @@ class Choice:
         return Piece(self.index, parts, delta.token_ids[:count], delta.logprobs[:visible], finish, stop, delta.prompt)
 
     def _shows(self, part: Part) -> bool:
-        """Count a part, and tell whether the answer has it."""
+        """Count a part, and return whether the answer contains it."""
         if isinstance(part, Reasoning):
             self.reasoning_tokens += part.tokens
             return self._thinks_aloud and bool(part.text)
@@ -167,7 +166,7 @@ class Choice:
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return OpenAI's `usage` up to now. A prompt counts once, with the cached tokens of its first choice."""
+    """Return OpenAI's `usage` so far. A prompt counts once, with the cached tokens of its first choice."""
     firsts = {choice.prompt_index: choice for choice in reversed(choices)}.values()
     prompt = sum(choice.prompt_tokens for choice in firsts)
     completion = sum(choice.completion_tokens for choice in choices)

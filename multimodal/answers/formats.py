@@ -34,8 +34,9 @@ class PlainText:
 class AnswerFormat:
     """The format in which a model writes reasoning and tool calls.
 
-    With `stream_arguments`, a stream has the arguments of a call as they come. Without, it has whole calls, and a call
-    that never completes is text there too. `reasoning_budget` is that of requests without one; -1 is no limit.
+    With `stream_arguments`, a stream has the arguments of a call as they are generated. Without it, a stream has whole
+    calls, and a call that never completes becomes text. `reasoning_budget` is that of requests without one; -1 is no
+    limit.
     """
 
     family: OutputFormat = field(default_factory=OutputFormat)
@@ -44,7 +45,7 @@ class AnswerFormat:
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether the end of the prompt decides where the answer begins: inside reasoning, say."""
+        """Whether the end of the prompt decides where the answer begins, for example inside reasoning."""
         return self.family.reasoning is not None or self.family.messages is not None
 
     @property
@@ -62,8 +63,8 @@ class AnswerFormat:
         return tools.name if tools is not None else "", reasoning.name if reasoning is not None else ""
 
     def parser(self, ask: Ask, kinds: Collection[GuideKind], tokenizer: Tokenizer, opening: str) -> Parser:
-        """Return the parser of one choice. `opening` is what the prompt has behind the last message; `kinds` are those
-        of grammars that the engine follows.
+        """Return the parser of one choice. `opening` is the text of the prompt behind the last message; `kinds` are the
+        engine's kinds of grammars.
         """
         tools = ask.tools.offered if ask.tools is not None else {}
         if not isinstance(ask.prompt, Conversation) or not (tools or self.reads_prompts):
@@ -80,8 +81,8 @@ class AnswerFormat:
         return PlainText() if described else parser
 
     def check(self, ask: Ask, kinds: Collection[GuideKind], text_grammars: bool = False) -> None:
-        """Raise RequestError for tools that this model cannot call, or cannot be made to. `text_grammars` are known to
-        the engine, or not.
+        """Raise RequestError for tools that this model cannot call, or cannot be forced to call. `text_grammars`:
+        whether the engine supports these.
         """
         if (tools := ask.tools) is None:
             return
@@ -113,9 +114,8 @@ class AnswerFormat:
             )
 
     def guided(self, ask: Ask, kinds: Collection[GuideKind], parser: Parser, text_grammars: bool = False) -> Ask:
-        """Return the request with the grammar that its tools or its output format need.
-
-        If the answer begins inside reasoning, as its parser says, what the grammar describes comes after that.
+        """Return the request with the grammar that its tools or its output format need. If the parser says that the
+        answer begins inside reasoning, the grammar applies after that.
         """
         reasons = isinstance(parser, FamilyParser) and parser.reasons
         tools = ask.tools
@@ -136,15 +136,15 @@ class AnswerFormat:
         return replace(ask, guides=(AskedGuide(name, "structural_tag", spec),), fields=fields)
 
     def limits(self, ask: Ask) -> bool:
-        """Return whether a request's reasoning has a budget."""
+        """Return whether the reasoning of a request has a budget."""
         budget = self.reasoning_budget if ask.reasoning_budget is None else ask.reasoning_budget
         return budget >= 0 and isinstance(ask.prompt, Conversation) and self.reads_prompts
 
     def budget(
         self, ask: Ask, guided: Ask, parser: Parser, tokenizer: Tokenizer, refused: Collection[str] = ()
     ) -> ReasoningBudget | None:
-        """Return the budget of reasoning for a request and what `guided` has made of it; None for no limit. `refused`
-        are parameters that the engine refuses. Raises RequestError.
+        """Return the budget of reasoning for a request after `guided`; None for no limit. `refused` are parameters that
+        the engine refuses. Raises RequestError.
 
         A model without reasoning needs no limit, nor does an output that the request itself describes in full.
         """
@@ -166,7 +166,7 @@ class AnswerFormat:
     def _calls(
         self, tools: Tools, guides: list[dict[str, Any]], texts: Mapping[str, TextGrammar]
     ) -> dict[str, Any] | None:
-        """Return the format of calls, or of an answer that `guides` describe in place of them."""
+        """Return the format of calls, or of the answer that `guides` describe instead."""
         tags = structural_tags(self.family, _schemas(tools), texts)
         if tags is None:
             return None

@@ -1,15 +1,15 @@
 """The items of an answer: runs of text, runs of reasoning, and calls, in the order in which the model wrote them.
 
-A `Reducer` turns the pieces of one choice into what happens to its items. APIs whose answers have items spell each
-happening as their own events, and make the whole answer of the same `Reducer.items`. Ids and texts of a stream and of
-the whole answer are thereby equal.
+A `Reducer` turns the pieces of one choice into events about its items. APIs whose answers have items convert these into
+their own events, and make the whole answer from the same `Reducer.items`, so that a stream and the whole answer have
+equal ids and texts.
 """
 
+import json
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
-import orjson
 
 from engine.types import FinishReason, TokenLogprobs
 from multimodal.answers.choices import Choice, Piece
@@ -20,7 +20,7 @@ ItemKind = Literal["text", "reasoning", "call"]
 
 @dataclass(slots=True, kw_only=True)
 class Item:
-    """One item, as far as it has come. APIs put their own prefixes before its `id`."""
+    """One item, as generated so far. APIs put their own prefixes before its `id`."""
 
     place: int
     """Index of the item in the answer."""
@@ -36,7 +36,7 @@ class Item:
     """Log-probabilities of a text's tokens, if the request wants them."""
     closed: bool = False
     complete: bool = False
-    """Whether the model came to its end."""
+    """Whether the model completed it."""
 
     @property
     def text(self) -> str:
@@ -94,7 +94,7 @@ class Reducer:
         self._choice = choice
         self._unique = unique
         self._logprobs: list[TokenLogprobs] = []
-        """Log-probabilities of tokens whose text is yet to come."""
+        """Log-probabilities of tokens whose text is still pending."""
 
     @property
     def usage(self) -> TokenUsage:
@@ -114,8 +114,8 @@ class Reducer:
         return found
 
     def close(self, *, complete: bool) -> list[Happening]:
-        """Close the open item, if there is one. A call is complete if its arguments are valid JSON; any other item is
-        what `complete` says.
+        """Close the open item, if there is one. A call is complete if its arguments are valid JSON; for other items
+        `complete` decides.
         """
         if not self.items or self.items[-1].closed:
             return []
@@ -163,7 +163,7 @@ class Reducer:
 
 def _is_json(text: str) -> bool:
     try:
-        orjson.loads(text)
-    except orjson.JSONDecodeError:
+        json.loads(text)  # unlike orjson, it takes numbers of any size
+    except (ValueError, RecursionError):
         return False
     return True

@@ -66,12 +66,12 @@ class MessageShape(Shape):
         return orjson.dumps(self._message | {"content": [_block(item) for item in self._reducer.items]})
 
     def _with_usage(self, usage: TokenUsage) -> dict[str, Any]:
-        """Return the message with what is known of the request as a whole."""
+        """Return the message with the usage of the whole request."""
         found = {**_usage(usage), "cache_creation": None, "service_tier": "standard", "inference_geo": None}
         return self._message | {"usage": found}
 
     def _reason(self, ended: Ended) -> dict[str, Any]:
-        """Spell why the answer has ended."""
+        """Return the reason for the end of the answer."""
         if isinstance(ended.stop_reason, str):
             return _reason("stop_sequence", ended.stop_reason)
         if ended.finish_reason == "length":
@@ -105,7 +105,7 @@ def _delta(item: Item, spelled: tuple[str, str], text: str) -> bytes:
 
 
 def _opened(item: Item) -> dict[str, Any]:
-    """Spell an item that has no text yet."""
+    """Return the block of an item that has no text yet."""
     match item.kind:
         case "text":
             return {"type": "text", "text": "", "citations": None}
@@ -116,7 +116,7 @@ def _opened(item: Item) -> dict[str, Any]:
 
 
 def _block(item: Item) -> dict[str, Any]:
-    """Spell an item as a whole."""
+    """Return the block of a whole item."""
     text = item.text
     match item.kind:
         case "text":
@@ -129,7 +129,7 @@ def _block(item: Item) -> dict[str, Any]:
 
 
 def _signature(text: str) -> str:
-    """Return the signature that a client has to send back with reasoning. It is not secret: a client may change its own
+    """Return the signature that a client must send back with reasoning. It is not secret: a client may change its own
     prompts."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 

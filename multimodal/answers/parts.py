@@ -35,8 +35,8 @@ Part = Text | Reasoning | ToolCall
 class Parser(Protocol):
     """Finds the parts in the output of one choice.
 
-    It gets the output as it comes, after detokenising and stop strings: `text` may lag behind `token_ids`, and may lack
-    special tokens. A parser may hold text back until it knows what it is part of; parts are never taken back.
+    It gets the output incrementally, after detokenising and stop strings: `text` may lag behind `token_ids`, and may
+    lack special tokens. A parser may hold text back until its kind is clear; parts are never taken back.
     """
 
     malformed: int

@@ -1,4 +1,4 @@
-"""OpenAI's Responses: what happens to an answer's items in, events and the response object out."""
+"""OpenAI's Responses: events about an answer's items in, events and the response object of the API out."""
 
 import json
 import re
@@ -28,20 +28,20 @@ Ending = Literal["failed", "cancelled"]
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The fields of a response that repeat its request, and the form of its items."""
+    """The fields of a response that repeat its request, and options of its items."""
 
     unique: str
-    """Part of the response's id and of those of its items."""
+    """Part of the ids of the response and its items."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """Fields that the response repeats."""
+    """Fields of the request that the response repeats."""
     custom: frozenset[str] = frozenset()
     """Names of custom tools, which the model calls as functions with one text, `input`."""
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Namespace and name of tools that the model knows by other names."""
+    """Namespace and name of tools, by their names for the model."""
     seal: bool = False
     """Whether reasoning items have `encrypted_content`."""
     generate: bool = True
-    """Whether the response shows what was generated; else it has no output, and is complete."""
+    """Whether the response has output; otherwise it is complete without any."""
     created_at: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -60,12 +60,14 @@ class ResponsesShape(Shape):
         self.id = self.asked.id
         self.ended = False
         """Whether the response has ended, with any status."""
+        self.stored = bool(self.asked.fields.get("store"))
+        """Whether the response is stored, or is going to be."""
         self._reducer = Reducer(context.choices[0], self.asked.unique)
         self._model = context.model
         self._tokenizer = context.tokenizer
         self._status = "queued"
         self.numbers = 0
-        """Events so far."""
+        """Number of events so far."""
         self._completed_at: int | None = None
         self._error: dict[str, Any] | None = None
         self._inputs: dict[int, _CustomInput] = {}
@@ -157,7 +159,7 @@ class ResponsesShape(Shape):
         }
 
     def _take(self, happening: Happening) -> str:
-        """Note an event; return the new text of its item."""
+        """Apply an event, and return the new text of its item."""
         match happening:
             case Added(item, text, _):
                 return self._inputs[item.place].feed(text) if item.place in self._inputs else text
@@ -213,7 +215,7 @@ class ResponsesShape(Shape):
         return [*events, self._of_item("response.output_item.done", item, item=done)]
 
     def _item(self, item: Item, status: str) -> dict[str, Any]:
-        """Spell an item; its text only once it is closed."""
+        """Return an item as JSON, with its text only once it is closed."""
         head = {"id": self._id(item), "status": status}
         text = item.text if item.closed else ""
         content = [_part(item.kind, text, self._logprobs(item.logprobs))] if item.closed else []
@@ -257,16 +259,15 @@ class ResponsesShape(Shape):
 
 
 class _CustomInput:
-    """The text that a custom tool is called with, taken out of the call's arguments as they come.
-
-    A call whose arguments are something else than {"input": "…"} has all of them as its text.
+    """The text argument of a call of a custom tool, extracted from the call's arguments as they arrive. If these are
+    not {"input": "…"}, all of them are the text.
     """
 
     def __init__(self) -> None:
         self.text = ""
         self._raw = ""
         self._read = 0
-        """Characters of the arguments that have been looked at; 0 before the text begins."""
+        """Number of characters of the arguments that have been read; 0 before the text begins."""
 
     def feed(self, arguments: str) -> str:
         """Return the new part of the text."""
@@ -283,7 +284,7 @@ class _CustomInput:
         return new
 
     def end(self) -> str:
-        """Return the rest of the text. Nothing more comes."""
+        """Return the rest of the text, at the end of the arguments."""
         try:
             arguments = json.loads(self._raw)
         except ValueError:
@@ -298,12 +299,13 @@ class _CustomInput:
 
 
 def seal(text: str) -> str:
-    """Return a text as clients keep it in `encrypted_content`. It is encoded, not encrypted: it is the client's own."""
+    """Return a text as clients keep it in `encrypted_content`. It is encoded, not encrypted, because it belongs to the
+    client."""
     return urlsafe_b64encode((_SEALED + text).encode(errors="surrogatepass")).decode()
 
 
 def unseal(sealed: str) -> str | None:
-    """Return the text that was sealed; None if this server did not."""
+    """Return the text of `encrypted_content`; None if it was not sealed by this server."""
     try:
         text = urlsafe_b64decode(sealed.encode()).decode(errors="surrogatepass")
     except ValueError:

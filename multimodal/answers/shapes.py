@@ -1,7 +1,7 @@
 """The answers of OpenAI's chat and completions: pieces in, JSON out, streamed or whole.
 
-A token of plain text takes the fast path: its chunk is a template, split where the text goes. The slow path builds a
-chunk through dicts, and gives the same bytes.
+A token of plain text takes the fast path: its chunk is a template, split at the place of the text. The slow path builds
+a chunk from dicts, with the same bytes.
 """
 
 import time
@@ -26,7 +26,7 @@ _ENCODED_TEXT = orjson.dumps(_TEXT)
 
 @dataclass(frozen=True, slots=True)
 class AnswerContext:
-    """The facts that an answer is made from."""
+    """Facts of an answer, such as its model and its requested fields."""
 
     ask: Ask
     choices: Sequence[Choice]
@@ -85,9 +85,9 @@ class ChoicesShape(Shape):
     chunk_object: str
     id_prefix: str
     closing: dict[str, Any]
-    """The content of the last chunk's choice, which has no parts."""
+    """The content of the choice in the last chunk, which has no parts."""
     reports_prompt_in_choice: bool
-    """Whether the choice, not the answer, says what is asked about the prompt."""
+    """Whether requested fields about the prompt are in the choice instead of the answer."""
 
     def __init__(self, context: AnswerContext) -> None:
         self.id = f"{self.id_prefix}-{context.request_id}"
@@ -102,7 +102,7 @@ class ChoicesShape(Shape):
         }
         self._continuous = context.ask.continuous_usage
         self._sent: defaultdict[int, int] = defaultdict(int)
-        """Tokens of each choice that chunks have covered."""
+        """Number of tokens of each choice that chunks have covered."""
         self._token_ids = context.ask.return_token_ids
         self._templates: dict[int, tuple[bytes, bytes]] = {}
         self._wholes = [_Whole() for _ in context.choices]
@@ -110,21 +110,20 @@ class ChoicesShape(Shape):
 
     @abstractmethod
     def delta(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """Spell new parts in a chunk's choice."""
+        """Return the choice of a chunk with new parts."""
 
     @abstractmethod
     def opening(self, choice: Choice, report: PromptReport) -> dict[str, Any] | None:
-        """Spell the choice of a first chunk, sent before any part; None for shapes without such a chunk."""
+        """Return the choice of a first chunk, sent before any part; None for shapes without such a chunk."""
 
     @abstractmethod
     def message(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """Spell all parts of a choice that is not streamed."""
+        """Return all parts of a choice that is not streamed."""
 
     @abstractmethod
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
-        """Spell log-probabilities of the next tokens of a choice.
-
-        An entry is None for the first token of an echoed prompt.
+        """Return log-probabilities of the next tokens of a choice. An entry is None for the first token of an echoed
+        prompt.
         """
 
     def prefix(self, choice: Choice, report: PromptReport) -> tuple[list[Part], dict[str, Any] | None]:
@@ -132,7 +131,7 @@ class ChoicesShape(Shape):
         return [], None
 
     def finish_reason(self, piece: Piece) -> str | None:
-        """Spell why a choice has ended."""
+        """Return the reason for the end of a choice."""
         return piece.finish_reason
 
     def stream(self, piece: Piece) -> list[bytes]:
@@ -191,7 +190,7 @@ class ChoicesShape(Shape):
     def choice(
         self, index: int, content: dict[str, Any], logprobs: dict[str, Any] | None = None, last: Piece | None = None
     ) -> dict[str, Any]:
-        """Spell one of the `choices`; `last` is its last piece, if it has ended."""
+        """Return one of the `choices`; `last` is its last piece, if it has ended."""
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
         if last is not None:
             choice["finish_reason"] = self.finish_reason(last)
@@ -219,7 +218,7 @@ class ChoicesShape(Shape):
         return ({}, fields) if self.reports_prompt_in_choice else (fields, {})
 
     def _prompt_logprob(self, entry: Logprob) -> dict[str, Any]:
-        """Spell one of `prompt_logprobs`, an extension, as vLLM does."""
+        """Return one of `prompt_logprobs`, an extension of vLLM."""
         token = self._tokenizer.bytes_of(entry.token_id).decode(errors="replace")
         return {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": token}
 
@@ -233,7 +232,7 @@ class ChoicesShape(Shape):
         return orjson.dumps(chunk)
 
     def _usage_so_far(self, index: int) -> dict[str, int]:
-        """Return the usage of one choice up to its latest chunk, an extension, as vLLM does."""
+        """Return the usage of one choice up to its latest chunk, an extension of vLLM."""
         prompt, completion = self._choices[index].prompt_tokens, self._sent[index]
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
@@ -394,7 +393,7 @@ class _Offsets:
         return before
 
     def end(self) -> int:
-        """Return the number of all characters, an unfinished one at the end included."""
+        """Return the number of all characters, including an unfinished one at the end."""
         return self.characters + len(self.text.flush())
 
 

@@ -68,7 +68,7 @@ def _vtt(_: Transcript, segments: Sequence[Segment]) -> bytes:
 
 
 def _line(segment: Segment) -> str:
-    """Return the text of a subtitle, in which an arrow would be taken for times."""
+    """Return the text of a subtitle, without arrows, which would be read as times."""
     return segment.text.strip().replace("-->", "->")
 
 

@@ -20,8 +20,8 @@ class CacheStats(NamedTuple):
 
 class EmbeddingCache:
     """Encoded media by key (`prompts.py: media_key`), at most `capacity_bytes`. A capacity of 0 keeps nothing.
-
-    Embeddings must be contiguous [rows, hidden size]; `hidden_size` is the language model's. Use it on one event loop.
+    Embeddings must be contiguous [rows, hidden size]; `hidden_size` is that of the language model. Use the cache on one
+    event loop.
     """
 
     def __init__(self, capacity_bytes: int, hidden_size: int) -> None:
@@ -37,7 +37,7 @@ class EmbeddingCache:
         return CacheStats(self._hits, self._misses, self._evictions, len(self._entries), self._bytes, utilisation)
 
     def get(self, key: str) -> EncodedMedia | None:
-        """Return the media for `key`, now the most recently used, or None."""
+        """Return the media for `key`, which become the most recently used, or None."""
         image = self._entries.get(key)
         if image is None:
             self._misses += 1
@@ -74,5 +74,5 @@ class EmbeddingCache:
 
 
 def _size(image: EncodedMedia) -> int:
-    """Bytes of the embeddings and of the text."""
+    """Return the bytes of the embeddings and the text."""
     return len(image.data) + len(image.text.encode())

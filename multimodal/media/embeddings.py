@@ -57,7 +57,7 @@ class Embeddings:
     auxiliary: Mapping[str, Tensor]
     """The file's other tensors."""
     file: bytes
-    """The file as it came, which names the embeddings in caches."""
+    """The unchanged file, from which the key for caches is made."""
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -80,10 +80,8 @@ class Embeddings:
 
 
 def read_embeddings(file: bytes, hidden_size: int) -> Embeddings:
-    """The embeddings in a safetensors file: its one tensor or `mm_embeddings`, [rows, hidden size] or [1, rows, hidden
-    size].
-
-    Raises InvalidMedia.
+    """Return the embeddings in a safetensors file: its only tensor or `mm_embeddings`, [rows, hidden size] or [1, rows,
+    hidden size]. Raises InvalidMedia.
     """
     tensors = _tensors(file)
     name = MAIN if MAIN in tensors else next(iter(tensors))
@@ -101,7 +99,7 @@ def read_embeddings(file: bytes, hidden_size: int) -> Embeddings:
 
 
 def _tensors(file: bytes) -> dict[str, Tensor]:
-    """All tensors, which fill the file without gap or overlap; at least one."""
+    """Return all tensors, which fill the file without gap or overlap; at least one."""
     length = int.from_bytes(file[:8], "little")
     if not 2 <= length <= min(_MAX_HEADER, len(file) - 8) or file[8:9] != b"{":
         raise InvalidMedia("An image's embeddings are not a safetensors file.")

@@ -2,8 +2,8 @@
 dialled.
 
 The transport is used without httpx's client: no cookies, proxies or credentials, and only the redirects followed here.
-Each connection serves one request: a pool goes by address, and would give one name a connection whose certificate was
-checked for another.
+Each connection serves one request: a pool is keyed by address, and would reuse a connection whose certificate was
+checked for another name.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ CONNECT_SECONDS = 5.0
 """Time to connect to each address."""
 SLOW_SECONDS = 5.0
 MIN_RATE = 4096
-"""Bytes a second that a body has to come at on average, after the first seconds: others wait for its place."""
+"""Minimum average rate of a body in bytes per second, after the first seconds, because others wait for its place."""
 _MAX_ADDRESSES = 4
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
@@ -70,7 +70,7 @@ class Fetcher:
         raise MediaError(f"A file's URL redirects more than {MAX_REDIRECTS} times.")
 
     async def aclose(self) -> None:
-        """Close all connections. Threads that still resolve names end by themselves."""
+        """Close all connections. Threads that are resolving names end by themselves."""
         await self._transport.aclose()
 
     async def _get(self, url: Url, most: int) -> bytes | Url:

@@ -1,4 +1,4 @@
-"""Work that several tasks wait for at the same time, done once."""
+"""Work for which several tasks wait at the same time, done once."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Hashable
@@ -22,7 +22,7 @@ class InFlight(Generic[K, V]):
         return len(self._tasks)
 
     async def do(self, key: K, work: Callable[[], Coroutine[Any, Any, V]]) -> V:
-        """Return the result of the work for this key that is running, or else of `work()`. Raises what it raises."""
+        """Return the result of the running work for this key, or else of `work()`. Raises its errors."""
         task = self._tasks.get(key)
         if task is None:
             task = self._tasks[key] = asyncio.create_task(work())

@@ -25,9 +25,9 @@ from multimodal.media.url import MAX_LENGTH, Url, parse_url
 Kind = MediaKind | Literal["embeddings"]
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE | re.ASCII)
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npy", ".npz")
-"""Extensions of files that are pickles, or may contain one."""
+"""Extensions of files that are, or may contain, pickles."""
 SHARES = 4
-"""Requests that it takes to have all files fetched that may be fetched at once, and hosts."""
+"""Shares of the places for concurrent fetches, of which each request, and each host, may take one."""
 _UNLIMITED = 1 << 30
 _BYTES_PER_LENGTH = 64
 """Bytes of a file that count as one unit of length for `off_loop`: small files are checked in less than a turn."""
@@ -53,9 +53,8 @@ class MediaLoader:
         self._closed = False
 
     async def load(self, url: str, param: str = "messages", kind: MediaKind = "image") -> MediaInput | Embeddings:
-        """Load the file at an http, https, data or file URL, or at a path.
-
-        Raises MediaError, which names `param`, and EngineNotReady if the loader is closed, before or meanwhile.
+        """Load the file at an http, https, data or file URL, or at a path. Raises MediaError, which names `param`, and
+        EngineNotReady if the loader is closed or closes meanwhile.
         """
         closing = EngineNotReady("the server is closing")
         if self._closed:
@@ -101,7 +100,7 @@ class MediaLoader:
         return await self._checked(lambda: data, found, len(data))
 
     def _kind(self, path: str, kind: MediaKind) -> Kind:
-        """Return `kind`, or what the path's ending says instead. Raises UnsupportedMedia."""
+        """Return `kind`, or another kind by the path's extension. Raises UnsupportedMedia."""
         ending = path.lower()
         if kind != "image":
             return kind

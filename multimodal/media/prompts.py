@@ -37,7 +37,7 @@ from multimodal.text.prompts import Prompt, Tokenise
 from multimodal.text.tokenizer import Tokenizer
 
 MAX_WAITING = 1 << 30
-"""Bytes of files that may wait to be encoded. One file more is refused, as a request is when too many wait for the
+"""Bytes of files that may wait to be encoded. Further files are refused, like requests when too many wait for the
 engine."""
 
 _SMALL_FILE = 1 << 16
@@ -49,9 +49,8 @@ Keyed = tuple[str, EncodedMedia]
 
 @dataclass(eq=False)
 class EncodedPrompts:
-    """Encodes media and puts them into prompts, for engines that take embeddings.
-
-    The encoder sees a file once, however many requests show it: a cache is in front.
+    """Encodes media and inserts them into prompts, for engines that take embeddings. A cache in front of the encoder
+    has each file encoded once.
     """
 
     encoder: Encoder
@@ -79,7 +78,7 @@ class EncodedPrompts:
         return await all_of(self._load(ref, budget) for ref in refs)
 
     def placed(self, ids: Sequence[int], media: Sequence[Keyed]) -> Prompt:
-        """Return the prompt of token ids in which a placeholder stands for each of the media. Raises RequestError."""
+        """Return the prompt for token ids with a placeholder for each of the media. Raises RequestError."""
         placeholder = self.tokenizer.encode(self.encoder.info.placeholder)
         places = _places(ids, placeholder)
         if len(places) != len(media):
@@ -124,7 +123,7 @@ class EncodedPrompts:
                 )
 
     async def _load(self, ref: MediaRef, budget: "_Pixels") -> Keyed:
-        """Fetch a file, then take its encoding from the cache or have it encoded."""
+        """Fetch a file, and return its encoding from the cache or the encoder."""
         loaded = await _fetched(self.loader, ref, budget)
         file = loaded.file if isinstance(loaded, Embeddings) else loaded.data
         key = await _key(file, self.encoder.info.fingerprint, ref)
@@ -154,19 +153,19 @@ class EncodedPrompts:
         return encoded
 
     def _given(self, embeddings: Embeddings) -> EncodedMedia:
-        """Embeddings that the request brought. The prompt gets as many image tokens as they have rows."""
+        """Return embeddings from the request. The prompt gets an image token for each row."""
         text = self.encoder.info.placeholder.replace(self._image_token, self._image_token * embeddings.rows)
         return EncodedMedia(
             text=text, rows=embeddings.rows, dtype=embeddings.dtype, data=embeddings.data, grid=embeddings.grid
         )
 
     def _placeholder(self, ref: MediaRef) -> str:
-        """Return the template's text for a file, marked."""
+        """Return the template's placeholder for a file, with marks."""
         info = self.encoder.info
         return self.control.mark((ref.kind == "video" and info.video_placeholder) or info.placeholder)
 
     def _expanded(self, text: str, media: Sequence[Keyed], refs: Sequence[MediaRef]) -> str:
-        """Replace every placeholder that the template wrote by the text of its medium."""
+        """Replace every placeholder of the template by the text of its medium."""
         wanted = [self._placeholder(ref) for ref in refs]
         parts = re.split("|".join(sorted(map(re.escape, {*wanted}))), text)
         found = re.findall("|".join(sorted(map(re.escape, {*wanted}))), text)
@@ -215,8 +214,8 @@ class EncodedPrompts:
 class BackendPrompts:
     """Loads media for backends that expand and encode by themselves (TensorRT-LLM).
 
-    Where encode replicas encode them, `encoder` asks these; `max_encoded` is the most images of a prompt for which the
-    backend can use the result, 0 is any number. The backend reports the expanded prompt's length.
+    With encode replicas, `encoder` asks these; `max_encoded` is the maximum number of images of a prompt for which the
+    backend can use their result, 0 is any number. The backend reports the expanded prompt's length.
     """
 
     loader: MediaLoader
@@ -266,7 +265,7 @@ class BackendPrompts:
 
 
 class _Pixels:
-    """The pixels that the images of one request may have together. A single image is limited by itself."""
+    """The total pixels of the images of one request. A single image has another limit."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -324,7 +323,8 @@ def media_key(
     detail: Detail = "auto",
     sampling: FrameSampling = ANY_FRAMES,
 ) -> str:
-    """64 hex digits that name what the encoder with `fingerprint` makes of a file, equal for equal files and options.
+    """Return 64 hex digits that identify the encoding of a file by the encoder with `fingerprint`, equal for equal
+    files and options.
 
     Hashing takes about a millisecond for a few megabytes: call it off the event loop.
     """

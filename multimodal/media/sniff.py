@@ -2,7 +2,7 @@
 ignored.
 
 A decoder trusts the header too, so its allocations are known, and limited, here. Headers that give the size twice, or
-hide a larger picture, are read as far as a decoder reads before its first pixel; anything unusual is rejected.
+hide a larger image, are read as far as a decoder reads before its first pixel; anything unusual is rejected.
 """
 
 import struct
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from multimodal.errors import InvalidMedia, UnsupportedMedia
 
 MIN_SIDE = 4
-"""Pixels per side. Code that guesses the order of an array's axes takes a smaller side for colour channels."""
+"""Pixels per side. Code that guesses the order of an array's axes would take a smaller side for colour channels."""
 MAX_SIDE = 65_535
 """The limit of JPEG."""
 _ORIENTATION = 0x0112
-"""The tag of EXIF that says how a photo is turned."""
+"""The EXIF tag for the orientation of a photo."""
 _MAX_STEPS = 4096
 """Maximum number of chunks, segments or blocks before the first pixel."""
 _MAX_SCANS = 100
@@ -28,9 +28,8 @@ class _Broken(Exception):
 
 
 def check_image(data: bytes, max_pixels: int) -> tuple[int, int]:
-    """Return width and height of an image file, a photo turned upright; of an animation, those of its first frame.
-
-    Raises UnsupportedMedia and InvalidMedia.
+    """Return width and height of an image file: of a photo turned upright, of the first frame of an animation. Raises
+    UnsupportedMedia and InvalidMedia.
     """
     reader = next((reader for magic, reader in _READERS.items() if data.startswith(magic)), None)
     if reader is None or (reader is _webp and data[8:12] != b"WEBP"):
@@ -49,8 +48,8 @@ def check_image(data: bytes, max_pixels: int) -> tuple[int, int]:
 def check_video(data: bytes) -> None:
     """Check that a file is an MP4 (or QuickTime), WebM, Matroska or AVI file. Raises UnsupportedMedia.
 
-    What these have at their beginning, no playlist has: FFmpeg, which reads them, opens no other file for them. Their
-    headers are read where they are decoded, in a process that may be killed.
+    No playlist begins like these formats, so FFmpeg, which reads them, opens no other files. The rest of the headers is
+    read by the decoder, in a process that may be killed.
     """
     if not (
         data[4:8] in (b"ftyp", b"moov", b"mdat", b"wide")
@@ -105,7 +104,7 @@ def _jpeg(data: bytes) -> tuple[int, int]:
 
 
 def _turns_sides(exif: bytes) -> bool:
-    """Return whether EXIF has a photo turned by 90 degrees; what cannot be read turns nothing."""
+    """Return whether EXIF turns a photo by 90 degrees; unreadable EXIF does not."""
     order = {b"II*": "<", b"MM\0": ">"}.get(exif[:3])
     if order is None:
         return False

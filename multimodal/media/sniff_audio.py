@@ -1,7 +1,7 @@
 """Finds the format, channels and length of audio files from their headers. Nothing is decoded, and declared types are
 ignored.
 
-What a header does not say, such as the length of an MP3, the decoder counts (`engine/kit/audio_file.py`).
+The decoder counts whatever a header does not say, such as the length of an MP3 (`engine/kit/audio_file.py`).
 """
 
 import struct
@@ -15,7 +15,7 @@ MIN_RATE, MAX_RATE = 4_000, 192_000
 """Samples per second."""
 _MAX_CHUNKS = 256
 _PAGE = 1 << 16
-"""Bytes of the longest page of an Ogg file, from whose last page comes its length."""
+"""Maximum bytes of a page of an Ogg file, whose last page has its length."""
 _OPUS_RATE = 48_000
 _SUPPORTED = "WAV, FLAC, MP3, Ogg and Opus"
 
@@ -85,7 +85,7 @@ def _ogg(data: bytes) -> _Sound:
 
 
 def _mp3(_: bytes) -> _Sound:
-    """Its frames have the length only in all."""
+    """Return a sound without facts: only all frames together have the length."""
     return _Sound()
 
 

@@ -100,7 +100,7 @@ def parse_url(text: str) -> Url:
 
 
 def redirected(url: Url, location: str) -> Url:
-    """Return the target of a redirect. Raises MediaError if it is not a plain URL, or leaves https."""
+    """Return the target of a redirect. Raises MediaError if it is not a plain URL, or goes from https to http."""
     if len(location) > MAX_LENGTH or _ODD.search(location):
         raise MediaError("The server of a file redirects to an invalid URL.")
     try:

@@ -29,17 +29,17 @@ from multimodal.speech.words import Word, words_of
 from multimodal.text.tokenizer import Tokenizer, encoded
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-"""Tried in turn for a request that names none, or 0."""
+"""Temperatures that are tried in turn for a request with none or 0."""
 MOST_COMPRESSION = 2.4
 LEAST_LOGPROB = -1.0
-"""A text that repeats itself more, or is less likely, is decoded again."""
+"""Bounds of compression ratio and likelihood: a text beyond them is decoded again."""
 SILENCE = 0.6
-"""Probability of no speech from which an unlikely text is taken for silence."""
+"""Probability of no speech above which an unlikely text counts as silence."""
 MAX_HELD = 2 << 30
-"""Bytes of features that the recordings of an API process may have together. One more is refused, as a request is when
-too many wait for the engine: files of a few kilobytes may be hours of silence."""
+"""Maximum bytes of features of all recordings in an API process. Further ones are refused, like requests when too many
+wait for the engine: files of a few kilobytes may be hours of silence."""
 _QUEUE_PAUSE = 1.0
-"""Seconds after which a window, other than the first, asks for its turn again."""
+"""Seconds after which a window, other than the first, is submitted to a full queue again."""
 
 
 class AudioReader(Protocol):
@@ -59,13 +59,13 @@ class SpeechAsk:
     language: str | None = None
     """Language of the speech as an ISO code; None detects it."""
     prompt: str = ""
-    """Text that is taken to come before each window."""
+    """Text that precedes each window."""
     temperature: float = 0.0
-    """0 begins with the likeliest text, and goes on with TEMPERATURES."""
+    """0 begins with the most likely text, and continues with TEMPERATURES."""
     timestamps: bool = False
-    """Whether segments are to begin and end where the text does; longer recordings have them in any case."""
+    """Whether to return segments; longer recordings have them in any case."""
     words: bool = False
-    """Whether segments are to have words."""
+    """Whether segments have words."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class _Attempt(NamedTuple):
 
 @dataclass(eq=False)
 class Transcriber:
-    """Prepares transcripts by one engine, whose model does nothing else."""
+    """Prepares transcripts by one engine, whose model only transcribes."""
 
     engine: Engine
     reader: AudioReader
@@ -119,8 +119,7 @@ class Transcriber:
     _held: int = field(default=0, init=False)
 
     async def prepare(self, ask: SpeechAsk, file: bytes) -> "Transcript":
-        """Read the file; nothing has been started in the engine. Raises RequestError, QueueFull and
-        DeadlineExceeded."""
+        """Read the file; starts nothing in the engine. Raises RequestError, QueueFull and DeadlineExceeded."""
         language = self._language(ask)
         if ask.words and not self.tokens.alignment_heads:
             raise RequestError(
@@ -155,7 +154,7 @@ class Transcriber:
         return transcript
 
     async def _before(self, text: str) -> list[int]:
-        """Return the tokens for a text that comes before each window, or for its end."""
+        """Return the tokens of the text that precedes each window, or of the end of that text."""
         if not text:
             return []
         most = self.sizes.context // 2 - 1
@@ -184,19 +183,19 @@ class Transcriber:
 
 @dataclass(eq=False)
 class Transcript:
-    """A prepared transcript; iterate over `segments` once. Closing that aborts what runs."""
+    """A prepared transcript; iterate over `segments` once. Closing the iteration aborts running work."""
 
     by: Transcriber
     ask: SpeechAsk
     language: str | None
-    """Code of the language that is spoken; None as long as it is not known."""
+    """Code of the spoken language; None until it is known."""
     recording: Recording = field(init=False)
     let_go: Callable[[], object] = field(init=False)
-    """Says that the recording is no longer needed, at the latest when nothing refers to this."""
+    """Releases the recording, at the latest when nothing refers to the transcript."""
     before: Sequence[int] = ()
-    """Tokens of the text that is taken to come before each window."""
+    """Tokens of the text that precedes each window."""
     input_tokens: int = 0
-    """Tokens of prompts, of the attempts that were taken."""
+    """Prompt tokens of the accepted attempts."""
     output_tokens: int = 0
     audio_tokens: int = 0
     """Positions of 20 ms that were encoded."""
@@ -230,7 +229,7 @@ class Transcript:
         self.by.metrics.speech_seconds.inc(self.recording.seconds)
 
     async def _window(self, seek: int) -> tuple[list[Segment], int]:
-        """Return the segments of the window from frame `seek` on, and where the next one begins."""
+        """Return the segments of the window from frame `seek` on, and the first frame of the next window."""
         by = self.by
         frames = min(by.sizes.frames, self.recording.frames - seek)
         if self.recording.silent(seek, frames):  # the model would make up words
@@ -307,7 +306,7 @@ class Transcript:
         return next(code for code, token in self.by.tokens.languages.items() if token == found[0])
 
     async def _with_words(self, segments: list[Segment], speech: Speech) -> list[Segment]:
-        """Find out when the words of a window's segments are spoken."""
+        """Return a window's segments with the times of their words."""
         by = self.by
         texts = [[token for token in segment.tokens if token < by.tokens.end] for segment in segments]
         whole = [token for text in texts for token in text]
@@ -332,7 +331,7 @@ class Transcript:
         return found
 
     def _steer(self) -> list[int]:
-        """Return the tokens that say what to do."""
+        """Return the control tokens of the prompt: language, task and timestamps."""
         tokens = self.by.tokens
         if not tokens.multilingual:
             return [tokens.start]
@@ -349,7 +348,8 @@ class Transcript:
     async def _generate(
         self, prompt: Sequence[int], speech: Speech, sampling: SamplingParams, take: Callable[[Delta], None]
     ) -> None:
-        """Have the engine generate one sequence. Only the first of a transcript gives up when the engine is busy."""
+        """Have the engine generate one sequence. Only the first sequence of a transcript fails if the engine is
+        busy."""
         while True:
             try:
                 await self._follow(prompt, speech, sampling, take)

@@ -1,10 +1,9 @@
 """Control tokens, such as `<|im_start|>`: only the chat template writes them; in a message they are plain text.
 
 A rendered prompt mixes the template's words with a client's, and shows no difference. Therefore literals of the
-template are marked (`mark`) before it is rendered: what forms a control token then has marks around it, whatever the
-template does with the messages, and what a client wrote has none (`resolve`). The marks are random characters, which no
-client can know, and leave the text when it is
-tokenised (`encode`).
+template are marked (`mark`) before it is rendered: its control tokens then have marks around them, whatever the
+template does with the messages, and a client's text has none (`resolve`). The marks are random characters, which no
+client can know, and are removed when the text is tokenised (`encode`).
 """
 
 import re
@@ -25,9 +24,9 @@ def _secret() -> str:
 
 
 MARK = _secret()
-"""Stands before and after each control token that the template wrote."""
+"""Mark before and after each control token that the template wrote."""
 _EDGE = _secret()
-"""Stands where a control token starts or ends that the template composes with a role: `<|` + role + `|>`."""
+"""Mark at the start or end of a control token that the template composes with a role: `<|` + role + `|>`."""
 _COMPOSED = re.compile(r"(\W+)(?:assistant|developer|function|model|system|tool|user)(\W+)", re.IGNORECASE)
 
 
@@ -49,7 +48,7 @@ class ControlTokens:
         self._trusted: re.Pattern[str] | None = None
 
     def trust(self, texts: Iterable[str]) -> None:
-        """Take some control tokens for the template's wherever they occur."""
+        """Treat some control tokens as the template's wherever they occur."""
         self._trusted = re.compile(f"({MARK}{self._any.pattern}{MARK})|{_longest_of(texts)}")
 
     def mark(self, text: str) -> str:
@@ -57,7 +56,7 @@ class ControlTokens:
         return self._any.sub(lambda match: f"{MARK}{match[0]}{MARK}", text)
 
     def mark_ends(self, literal: str) -> str:
-        """Return a literal that the template joins with other texts, with marks where these may make it a control token
+        """Return a literal that the template joins with other texts, with marks where the result may be a control token
         that names a role.
         """
         if head := max(filter(literal.endswith, self._heads), key=len, default=""):
@@ -80,9 +79,8 @@ class ControlTokens:
         return [token for _, token in self._forged(*_parted(marked))]
 
     def encode(self, marked: str, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of a rendered prompt. A control token without marks becomes what its letters become.
-
-        Without such a token, the ids are those of the text without marks.
+        """Return the token ids of a rendered prompt. A control token without marks is tokenised as plain text. Without
+        such a token, the ids are those of the text without marks.
         """
         text, own = _parted(marked)
         if self._formed_otherwise or any(self._forged(text, own)):
@@ -98,7 +96,8 @@ class ControlTokens:
         return "\u200b".join(text[start:end] for start, end in pairwise(cuts))
 
     def _forged(self, text: str, own: dict[int, int]) -> Iterator[tuple[int, str]]:
-        """Find control tokens that are not the template's `own`: a place inside each that breaks it, and its text."""
+        """Find control tokens that are not among the template's `own`. Yields for each a place inside that breaks it,
+        and its text."""
         position = 0
         while match := self._any.search(text, position):
             start, position = match.span()

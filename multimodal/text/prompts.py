@@ -25,7 +25,7 @@ _OWN_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as the engine is given it; the fields are those of `GenerateRequest`."""
+    """A prompt for the engine; the fields are those of `GenerateRequest`."""
 
     ids: list[int]
     media: PromptMedia | None = None
@@ -34,7 +34,7 @@ class Prompt:
 
 
 class MediaPrompts(Protocol):
-    """Puts images into prompts, for a model that takes them. Raises RequestError and what encoding raises."""
+    """Inserts images into prompts, for a model that takes them. Raises RequestError and the errors of encoding."""
 
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
         """Return the prompt of a chat that the template has rendered as `text`, with the marks of its control tokens;
@@ -43,7 +43,7 @@ class MediaPrompts(Protocol):
         ...
 
     async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
-        """Return the token ids of that prompt, as far as they are known before the engine."""
+        """Return the token ids of that prompt, as far as they are known outside the engine."""
         ...
 
     @property
@@ -53,7 +53,7 @@ class MediaPrompts(Protocol):
 
     @property
     def video_part(self) -> str:
-        """Type of the content part that templates show a video by."""
+        """Type of the content part for videos in templates."""
         ...
 
     async def aclose(self) -> None: ...
@@ -61,13 +61,13 @@ class MediaPrompts(Protocol):
 
 @dataclass(frozen=True)
 class Prompts:
-    """Makes the prompts of one model. Without a `template` it has no chat, without `images` it takes none."""
+    """Makes the prompts of one model. Without a `template` chats are refused, without `images` images are."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
     images: MediaPrompts | None = None
     openings: bool = False
-    """Whether to find the prompts' openings, for which chats are rendered once more."""
+    """Whether to find the openings of prompts, for which chats are rendered twice."""
 
     async def of(self, ask: Ask, info: EngineInfo, limits: Limits) -> list[Prompt]:
         """Return the prompts of a request: messages rendered, their images fetched and encoded, text tokenised.
@@ -157,7 +157,7 @@ class Prompts:
         return (control if control is not None and isinstance(ask.prompt, Conversation) else self.tokenizer).encode
 
     def _check_length(self, text: str, ask: Ask, info: EngineInfo) -> None:
-        """Refuse a text that exceeds the context however it is tokenised, before that takes its time."""
+        """Refuse a text that exceeds the context however it is tokenised, without tokenising it."""
         context = info.context_length
         if length := self._excess(text, context, ask):
             raise ContextOverflow(
@@ -172,7 +172,7 @@ class Prompts:
 
 
 def _with_videos_as(part: str, message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose videos are shown by parts of another type."""
+    """Return a message in which the parts of videos have another type."""
     content = message.get("content")
     if not isinstance(content, list):
         return message

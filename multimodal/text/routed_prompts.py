@@ -1,4 +1,4 @@
-"""Prompts as a router sees them: only their start has to be known, and nothing is refused, since replicas do that."""
+"""Prompts for a router: only their beginning must be known, and nothing is refused, since replicas do that."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,14 +14,13 @@ from multimodal.text.tokenizer import Tokenizer, encoded
 
 _FIRST_IMAGE = "FIRST_IMAGE_OF_THE_PROMPT"
 _MOST_CHARACTERS = 1 << 20
-"""Longer prompts exceed most contexts; they go to the replica that has least to do."""
+"""Longer prompts exceed most contexts; they go to the replica with the least load."""
 
 
 @dataclass(frozen=True)
 class RoutedPrompts:
-    """Makes the prompts of one model, `model_name` in requests. Another name is that of a LoRA adapter.
-
-    `variables` are those of the template that requests may set.
+    """Makes the prompts of one model, `model_name` in requests. Another name is that of a LoRA adapter. `variables` are
+    the template variables that requests may set.
     """
 
     model_name: str

@@ -5,6 +5,8 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import partial, reduce
+from itertools import takewhile
 from typing import Any, NoReturn
 
 import jinja2
@@ -24,6 +26,7 @@ MAX_CHARACTERS = 1 << 24
 
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 _PROBE = "probe of the content format"
+_SYSTEM = ("system", "developer")
 _FAILURES = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Errors that a template raises for messages that it does not expect."""
 _INSTRUCTIONS = """# Tools
@@ -84,6 +87,11 @@ class ChatTemplate:
         """Whether it has a place for tools or their calls."""
         self.wants_parts = not self._shows(_PROBE) and self._shows(_parts(_PROBE))
         """Whether it reads contents as lists only."""
+        system = "developer" if self._knows_developer else "system"
+        self._shows_systems = self._shows_roles("system", system, "user", "assistant", system, "user")
+        """Whether it shows system messages behind the first message."""
+        self._shows_users = self._shows_roles("user", "user")
+        """Whether it shows several messages of a user in a row."""
         if control is not None and (composed := self._composes(control)):
             control.trust(composed)
             log.warning(
@@ -98,13 +106,19 @@ class ChatTemplate:
         """Return the prompt. With `continue_final_message` it ends where the last message's text ends, so that the
         model continues that text.
 
-        A template without a place for `tools` gets them, their calls and results as texts.
+        A template without a place for `tools` gets them, their calls and results as texts. One that refuses or drops
+        system messages behind the first message gets those at the beginning as one, and later ones as a user's. One
+        that refuses several messages of a user in a row gets them as one.
         A message's content is a text or a list of parts. A template that reads only lists, as those of some vision
         models do, gets every text as a list. OpenAI's developer messages become system messages for a template that
         does not know them. Raises RequestError.
         """
+        if not self._shows_systems:
+            messages = _with_one_system_message(messages)
         if not self.shows_tools:
             messages = _with_tools(messages, variables.pop("tools", None) or ())
+        if not self._shows_users:
+            messages = _with_joined_users(messages)
         if self.wants_parts:
             messages = [message | {"content": _parts(message["content"])} for message in messages]
         if not self._knows_developer:
@@ -124,7 +138,7 @@ class ChatTemplate:
         return text[:at] if text.startswith(_CONTINUE_HERE, at) else text[:at].rstrip()
 
     def _composes(self, control: ControlTokens) -> set[str]:
-        """Return control tokens that come without marks although no message has them."""
+        """Return control tokens that lack marks although no message contains them."""
         found: set[str] = set()
         for roles in (("system", "user", "assistant", "user"), ("user", "assistant"), ("user", "assistant", "tool")):
             messages = [{"role": role, "content": _PROBE} for role in roles]
@@ -133,12 +147,23 @@ class ChatTemplate:
         return found
 
     def _shows(self, content: Any) -> bool:
-        """Tell whether a user's message with this content, made of `_PROBE`, comes out as that text."""
+        """Return whether a user's message with this content, made of `_PROBE`, is rendered as that text."""
         try:
             text = self._text([{"role": "user", "content": content}], {"add_generation_prompt": True})
         except RequestError:  # it refuses such content
             return False
         return _PROBE in text and "'text'" not in text  # not as Python spells a list
+
+    def _shows_roles(self, *roles: str) -> bool:
+        """Tell whether messages of these roles, in this order, all come out."""
+        probes = [f"{_PROBE} {place}" for place in range(len(roles))]
+        contents = map(_parts, probes) if self.wants_parts else probes
+        messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+        try:
+            text = self._text(messages, {"add_generation_prompt": True})
+        except RequestError:  # it refuses such a conversation
+            return False
+        return all(probe in text for probe in probes)
 
     def _text(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
         try:
@@ -201,7 +226,7 @@ def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _marked(content: str | list[dict[str, Any]]) -> tuple[str, str | list[dict[str, Any]]]:
-    """Return the text that a message's content ends with, and the content with the mark after it."""
+    """Return the text at the end of a message's content, and the content with the mark after it."""
     if isinstance(content, str):
         return content, content + _CONTINUE_HERE
     if content[-1]["type"] != "text":
@@ -236,6 +261,27 @@ def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
+def _with_one_system_message(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Return messages whose first system messages are one, and whose later ones are a user's."""
+    first = list(takewhile(lambda message: message["role"] in _SYSTEM, messages))
+    rest = [message | {"role": "user"} if message["role"] in _SYSTEM else message for message in messages[len(first) :]]
+    if not first:
+        return rest
+    content = reduce(partial(_joined, between="\n\n"), (message["content"] for message in first))
+    return [first[0] | {"content": content}, *rest]
+
+
+def _with_joined_users(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Return messages with those of a user in a row as one."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        if found and found[-1]["role"] == message["role"] == "user":
+            found[-1] = found[-1] | {"content": _joined(found[-1]["content"], message["content"], "\n\n")}
+        else:
+            found.append(message)
+    return found
+
+
 def _with_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
     """Return messages with the tools in the system message, calls in the assistant's text, results in a user's."""
     if not tools and not any("tool_calls" in message or message["role"] == "tool" for message in messages):
@@ -243,7 +289,7 @@ def _with_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, An
     found = [_as_text(message) for message in messages]
     if tools:
         text = _INSTRUCTIONS.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-        if found[0]["role"] in ("system", "developer"):
+        if found[0]["role"] in _SYSTEM:
             found[0] = found[0] | {"content": _joined(found[0]["content"], text)}
         else:
             found.insert(0, {"role": "system", "content": text})
@@ -263,9 +309,9 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key != "tool_calls"}
 
 
-def _joined(first: Any, second: Any) -> Any:
-    """Join two contents, each a text or a list of parts, with a line break."""
+def _joined(first: Any, second: Any, between: str = "\n") -> Any:
+    """Join two contents, each a text or a list of parts; `between` separates texts."""
     if isinstance(first, str) and isinstance(second, str):
-        return f"{first}\n{second}"
+        return f"{first}{between}{second}"
     parts = [[{"type": "text", "text": part}] if isinstance(part, str) else part for part in (first, second)]
     return [*parts[0], *parts[1]]

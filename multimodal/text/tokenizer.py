@@ -3,8 +3,8 @@
 Texts are tokenised off the event loop (`encoded`), long ones in slices: other requests get their turns in between,
 memory stays small, and the work ends with its waiter.
 
-A text is cut only where its tokens come out the same as those of the whole. That is before a space, if the tokenizer
-shows one of these:
+A text is cut only where the tokens of the slices equal those of the whole text. That is before a space, for two kinds
+of tokenizers:
 
 - Its pre-tokenizer always splits there. It is made of regular expressions none of which matches a space after anything
   else within one match (`_splits_at_spaces`), as those of GPT-2, Llama 3, Qwen, DeepSeek and Mistral.
@@ -45,11 +45,11 @@ Encode = Callable[[str, bool], list[int]]
 """Return the token ids of a text, with the special tokens that the tokenizer adds or without."""
 
 SLICE_CHARACTERS = 1 << 15
-"""Characters after which a text is cut as soon as it can be; takes about 20 ms."""
+"""Characters after which a text is cut at the next possible place; they take about 20 ms."""
 MAX_WHOLE_CHARACTERS = 1 << 20
-"""Length of the longest text, or part of one, that is tokenised whole."""
+"""Maximum length of a text, or part of one, that is tokenised whole."""
 _BYTES_PER_CHARACTER = 128
-"""Memory that tokenising takes, measured."""
+"""Bytes of memory that tokenising takes for each character, measured."""
 
 _VISIBLE = range(ord("!"), ord("~") + 1)
 _OF_SPACES = {r"\s+(?!\S)", r"\s+", r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+$"}
@@ -63,7 +63,7 @@ _CLASS_WITHOUT_SPACE = re.compile(
 
 
 class Tokenizer:
-    """A tokenizer.json, and the bytes that each of its tokens stands for."""
+    """A tokenizer.json, and the bytes of each of its tokens."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, special_tokens: dict[str, str], chat_template: str | None = None
@@ -171,7 +171,7 @@ def _byte_of_character() -> dict[str, int]:
 
 
 def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
-    """Apply the decoder to each token alone, without what it does to the start and end of a text."""
+    """Apply the decoder to each token alone, without its rules for the start and end of a text."""
     convert = _converter(_steps_of(backend.decoder, "decoders") or [{"type": "none"}])
     vocabulary = backend.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)

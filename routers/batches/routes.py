@@ -44,7 +44,7 @@ async def create(
     owner: Owner,
     body: Annotated[BatchRequest, Depends(json_body(BatchRequest))],
 ) -> MessageBatch:
-    """Have requests answered within 24 hours, when the server has nothing else to do."""
+    """Create a batch, whose requests are answered within 24 hours, when the server is otherwise idle."""
     if len(body.requests) > store.max_requests:
         raise RequestError(
             f"'requests' may have {store.max_requests} entries at most (BATCH_MAX_REQUESTS).", "requests"
@@ -80,13 +80,13 @@ async def batches(
 
 @router.get(_ONE, summary="Look at a batch of messages")
 async def batch(request: Request, store: Store, owner: Owner, message_batch_id: str) -> MessageBatch:
-    """A batch, and how far it has come."""
+    """A batch and its progress."""
     return _shown(await store.get(owner, message_batch_id), request)
 
 
 @router.post(f"{_ONE}/cancel", summary="Cancel a batch of messages")
 async def cancel(request: Request, store: Store, owner: Owner, message_batch_id: str) -> MessageBatch:
-    """Requests that have not begun are cancelled; those that run are finished."""
+    """Cancel the waiting requests of a batch; running ones finish."""
     return _shown(await store.cancel(owner, message_batch_id), request)
 
 

@@ -17,7 +17,7 @@ from routers.errors import NotFound
 Outcome = Literal["succeeded", "errored", "canceled", "expired"]
 OUTCOMES: tuple[Outcome, ...] = ("succeeded", "errored", "canceled", "expired")
 EXPIRY_SECONDS = 24 * 3600.0
-"""Time that a batch has; what is not done by then expires."""
+"""Time for a batch; requests that have not been answered by then expire."""
 KEEP_SECONDS = 29 * 24 * 3600.0
 """Time after which a batch is removed."""
 PAGE = 100
@@ -120,7 +120,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def cancel(self, owner: str, batch: str) -> BatchRecord:
-        """Cancel what has not begun. Raises NotFound."""
+        """Cancel the requests that have not begun. Raises NotFound."""
 
         def work(db: sqlite3.Connection) -> BatchRecord:
             record = _record(db, owner, batch)
@@ -156,11 +156,11 @@ class BatchStore:
         return await self._database.run(work)
 
     async def resume(self) -> None:
-        """Have done again what a process that has ended was doing."""
+        """Queue requests again that a process was working on when it ended."""
         await self._database.run(lambda db: db.execute("UPDATE requests SET state='waiting' WHERE state='running'"))
 
     async def take(self) -> BatchJob | None:
-        """Return the next request, which is running from now on; None if nothing waits."""
+        """Return the next waiting request and mark it as running; None if none waits."""
 
         def work(db: sqlite3.Connection) -> BatchJob | None:
             late = "SELECT number FROM batches WHERE ended IS NULL AND created<=?"
@@ -178,7 +178,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def put_back(self, job: BatchJob) -> None:
-        """Let a request wait again, unless its batch is cancelled."""
+        """Queue a request again, unless its batch is cancelled."""
 
         def work(db: sqlite3.Connection) -> None:
             (canceled,) = db.execute("SELECT canceled FROM batches WHERE number=?", (job.batch,)).fetchone()
@@ -189,8 +189,8 @@ class BatchStore:
         await self._database.run(work)
 
     async def finish(self, job: BatchJob, outcome: Outcome, result: bytes) -> bool:
-        """Store the outcome of a request; return False if there is no room for that, even without the oldest of the
-        batches that have ended. There always is for an error, which is short: else the request would be done again.
+        """Store the outcome of a request. Return False if there is no room even without the oldest ended batches. There
+        is always room for an error, which is short; otherwise the request would be repeated.
         """
 
         def work(db: sqlite3.Connection) -> bool:
@@ -227,7 +227,7 @@ def _record(db: sqlite3.Connection, owner: str, batch: str) -> BatchRecord:
 
 
 def _end(db: sqlite3.Connection, number: int) -> None:
-    """Note that a batch has ended, if it has."""
+    """Mark a batch as ended if all its requests have an outcome."""
     db.execute(
         "UPDATE batches SET ended=? WHERE number=? AND ended IS NULL AND NOT EXISTS"
         " (SELECT 1 FROM requests WHERE batch=number AND state IN ('waiting', 'running'))",

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
@@ -19,7 +18,7 @@ from multimodal.request import Ask
 from protocol.messages import MessagesRequest
 from routers.batches.store import BatchJob, BatchStore
 from routers.body import parsed
-from routers.database import StoreUnavailable, elected
+from routers.database import StoreUnavailable, told, work_elected
 from routers.fields import FieldCheck
 from routers.messages import ENDPOINT, convert
 
@@ -27,15 +26,15 @@ _LOWEST = 1000
 """Priority of all requests; a request waits as if it had come that many times 10 seconds later."""
 
 _MOST_DEATHS = 3
-"""Times that the engine may die while it does a request; then the request has failed."""
+"""Number of deaths of the engine during a request after which the request has failed."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class BatchWorker:
-    """Does the requests of all batches. Of several processes with the same store, one works at a time: the first, then
-    another when it has ended.
+    """Answers the requests of all batches. Of several processes with the same store, one works at a time; when it ends,
+    another takes over.
     """
 
     store: BatchStore
@@ -47,28 +46,18 @@ class BatchWorker:
     render_error: Callable[[Exception, Scope], bytes]
     concurrency: int
     ready: Callable[[], bool]
-    """Whether the replica takes requests."""
+    """Return whether the replica accepts requests."""
     pause: float = 1.0
-    """Seconds between looks for what other processes have stored, and for its turn if another process is working."""
+    """Seconds between checks for batches of other processes, and for the lock if another process is working."""
     _deaths: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
     """Number of deaths of the engine while it served each request."""
 
     async def run(self) -> None:
         """Work until cancelled. Raises only CancelledError."""
-        while True:
-            try:
-                if self.store.path.exists():
-                    async with elected(self.store.path) as mine:
-                        if mine:
-                            await self._work()
-            except StoreUnavailable:  # it is logged
-                pass
-            except Exception:  # of any kind: batches go on once it is gone
-                log.exception("batches of messages have stopped for now")
-            await self._pause()
+        await work_elected(self.store.path, self._work, self._pause, "batches of messages")
 
     async def _work(self) -> None:
-        """Do requests until the store fails."""
+        """Answer requests until the store fails."""
         await self.store.resume()
         running: set[asyncio.Task[bool]] = set()
         try:
@@ -89,14 +78,11 @@ class BatchWorker:
             await cancel(running)
 
     async def _pause(self) -> None:
-        """Return when there may be something to do."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self.pause):  # asyncio.wait_for of Python 3.11 may swallow a cancellation
-                await self.store.news.wait()
-        self.store.news.clear()
+        """Wait until there may be something to do."""
+        await told(self.store.news, self.pause)
 
     async def _do(self, job: BatchJob) -> bool:
-        """Do a request, and store its result; return False if it has to be done again. Raises StoreUnavailable."""
+        """Answer a request and store its result; return False if it has to be repeated. Raises StoreUnavailable."""
         begin_request()
         request_id = uuid4().hex
         try:
@@ -119,7 +105,7 @@ class BatchWorker:
         return await self.store.finish(job, "errored", result)
 
     def _hopeless(self, job: BatchJob, error: Exception) -> bool:
-        """Count how often the engine died of a request, and tell whether that is enough."""
+        """Count a death of the engine during a request, and return whether the request has failed for good."""
         if isinstance(error, EngineDied):
             place = (job.batch, job.place)
             self._deaths[place] = self._deaths.get(place, 0) + 1

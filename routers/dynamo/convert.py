@@ -221,7 +221,7 @@ class GraphOutputs:
 
 
 CANCELLED: Mapping[str, Any] = {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
-"""The last output of a request that the frontend has stopped."""
+"""Return the last output of a request that the frontend has stopped."""
 
 
 def _entry(found: Logprob) -> dict[str, Any]:

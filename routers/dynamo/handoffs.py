@@ -1,8 +1,9 @@
-"""Handoffs by way of Dynamo's frontend: it passes the prefill worker's answer on to the decode worker, unread.
+"""Handoffs through Dynamo's frontend, which passes the prefill worker's answer on to the decode worker without reading
+it.
 
-The prefill worker's answer has ended by then, so it cannot be the lease of the KV blocks, as it is over HTTP. An
-endpoint of its own, `lease`, takes this part: the decode worker calls it at the worker that holds the blocks, and the
-open call is the lease. What nobody claims is freed after `lease_seconds`.
+The prefill worker's answer has ended by then, so it cannot be the lease of the KV blocks, as it is over HTTP. Another
+endpoint, `lease`, provides it: the decode worker calls it at the worker that holds the blocks, and the open call is the
+lease. Unclaimed blocks are freed after `lease_seconds`.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from engine.replicas.pool import NoReplica
 from engine.types import GenerateRequest, Handoff
 from multimodal.errors import RequestError
 from protocol.internal import PrefillInfo
-from routers.leased import GRACE_SECONDS
+from routers.internal.leased import GRACE_SECONDS
 
 if TYPE_CHECKING:
     from dynamo.runtime import Context
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """Location of the lease on what a worker holds."""
+    """Location of the lease on resources that a worker holds."""
 
     endpoint: str
     """namespace.component.endpoint of the calls that are leases."""
@@ -92,7 +93,7 @@ class HeldBlocks:
         self._unclaimed: dict[str, tuple[DeltaStream, asyncio.TimerHandle]] = {}
 
     def keep(self, stream: DeltaStream) -> str:
-        """Keep the blocks of an open stream until somebody claims them, or the time is over. Return the lease."""
+        """Hold the blocks of an open stream until they are claimed or the time is over. Return the lease."""
         lease = uuid4().hex
         self._held(1)
         timer = asyncio.get_running_loop().call_later(self._seconds, self._expire, lease)
@@ -144,7 +145,7 @@ async def _end(stream: DeltaStream) -> None:
 
 
 Call = Callable[[Claim, "Context"], AsyncIterator[Any]]
-"""Calls the endpoint of a claim: what it yields, until the call is stopped by its context."""
+"""Calls the endpoint of a claim, and yields its outputs until the call's context stops it."""
 
 
 class ClaimedLease:
@@ -158,8 +159,8 @@ class ClaimedLease:
         self.task = asyncio.create_task(self._hold(ticket, call), name="lease")
 
     async def held(self) -> None:
-        """Return once the blocks are kept for this replica: what was read before may be another prompt's. Raises
-        EngineUnavailable if they are not.
+        """Wait until the blocks are held for this replica: bytes read before that may belong to another prompt. Raises
+        EngineUnavailable if they are not held.
         """
         held = asyncio.create_task(self._held.wait())
         try:
@@ -179,7 +180,7 @@ class ClaimedLease:
         await asyncio.wait({self.task})
 
     def close(self) -> None:
-        """End the lease; a call that is on its way there ends once it has arrived. Idempotent."""
+        """End the lease; a call that has not reached the worker yet ends on arrival. Idempotent."""
         self._closed = True
         if self._held.is_set():
             self._context.stop_generating()

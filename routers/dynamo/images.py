@@ -1,8 +1,8 @@
 """Images of Dynamo's requests. The frontend sends their URLs, and token ids in which a placeholder stands for each.
 
-An encode worker of the graph loads and encodes them first, if there is one, and a prefill worker otherwise; what comes
-of it travels with the request, by way of the frontend, to the workers that need it. Small embeddings are in it, large
-ones wait in the memory of the worker that made them. Who can read neither encodes the images itself.
+An encode worker of the graph, or without one a prefill worker, loads and encodes them; the result travels with the
+request, through the frontend, to the workers that need it. It contains small embeddings; large ones wait in the memory
+of the worker that made them. A worker that cannot read them encodes the images itself.
 """
 
 import asyncio
@@ -50,8 +50,8 @@ _encodings = msgspec.msgpack.Decoder(EncodedImages)
 
 
 class OfferedEmbeddings:
-    """Embeddings of images that other workers of the graph may read, each until one says that it has, or its time is
-    over.
+    """Embeddings of images that other workers of the graph may read, each until a worker reports that it has read them
+    or their time is over.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ def _offers(asked: DynamoRequest) -> list[object]:
 
 
 class BackendImages:
-    """Leaves images to a backend that expands prompts and encodes by itself (TensorRT-LLM)."""
+    """Passes images to a backend that expands prompts and encodes by itself (TensorRT-LLM)."""
 
     def __init__(self, images: BackendPrompts) -> None:
         self._images = images

@@ -18,7 +18,7 @@ from protocol.responses import (
     ResponsesTool,
     TextFormat,
 )
-from routers.fields import sampling_of
+from routers.fields import effort_of, sampling_of
 from routers.responses.history import InputEntry, Messages, known_name
 from routers.tools import chosen_tools, template_tools
 
@@ -58,7 +58,7 @@ def convert(body: ResponsesRequest, history: Sequence[InputItem] = ()) -> Ask:
 
 
 def generates(body: ResponsesRequest) -> bool:
-    """Tell whether a response has output."""
+    """Return whether a response has output."""
     return not (isinstance(body, ResponseCreate) and body.generate is False)
 
 
@@ -74,14 +74,13 @@ def context(body: ContextFields, history: Sequence[InputItem] = ()) -> Ask:
     if isinstance(body.input, list) and not messages.messages:
         raise RequestError("'input' is empty.", "input")
     tools, shown_tools = tools_of(body)
-    effort = body.reasoning.effort if body.reasoning is not None else None
     return Ask(
         prompt=Conversation(
             messages=messages.messages,
             media=messages.media,
             tools=shown_tools,
             template_kwargs=body.chat_template_kwargs or {},
-            variables={"reasoning_effort": effort} if effort is not None else {},
+            variables=effort_of(body.reasoning.effort if body.reasoning is not None else None),
         ),
         tools=tools,
         fields=_FIELDS,
@@ -96,7 +95,7 @@ def items_of(given: str | list[InputItem] | None) -> list[InputItem]:
 
 
 def asked_of(body: ResponsesRequest, ask: Ask, unique: str, defaults: SamplingDefaults) -> Asked:
-    """Return the fields of the response that repeat its request."""
+    """Return the fields of the response that repeat the request."""
     tools = [(space, tool) for _, space, tool in _flat(body.tools or ()) if tool.type in ("function", "custom")]
     text, reasoning = body.text, body.reasoning
     summary = reasoning.summary or reasoning.generate_summary if reasoning is not None else None
@@ -220,8 +219,8 @@ def _grammar(tool: MemberTool, param: str) -> TextGrammar | None:
 
 
 def _custom(tool: MemberTool, name: str, grammar: TextGrammar | None) -> FunctionDefinition:
-    """Return a custom tool as a function with one text. The model is shown its grammar: a regular expression in the
-    schema, which Lark has no place in.
+    """Return a custom tool as a function with one text argument. The model sees its grammar: a regular expression in
+    the schema, Lark in the description, since a schema cannot contain it.
     """
     text: dict[str, Any] = {"type": "string", "description": "The whole input of the tool, as plain text."}
     description = tool.description or ""
@@ -244,12 +243,25 @@ def _choice(choice: Any) -> tuple[str, Sequence[str] | None]:
             if (mode := choice.get("mode", "auto")) not in ("auto", "required"):
                 raise RequestError("'tool_choice.mode' must be auto or required.", "tool_choice.mode")
             listed = choice.get("tools")
-            if not isinstance(listed, list) or not listed:
-                raise RequestError("'tool_choice.tools' must name at least one tool.", "tool_choice.tools")
-            return mode, [_name(tool, f"tool_choice.tools.{place}") for place, tool in enumerate(listed)]
+            tools = enumerate(listed if isinstance(listed, list) else ())
+            names = [_name(tool, f"tool_choice.tools.{place}") for place, tool in tools if not _hosted(tool)]
+            if not names:
+                raise RequestError(
+                    "'tool_choice.tools' must name at least one function or custom tool.", "tool_choice.tools"
+                )
+            return mode, names
     raise RequestError(
         "'tool_choice' must be none, auto, required, a function, a custom tool or allowed_tools.", "tool_choice"
     )
+
+
+def _hosted(tool: Any) -> bool:
+    """Tell whether OpenAI runs a tool, which is ignored with a warning."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    if not isinstance(kind, str) or kind in _TYPES:
+        return False
+    _warn(shown(kind))
+    return True
 
 
 def _name(tool: Any, param: str) -> str:

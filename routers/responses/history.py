@@ -10,8 +10,12 @@ from multimodal.request import MediaRef
 from protocol.responses import InputItem, InputPart
 
 _TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
-_IGNORED = frozenset({"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"})
-"""Calls that OpenAI ran: the answers after them have what came of them."""
+_IGNORED = frozenset(
+    {"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"}
+    | {"mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"}
+    | {"tool_search_call", "tool_search_output"}
+)
+"""Items of tools that OpenAI ran: the answers after them contain their results."""
 SUMMARY = "Summary of the conversation before this message:\n"
 
 
@@ -29,10 +33,10 @@ class Messages:
         self.messages: list[dict[str, Any]] = []
         self.media: list[MediaRef] = []
         self._turn: dict[str, Any] | None = None
-        """The assistant's message that calls and text may still be added to."""
+        """The assistant's message to which calls and text may still be added."""
         self._calls: set[str] = set()
         self._compacted = False
-        """Whether there were earlier items, of which only a summary is left."""
+        """Whether earlier items were replaced by a summary."""
 
     def add(self, entries: Iterable[InputEntry]) -> "Messages":
         """Take the next items. Raises RequestError."""
@@ -110,11 +114,11 @@ class Messages:
 
     @property
     def _said(self) -> bool:
-        """Whether the assistant's message has text or calls, before which its reasoning and text come."""
+        """Whether the assistant's message has text or calls; reasoning cannot be added after them."""
         return self._turn is not None and (bool(self._turn["content"]) or "tool_calls" in self._turn)
 
     def _assistant(self, *, fresh: bool) -> dict[str, Any]:
-        """Return the assistant's message that goes on, or a new one."""
+        """Return the current message of the assistant, or a new one."""
         if self._turn is None or fresh:
             self._append({"role": "assistant", "content": ""})
             self._turn = self.messages[-1]
@@ -157,7 +161,7 @@ class Messages:
 
 
 def known_name(namespace: str | None, name: str) -> str:
-    """Return the name by which the model knows a tool."""
+    """Return a tool's name for the model, which includes its namespace."""
     return f"{namespace}__{name}" if namespace else name
 
 
@@ -168,7 +172,7 @@ def _needed(value: str | None, param: str) -> str:
 
 
 def _object(arguments: str, item: InputItem, param: str) -> Any:
-    """Return a call's arguments as an object; as they are, if the model broke off in the middle of them."""
+    """Return a call's arguments as an object, or as text if the model broke off inside them."""
     try:
         found = json.loads(arguments or "{}")
     except (ValueError, RecursionError):

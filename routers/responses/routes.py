@@ -34,7 +34,7 @@ _COMPACT = (
     " decided and done, what is left to do, and every fact, name and number that will be needed. Write nothing else."
 )
 _COMPACT_TOKENS = (128, 4096)
-"""Fewest and most tokens of a summary: within them, as many as the conversation has, by a rough estimate."""
+"""Minimum and maximum tokens of a summary; between them, a rough estimate of the conversation's tokens decides."""
 _CHARACTERS_PER_TOKEN = 4
 _CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
 """OpenAI's codes of failed responses, by type of error."""
@@ -60,7 +60,7 @@ class ResponseEvents(NamedEvents):
 
 @dataclass(frozen=True, kw_only=True)
 class ResponsesEndpoint(Endpoint[ResponsesRequest]):
-    """The record of POST /v1/responses, whose answers may be stored, or come from the background."""
+    """The record of POST /v1/responses, whose answers may be stored or made in the background."""
 
     def router(self) -> APIRouter:
         return router
@@ -94,7 +94,7 @@ async def create(
     dp_rank: DpRank,
     body: Annotated[ResponsesRequest, Depends(json_body(ResponsesRequest))],
 ) -> Response:
-    """Answer, or begin to."""
+    """Answer, or begin a background response."""
     responses = service.responses
     error_of = partial(failure, state, request.scope)
     prepared = await while_connected(request, prepare(state, service, body, owner, request_id, dp_rank))
@@ -108,7 +108,7 @@ async def create(
     if body.stream:
         return _stream(state, events(responses, prepared, error_of))
     content = await while_connected(request, generation.complete())
-    if body.store is not False and not await responses.save(record, shape):
+    if shape.stored and not await responses.save(record, shape):
         content = orjson.dumps(orjson.loads(content) | {"store": False})
     return Response(content, media_type="application/json")
 
@@ -149,7 +149,7 @@ async def compact(
     dp_rank: DpRank,
     body: Annotated[CompactRequest, Depends(json_body(CompactRequest))],
 ) -> wire.CompactedResponse:
-    """The user's messages, and in place of the rest a summary that the model writes: the input of the next request."""
+    """The input of the next request: the user's messages, and a summary by the model in place of the rest."""
     await converted(state, lambda: service.fields.check(body))
     given = ContextFields(
         input=body.input, instructions=body.instructions, previous_response_id=body.previous_response_id
@@ -210,7 +210,7 @@ async def delete(service: ChatServiceDep, owner: Owner, response_id: str) -> wir
 
 @router.post(f"{PATH}/{{response_id}}/cancel", response_model=wire.Response, summary="Cancel a background response")
 async def cancel(service: ChatServiceDep, owner: Owner, response_id: str) -> Response:
-    """The response, which has ended: it is cancelled unless it had ended before."""
+    """Cancel a background response, unless it has ended, and return it."""
     return Response((await service.responses.cancel(owner, response_id)).response, media_type="application/json")
 
 
@@ -223,7 +223,7 @@ async def input_items(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Annotated[Literal["asc", "desc"], Query()] = "desc",
 ) -> wire.ItemList:
-    """A page of the items that a response was made of: those of responses before it, and its own."""
+    """A page of the input items of a response, including those of the responses that it continues."""
     items = await service.responses.items(owner, response_id)
     if order == "desc":
         items = items[::-1]
@@ -250,7 +250,7 @@ async def prepare(
     dp_rank: int | None,
     kept: Kept | None = None,
 ) -> PreparedResponse:
-    """Prepare a response, on a connection that has `kept` others. Raises what preparing a chat raises."""
+    """Prepare a response, on a connection that has `kept` others. Raises the errors of preparing a chat."""
     await converted(state, lambda: service.fields.check(body))
     if body.background and body.store is False:
         raise RequestError("'background' needs 'store'.", "background")
@@ -279,14 +279,14 @@ async def prepare(
 
 
 async def events(responses: Responses, prepared: PreparedResponse, error_of: ErrorOf) -> AsyncGenerator[bytes]:
-    """Yield the events of a response; it is stored before the last of them. What is raised before the first event is
-    raised from here, a later failure is an event.
+    """Yield the events of a response, which is stored before the last of them. An exception before the first event is
+    raised from here; a later one becomes an event.
     """
     shape = prepared.shape
     begun = False
 
     async def ended(event: bytes) -> bytes:
-        if not shape.asked.fields["store"] or await responses.save(prepared.record, shape):
+        if not shape.stored or await responses.save(prepared.record, shape):
             return event
         last = orjson.loads(event)
         last["response"]["store"] = False
@@ -313,8 +313,8 @@ def failure(state: State, scope: Scope, error: Exception) -> dict[str, Any]:
 
 
 async def _fitting(make: Any, ask: Ask) -> Generation:
-    """Prepare a request, and leave out as few of its oldest messages as necessary to fit the context. System messages
-    at the beginning stay, and the rest begins with a user's message.
+    """Prepare a request, and drop as few of its oldest messages as necessary to fit the context. System messages at the
+    beginning stay, and the rest begins with a user's message.
     """
     try:
         generation: Generation = await make(ask)

@@ -1,4 +1,4 @@
-"""Responses between requests: their history, what is stored of them, and those that run in the background."""
+"""Responses between requests: their history, their storage, and responses that run in the background."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ from routers.responses.store import FINAL, Record, ResponseStore
 FLUSH_SECONDS = 0.05
 """Seconds between writes of a background response's events."""
 BEAT_SECONDS = 1.0
-"""Seconds between heartbeats of its process, which also looks whether it was cancelled elsewhere."""
+"""Seconds between heartbeats of its process, which also checks whether it was cancelled elsewhere."""
 STALE_SECONDS = 30.0
 """Seconds without a heartbeat after which its process is considered dead."""
 _POLL_SECONDS = 0.2
@@ -60,7 +60,7 @@ class BackgroundRun:
     task: asyncio.Task[None] = field(init=False)
     cancelled: bool = False
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set to end it early: it is cancelled, or else the server shuts down."""
+    """Set to end it early, because it was cancelled or the server shuts down."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set, and replaced, whenever events have been stored."""
 
@@ -87,11 +87,13 @@ class Responses:
         if previous is not None and conversation is not None:
             raise RequestError("'conversation' and 'previous_response_id' exclude each other.", "conversation")
         own = await self._resolved(owner, items_of(body.input), kept)
-        if conversation is not None and previous is None:
+        param = "previous_response_id"
+        if conversation is not None:
             previous = await self.stored().last(owner, conversation)
+            param = "conversation"
         if previous is None:
             return History([], own, None)
-        records = kept.get(previous) or await self._chain(owner, previous)
+        records = kept.get(previous) or await self._chain(owner, previous, param, kept)
         earlier = await off_loop(size_of(records), lambda: [InputItem.model_validate(item) for item in _items(records)])
         return History(earlier, own, previous, records)
 
@@ -103,9 +105,7 @@ class Responses:
         return await self._current(record)
 
     async def items(self, owner: str, response: str) -> list[dict[str, Any]]:
-        """Return the items that a stored response was made of, oldest first, as far as they are still stored. Raises
-        NotFound.
-        """
+        """Return the input items of a stored response, oldest first, if still stored. Raises NotFound."""
         records = await self.stored().chain(owner, response, self.max_bytes)
         if not records:
             raise _not_found(response)
@@ -114,13 +114,12 @@ class Responses:
 
     async def save(self, record: Record, shape: ResponsesShape) -> bool:
         """Store the final state of a response, and return whether that succeeded."""
-        if self.store is None:
-            return False
-        try:
-            await self.store.put(recorded(record, shape))
-        except StoreUnavailable:
-            return False
-        return True
+        if self.store is not None:
+            with suppress(StoreUnavailable):
+                await self.store.put(recorded(record, shape))
+                return True
+        shape.stored = False
+        return False
 
     async def begin(
         self,
@@ -176,12 +175,13 @@ class Responses:
             with suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_SECONDS):
                     await waiting
-        if not last or orjson.loads(last[0])["type"] not in _LAST:  # its process has died, or it was deleted
+        ended = bool(last) and orjson.loads(last[0])["type"] in _LAST
+        if after == first >= 0 and (ended or not last):
+            raise RequestError("'starting_after' is the last event, or none.", "starting_after")
+        if not ended:  # its process has died, or it was deleted
             failed = {"type": "response.failed", "sequence_number": after + 1}
             status = record.status if record.status in FINAL else "cancelled"
             yield orjson.dumps({**failed, "response": orjson.loads(record.response) | {"status": status}})
-        elif after == first:
-            raise RequestError("'starting_after' is the last event, or none.", "starting_after")
 
     async def cancel(self, owner: str, response: str) -> Record:
         """Cancel a background response and return it. Raises RequestError."""
@@ -204,7 +204,7 @@ class Responses:
             run.stop.set()
 
     async def close(self) -> None:
-        """End what runs in the background, and the store."""
+        """End responses in the background, and close the store."""
         for run in self._runs.values():
             run.stop.set()
         if self._runs:
@@ -229,21 +229,26 @@ class Responses:
         await self.stored().put(record)
         return record
 
-    async def _chain(self, owner: str, response: str) -> list[Record]:
-        """Return a response after those that it continues. Raises RequestError."""
+    async def _chain(self, owner: str, response: str, param: str, kept: Kept) -> list[Record]:
+        """Return a stored response after those that it continues, of which the first may be `kept`. Raises
+        RequestError, which names the field `param`.
+        """
         try:
             found = await self.store.chain(owner, response, self.max_bytes) if self.store is not None else []
         except ContextOverflow as error:
-            raise error.at("previous_response_id") from error
-        if not found or found[0].previous is not None:
-            said = f"Previous response with id '{shown(response)}' not found."
-            raise RequestError(said, "previous_response_id", "previous_response_not_found")
+            raise error.at(param) from error
+        missing = found[0].previous if found else response
+        if missing is not None:
+            if missing not in kept:
+                said = f"Previous response with id '{shown(missing)}' not found."
+                raise RequestError(said, param, "previous_response_not_found")
+            found = [*kept[missing], *found]
         if (await self._current(found[-1])).status not in FINAL:
-            raise RequestError(f"The response '{shown(response)}' has not ended yet.", "previous_response_id")
+            raise RequestError(f"The response '{shown(response)}' has not ended yet.", param)
         return found
 
     async def _resolved(self, owner: str, items: list[InputItem], kept: Kept) -> list[InputItem]:
-        """Return items; in place of those that refer to others, these. Raises RequestError."""
+        """Return items, with references replaced by the items that they name. Raises RequestError."""
         found: list[InputItem] = []
         read: set[str] = set()
         known: dict[str, tuple[InputItem, int]] = {}
@@ -347,7 +352,7 @@ def response_of(item: str) -> str:
 
 
 def is_reference(item: InputItem) -> bool:
-    """Tell whether an item refers to one of a response."""
+    """Return whether an item is a reference to an item of a response."""
     return item.type == "item_reference" or (item.type is None and item.role is None and item.id is not None)
 
 

@@ -16,7 +16,7 @@ from engine.errors import ContextOverflow
 from routers.database import Database
 
 FINAL = frozenset({"completed", "incomplete", "failed", "cancelled"})
-"""States that a response does not leave."""
+"""Final states of a response."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, created REAL NOT NULL, beat REAL NOT NULL, size INTEGER NOT NULL,
@@ -54,16 +54,16 @@ class Record(msgspec.Struct, frozen=True):
     beat: float = 0.0
     """Time at which the process that runs it was last known to live."""
     cancelled: bool = False
-    """Whether somebody has asked to cancel it."""
+    """Whether a client has asked to cancel it."""
 
     @property
     def size(self) -> int:
-        """Bytes of what it consists of."""
+        """Bytes that its contents take."""
         return len(self.response) + len(self.items)
 
 
 class ResponseStore(Protocol):
-    """Keeps responses. All methods see only what `owner` owns."""
+    """Storage of responses. All methods see only objects of `owner`."""
 
     async def put(self, record: Record) -> None:
         """Store a response, or its new state. A background response that was deleted meanwhile stays deleted."""
@@ -82,7 +82,7 @@ class ResponseStore(Protocol):
         ...
 
     async def delete(self, owner: str, response: str) -> bool:
-        """Return whether there was such a response."""
+        """Return whether there was such a response. A conversation that ended with it ends with the one before."""
         ...
 
     async def append(self, response: str, first: int, events: Sequence[bytes], ended: Record | None = None) -> bool:
@@ -104,7 +104,7 @@ class ResponseStore(Protocol):
 
 
 class SqliteStore:
-    """Responses in an SQLite file, whose calls run in a thread. The oldest leave when they are more than `max_bytes`,
+    """Responses in an SQLite file, whose calls run in a thread. The oldest are removed when they exceed `max_bytes`,
     and all after `max_seconds`.
     """
 
@@ -148,8 +148,13 @@ class SqliteStore:
 
     async def delete(self, owner: str, response: str) -> bool:
         def work(db: sqlite3.Connection) -> bool:
-            if not db.execute("DELETE FROM responses WHERE id=? AND owner=?", (response, owner)).rowcount:
+            deleted = db.execute(
+                "DELETE FROM responses WHERE id=? AND owner=? RETURNING previous", (response, owner)
+            ).fetchall()
+            if not deleted:
                 return False
+            query = "UPDATE conversations SET last=coalesce(?, last) WHERE owner=? AND last=?"
+            db.execute(query, (*deleted[0], owner, response))
             db.execute("DELETE FROM events WHERE response=?", (response,))
             return True
 
@@ -221,7 +226,8 @@ class SqliteStore:
         return msgspec.convert(dict(zip(Record.__struct_fields__, row, strict=True)), Record, strict=False)
 
     def _bound(self, db: sqlite3.Connection, size: int) -> None:
-        """Remove what is too old or too much, after every sixteenth of the bound that is written."""
+        """Remove old responses, and the oldest beyond the size limit, each time another sixteenth of that limit was
+        written."""
         self._unchecked += size
         if self._unchecked < self._max_bytes // 16:
             return

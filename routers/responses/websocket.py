@@ -1,4 +1,4 @@
-"""The WebSocket mode of /v1/responses: responses in turn, each asked for by a message, their events messages too."""
+"""The WebSocket mode of /v1/responses: each message requests a response, whose events are messages."""
 
 import asyncio
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ MAX_TURNS = 16
 MAX_LANES = 32
 """Number of named lanes of a connection, in addition to the one without a name."""
 MAX_KEPT = 32
-"""Responses that are not stored and that a connection remembers, so that they can be continued on it."""
+"""Number of unstored responses that a connection remembers, so that they can be continued on it."""
 _LIMIT = "websocket_connection_limit_reached"
 _FULL = "websocket_stream_limit_reached"
 
@@ -46,7 +46,7 @@ async def connect(websocket: WebSocket) -> None:
 
 
 class Session:
-    """One connection. Each lane has one response at a time; lanes run beside each other.
+    """One connection. Each lane has one response at a time; lanes run concurrently.
 
     A failure becomes an `error` message, after which the connection goes on. Its end cancels running responses.
     """
@@ -158,16 +158,16 @@ class Session:
         async with aclosing(events(service.responses, prepared, error_of)) as payloads:
             async for event in payloads:
                 if prepared.shape.ended:
-                    self._keep(body, service, prepared)  # the client may continue it once it has the last event
+                    self._keep(body, prepared)  # the client may continue it once it has the last event
                 await self._send(event, body.stream_id)
 
-    def _keep(self, body: ResponseCreate, service: ChatService, prepared: PreparedResponse) -> None:
+    def _keep(self, body: ResponseCreate, prepared: PreparedResponse) -> None:
         """Remember a response that is not stored."""
         record = recorded(prepared.record, prepared.shape)
         if record.status == "failed":
             self._forget(body)
             return
-        if body.store is not False and service.responses.store is not None:
+        if prepared.shape.stored:
             return
         self._kept[record.id] = [*prepared.earlier, record]
         while self._kept and (len(self._kept) > MAX_KEPT or self._kept_bytes() > self._state["http"].max_body_bytes):
@@ -177,7 +177,7 @@ class Session:
         return size_of({record.id: record for chain in self._kept.values() for record in chain}.values())
 
     def _forget(self, body: ResponseCreate) -> None:
-        """Forget the response that a failed one continues, as the protocol wants it."""
+        """Forget the response that a failed one continues, as the protocol requires."""
         self._kept.pop(body.previous_response_id or "", None)
 
     async def _fail(self, error: Exception, lane: str | None = None) -> None:
@@ -189,7 +189,7 @@ class Session:
 
 
 def check_room(state: State, sizes: Iterable[int], size: int) -> None:
-    """Raise RequestError if a request of `size` bytes may not run or wait on a connection beside those of `sizes`."""
+    """Raise RequestError if a connection with requests of `sizes` bytes has no room for one of `size` bytes."""
     waiting = list(sizes)
     most = state["http"].max_body_bytes
     if len(waiting) >= MAX_TURNS or (waiting and sum(waiting) + size > most):
@@ -198,7 +198,7 @@ def check_room(state: State, sizes: Iterable[int], size: int) -> None:
 
 
 def error_event(state: State, scope: Scope, error: Exception) -> bytes:
-    """Return the event that says what is wrong with a request."""
+    """Return the error event of a request."""
     rendered = orjson.loads(state["render_error"](error, scope))["error"]
     return orjson.dumps({"type": "error", "status": state["status_of"](error), "error": rendered})
 
@@ -214,7 +214,7 @@ def _too_old() -> RequestError:
 
 
 def _lane_of(error: Exception) -> str | None:
-    """Return the lane of an invalid request, as far as it names one."""
+    """Return the lane of an invalid request, if it names one."""
     body = error.body if isinstance(error, RequestValidationError) else None
     lane = body.get("stream_id") if isinstance(body, dict) else None
     return lane if isinstance(lane, str) and 0 < len(lane) <= 128 else None

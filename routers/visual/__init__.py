@@ -1,1 +1,1 @@
-"""Pictures and videos: routes, store of files, and the worker for jobs of videos."""
+"""Pictures and videos: routes, the store of files, and the worker for video jobs."""

@@ -35,7 +35,7 @@ _PATCH = 16 * 16
 
 
 class ImageEvents(NamedEvents):
-    """Events of a picture that is made; an error has a type, too."""
+    """Events of a picture during its generation; an error has a type, too."""
 
     def event(self, payload: bytes) -> bytes:
         if payload.startswith(b'{"error"'):
@@ -129,7 +129,7 @@ async def made(service: VisualService, asked: VisualRequest) -> list[VisualDelta
 
 
 async def _news(service: VisualService, asked: VisualRequest) -> AsyncGenerator[VisualDelta]:
-    """Yield the engine's news, until the request has taken too long: then raises DeadlineExceeded."""
+    """Yield the engine's reports. Raises DeadlineExceeded once the request has taken too long."""
     attributes = {"trellis.pictures": len(asked.seeds), "trellis.steps": asked.steps, "trellis.frames": asked.frames}
     deadline = asyncio.get_running_loop().time() + service.timeout_seconds
     with trace.span("generate", attributes):

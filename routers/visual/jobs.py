@@ -1,9 +1,8 @@
-"""Videos that are asked for: one table for all processes that serve a model on this machine. It outlives them."""
+"""Video jobs: one table for all processes that serve a model on this machine. It outlives them."""
 
 import asyncio
 import sqlite3
 import time
-from contextlib import suppress
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -13,6 +12,7 @@ from msgspec.structs import replace
 from engine.errors import QueueFull
 from engine.visual.types import VisualRequest
 from multimodal.errors import shown
+from routers.database import told
 from routers.errors import NotFound
 from routers.visual.media import MediaStore
 
@@ -35,7 +35,7 @@ class VideoRecord(msgspec.Struct, frozen=True):
     progress: int
     ended: float | None
     request: VisualRequest
-    """Its picture is there in what `take` returns alone."""
+    """The reference image; only `take` returns it."""
     error: bytes | None
     """Envelope of the error, as JSON."""
     file: str | None
@@ -43,8 +43,9 @@ class VideoRecord(msgspec.Struct, frozen=True):
 
 
 class VideoJobs:
-    """Jobs of all owners, of which `max_open` may wait or be in progress; an owner who has none of them may always add
-    one. Methods for clients see only what `owner` owns.
+    """Jobs of all owners, of which `max_open` may wait or be in progress; an owner without any may always add one.
+
+    Clients see only jobs of `owner`.
     """
 
     def __init__(self, media: MediaStore, max_open: int) -> None:
@@ -126,9 +127,10 @@ class VideoJobs:
         await self._database.run(lambda db: db.execute(query))
 
     async def take(self) -> VideoRecord | None:
-        """Return the next job, which is in progress from now on; None if none waits.
+        """Return the next waiting job and mark it as in progress; None if none waits.
 
-        Owners take turns: the next is one with the fewest jobs in progress, whose last job ended the longest ago.
+        Owners take turns: first come those with the fewest jobs in progress, then those whose last job ended the longest
+        ago.
         """
 
         def work(db: sqlite3.Connection) -> VideoRecord | None:
@@ -148,7 +150,7 @@ class VideoJobs:
         return await self._database.run(work)
 
     async def note(self, number: int, stage: str, progress: int) -> None:
-        """Note how far a job is."""
+        """Note the progress of a job."""
         query = "UPDATE videos SET stage=?, progress=? WHERE number=? AND state='in_progress'"
         await self._database.run(lambda db: db.execute(query, (stage, progress, number)))
 
@@ -158,16 +160,13 @@ class VideoJobs:
         return await self._database.run(lambda db: db.execute(query, (number,)).fetchone() is not None)
 
     async def changed(self, seconds: float) -> None:
-        """Return when a client may have changed something: at once if it was in this process, else after `seconds`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):  # asyncio.wait_for of Python 3.11 may swallow a cancellation
-                await self._news.wait()
-        self._news.clear()
+        """Wait until a client may have changed something: at once if it was in this process, else after `seconds`."""
+        await told(self._news, seconds)
 
     async def end(
         self, number: int, state: State, file: str | None = None, error: bytes | None = None, progress: int = 0
     ) -> None:
-        """Note the end of a job, or that it waits again. The file of a cancelled or deleted job is removed."""
+        """Note that a job has ended or was queued again. The file of a cancelled or deleted job is removed."""
 
         def work(db: sqlite3.Connection) -> None:
             ended = None if state == "queued" else time.time()

@@ -1,4 +1,4 @@
-"""Files that were made for clients: kept on disk, within a size and an age, each for the key that asked for it."""
+"""Generated files, kept on disk within limits of size and age, each for the key that requested it."""
 
 import asyncio
 import os
@@ -59,9 +59,8 @@ class MediaStore:
         self._max_bytes = max_bytes
 
     async def put(self, owner: str, data: bytes, format_: str) -> StoredFile:
-        """Keep a file. It is whole or not there at all, whenever the process ends.
-
-        Raises EngineFailure if it is too large, and StoreUnavailable.
+        """Keep a file. It is complete or absent, whenever the process ends. Raises EngineFailure if it is too large,
+        and StoreUnavailable.
         """
         if len(data) > self._max_bytes:
             raise EngineFailure("The file is larger than all that is kept (MEDIA_STORE_MB).")
@@ -102,7 +101,7 @@ class MediaStore:
         db.execute("DELETE FROM files WHERE name=?", (name,))
 
     async def clean(self) -> None:
-        """Remove what is too old, and files that the database does not know."""
+        """Remove files that are too old, or that the database does not know."""
 
         def work(db: sqlite3.Connection) -> None:
             self._make_room(db, 0, time.time())
@@ -132,7 +131,7 @@ class MediaStore:
 
 
 async def clean_for_ever(store: MediaStore, pause: float = 600.0) -> None:
-    """Remove from time to time what is too old."""
+    """Remove old files from time to time."""
     while True:
         with suppress(StoreUnavailable):  # it is logged
             await store.clean()

@@ -1,4 +1,4 @@
-"""/v1/videos: OpenAI's videos, as jobs, and one that is answered with the file."""
+"""/v1/videos: OpenAI's video jobs, and a route that answers with the file."""
 
 from typing import Annotated, Any, Literal
 
@@ -79,14 +79,14 @@ async def _image(body: VideoRequest, file: memoryview | None, service: VisualSer
 async def create(
     request: Request, replica: ReplicaDep, service: VisualServiceDep, owner: Owner, request_id: RequestId
 ) -> VideoJob:
-    """Begin a job that makes a video. Ask for the job until it has completed, then for its content."""
+    """Begin a job that makes a video. Poll the job until it has completed, then get its content."""
     asked = await _asked(request, service, request_id)
     return _shown(await service.videos.create(owner, asked), service, replica.model_name)
 
 
 @router.post(SYNC_PATH, summary="Make a video", openapi_extra=_BODY, response_class=Response)
 async def generate(request: Request, service: VisualServiceDep, request_id: RequestId) -> Response:
-    """Make a video, and answer with its file. The video ends with the connection."""
+    """Make a video, and answer with its file. It is aborted when the connection closes."""
     asked = await _asked(request, service, request_id)
     (found,) = await while_connected(request, made(service, asked))
     return Response(found.data, media_type=MEDIA_TYPES[_FORMAT], headers={"X-Trellis-Seed": str(asked.seeds[0])})
@@ -110,7 +110,7 @@ async def videos(
 
 @router.get(_ONE, summary="Look at a video")
 async def video(replica: ReplicaDep, service: VisualServiceDep, owner: Owner, video_id: str) -> VideoJob:
-    """A job, and how far it is."""
+    """A job and its progress."""
     return _shown(await service.videos.get(owner, video_id), service, replica.model_name)
 
 

@@ -1,4 +1,4 @@
-"""Works through the jobs of videos, a few at a time."""
+"""Works through video jobs, a few at a time."""
 
 import asyncio
 import logging
@@ -12,22 +12,20 @@ from engine.errors import EngineDied, EngineFailure, EngineUnavailable
 from engine.kit.tasks import cancel
 from engine.visual.base import VisualEngine
 from multimodal.errors import DeadlineExceeded
-from routers.database import StoreUnavailable, elected
+from routers.database import StoreUnavailable, work_elected
 from routers.visual.jobs import VideoJobs, VideoRecord
 
 _TOGETHER = 2
 """Jobs at a time: one is written to a file while the next is computed."""
 _MOST_DEATHS = 3
-"""Times that the engine may die while it does a job; then the job has failed."""
+"""Number of deaths of the engine during a job after which the job has failed."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class VideoWorker:
-    """Does all jobs. Of several processes with the same store, one works at a time: the first, then another when it has
-    ended.
-    """
+    """Does all jobs. Of processes with the same store, one works at a time; when it ends, another takes over."""
 
     jobs: VideoJobs
     engine: VisualEngine
@@ -35,29 +33,19 @@ class VideoWorker:
     """Seconds that a job may take, its wait for the engine included."""
     render_error: Callable[[Exception, Scope], bytes]
     ready: Callable[[], bool]
-    """Whether the replica takes requests."""
+    """Return whether the replica accepts requests."""
     pause: float = 1.0
-    """Seconds between looks for what other processes have stored, and for its turn if another process is working."""
+    """Seconds between checks for jobs of other processes, and for the lock if another process is working."""
     ended: dict[str, int] = field(default_factory=lambda: {"completed": 0, "failed": 0, "cancelled": 0})
     """Jobs by how they ended."""
     _deaths: dict[int, int] = field(default_factory=dict, init=False)
     _careful: bool = field(default=False, init=False)
-    """Whether jobs are done one at a time, since the engine died of one of several."""
+    """Whether jobs run one at a time, because the engine died during one of several."""
 
     async def run(self) -> None:
         """Work until cancelled. Raises only CancelledError."""
         path = self.jobs.media.database.path
-        while True:
-            try:
-                if path.exists():
-                    async with elected(path) as mine:
-                        if mine:
-                            await self._work()
-            except StoreUnavailable:  # it is logged
-                pass
-            except Exception:  # of any kind: jobs go on once it is gone
-                log.exception("videos have stopped for now")
-            await self.jobs.changed(self.pause)
+        await work_elected(path, self._work, lambda: self.jobs.changed(self.pause), "videos")
 
     async def _work(self) -> None:
         """Do jobs until the store fails."""
@@ -126,19 +114,20 @@ class VideoWorker:
             await cancel([wanted])
 
     async def _stored(self, job: VideoRecord, data: bytes) -> str:
-        """Keep the file of a job, and return its name. Raises EngineFailure: made again, it would not be kept."""
+        """Store the file of a job, and return its name. Raises EngineFailure if it cannot be stored: another attempt
+        would not change that."""
         try:
             return (await self.jobs.media.put(job.owner, data, job.request.format)).name
         except StoreUnavailable as error:
             raise EngineFailure("The video was made, but cannot be stored.") from error
 
     async def _until_unwanted(self, job: VideoRecord) -> None:
-        """Return once a client has cancelled or deleted the job."""
+        """Wait until a client has cancelled or deleted the job."""
         while await self.jobs.wanted(job.number):
             await self.jobs.changed(self.pause)
 
     def _hopeless(self, job: VideoRecord, error: Exception) -> bool:
-        """Count how often the engine died of a job, and tell whether that is enough."""
+        """Count a death of the engine during a job, and return whether the job has failed for good."""
         if not isinstance(error, EngineDied):
             return False
         self._deaths[job.number] = self._deaths.get(job.number, 0) + 1

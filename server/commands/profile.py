@@ -1,6 +1,5 @@
 """`trellis profile`: find the smallest deployment that meets targets, and write the files that start it."""
 
-import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -45,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     if args.file is None:
         given = {"deployments": [{"name": "default"}], "concurrency": [1, 2, 4, 8, 16], **given}
     plan = plan_for(read_plan(args.file, {**given, "lengths": [f"{args.isl}:{max(2, args.osl)}"]}), targets)
-    signal.signal(signal.SIGTERM, sweep.interrupt)
+    sweep.end_as_by_ctrl_c()
     folder = ResultFolder(args.output)
     results = Sweep(
         plan,

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         results = join(args.join, args.output, _slo(args))
     else:
         plan = plan_of(args)
-        signal.signal(signal.SIGTERM, interrupt)  # so that what was started is stopped
+        end_as_by_ctrl_c()
         folder = ResultFolder(args.output)
         try:
             results = Sweep(
@@ -120,6 +120,10 @@ def names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def interrupt(*_: object) -> None:
-    """End as Ctrl-C does, so that what was started is stopped."""
-    raise KeyboardInterrupt
+def end_as_by_ctrl_c() -> None:
+    """Have SIGTERM do what Ctrl-C does, so that everything that was started is stopped.
+
+    An event loop then cancels its main task; uvloop would swallow a KeyboardInterrupt that is raised in a callback.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it for what scripts run in the background
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))

@@ -40,7 +40,7 @@ def engine_config(settings: Settings, folder: Path | None) -> EngineConfig:
 
 
 def sleep_config(settings: Settings) -> SleepConfig | None:
-    """Return how the engine, or an encode replica's encoder, sleeps; None if nothing puts it to sleep."""
+    """Return how the engine, or an encode replica's encoder, sleeps; None if it never sleeps."""
     if not role_of(settings).has_model or not (settings.admin_key or settings.sleep_after_idle_seconds):
         return None
     return SleepConfig(
@@ -96,10 +96,11 @@ def _check_transcription(settings: Settings) -> None:
         raise EngineFailure(
             "TensorRT-LLM 1.2 serves no Whisper model (its LLM API has had them since 1.3): set ENGINE=embedded"
         )
-    if settings.disaggregation_mode != "aggregated":
+    role = role_of(settings)
+    if role.moves_kv_blocks:
         raise EngineFailure(
-            f"a model that transcribes has no prompts worth dividing: DISAGGREGATION_MODE must be aggregated, not "
-            f"{settings.disaggregation_mode}"
+            f"prompts of a model that transcribes are too short to be prefilled elsewhere: DISAGGREGATION_MODE must be "
+            f"aggregated, not {role.name}"
         )
     if settings.speculative != "none":
         raise EngineFailure("SPECULATIVE cannot be used with a model that transcribes: leave it out")
@@ -118,7 +119,7 @@ def _script(settings: Settings, folder: Path | None) -> tuple[tuple[int, ...], .
 
 
 def embedded_config(settings: Settings, folder: Path | None) -> EmbeddedConfig:
-    """Return the configuration of the embedded engine, without processors. Its fields have the settings' names."""
+    """Return the configuration of the embedded engine, without processors. Fields are named like the settings."""
     names = set(EmbeddedConfig.__struct_fields__) & set(Settings.model_fields) - {"model"}
     values = {name: getattr(settings, name) for name in names} | {"cache_dir": str(settings.cache_dir)}
     values["kv_disk_cache_dir"] = str(settings.kv_disk_cache_dir)
@@ -163,7 +164,7 @@ def _processors(settings: Settings, folder: Path | None) -> tuple[ProcessorConfi
 
 
 def video_options(settings: Settings) -> VideoOptions:
-    """Return the limits of videos, and which frames are taken of them."""
+    """Return the limits of videos, and the default choice of frames."""
     return VideoOptions(
         max_seconds=settings.max_video_seconds,
         max_pixels=settings.max_video_pixels,

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 async def open_graph(to: Composition) -> DynamoGraph:
-    """Return the runtime by which the replica joins. Raises EngineFailure if its services cannot be reached."""
+    """Return Dynamo's runtime, connected. Raises EngineFailure if its services cannot be reached."""
     if to.settings.dynamo_discovery == "etcd":  # the runtime itself would wait with this process standing still
         await wait_for_etcd(to.settings.dynamo_etcd)
     from routers.dynamo.worker import DynamoGraph, GraphConfig  # noqa: PLC0415 - an extra, and most replicas do without
@@ -61,7 +61,7 @@ async def open_graph(to: Composition) -> DynamoGraph:
 
 
 async def join(to: Composition, graph: DynamoGraph, folder: Path | None) -> None:
-    """Make the service of a replica, which has started, a worker of the graph. Raises EngineFailure."""
+    """Join the graph with the service of a started replica as a worker. Raises EngineFailure."""
     if folder is None:
         folder = await in_thread(lambda: model_folder(to.settings))
     if folder is None:
@@ -78,7 +78,7 @@ async def join(to: Composition, graph: DynamoGraph, folder: Path | None) -> None
 
 
 async def _engine_worker(to: Composition, graph: DynamoGraph, folder: Path, service: Any) -> GraphWorker:
-    from routers.dynamo import worker as dynamo  # noqa: PLC0415 - an extra, and most replicas do without
+    from routers.dynamo.engine_worker import EngineWorker  # noqa: PLC0415 - an extra, and most replicas do without
 
     settings = to.settings
     assert isinstance(service, ChatService | PrefillService), "the role has been checked"
@@ -91,7 +91,7 @@ async def _engine_worker(to: Composition, graph: DynamoGraph, folder: Path, serv
         offered = None if service.encoding is None else _offered(to, graph, service.encoding)
     tools, reasoning = ("", "") if processor is None else processor.format.parser_names
     refused = dict(service.engine.info.refused_parameters)
-    return dynamo.EngineWorker(
+    return EngineWorker(
         graph,
         cast("WorkerRole", to.role.name),
         service.engine,
@@ -152,7 +152,7 @@ def _limits(settings: Settings) -> Limits:
 
 
 async def _prompts(to: Composition, folder: Path, encoder: Encoder | None, max_encoded: int = 0) -> MediaPrompts | None:
-    """Return the object that puts images into prompts, for a role that gets images only in a graph."""
+    """Return the object that inserts images into prompts, for a role that gets images only in a graph."""
     tokenizer, template = await in_thread(lambda: load_text(to.settings, folder))
     control = None if template is None else template.control
     if control is None:
@@ -190,7 +190,7 @@ def _offered(to: Composition, graph: DynamoGraph, service: EncodeService) -> Off
 
 
 async def wait_for_etcd(addresses: Sequence[str], seconds: float = _ETCD_SECONDS) -> None:
-    """Return once one of the addresses takes connections. Raises EngineFailure if none does in time."""
+    """Wait until one of the addresses accepts connections. Raises EngineFailure if none does in time."""
     where = ", ".join(addresses)
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
@@ -205,7 +205,7 @@ async def wait_for_etcd(addresses: Sequence[str], seconds: float = _ETCD_SECONDS
 
 
 async def any_answers(addresses: Sequence[str]) -> bool:
-    """Return whether one of the addresses, http://host:port, takes connections."""
+    """Return whether one of the addresses, http://host:port, accepts connections."""
     return any([await _answers(address) for address in addresses])
 
 

@@ -23,10 +23,9 @@ from multimodal.media.loader import MediaLoader
 from multimodal.media.prompts import BackendPrompts, EncodedPrompts
 from multimodal.text.control import ControlTokens, unmarked
 from multimodal.text.tokenizer import Tokenizer
-from server.compose.composition import Composition, Failed, never
+from server.compose.composition import Composition, Failed, follow_sleep, never
 from server.compose.config import engine_config, sleep_config, video_options
 from server.compose.model import load_text
-from server.compose.sleeping import follow_sleep
 from server.health.canary import encoder_probe
 from server.metrics.peers import EncodeMetrics, PeerMetrics
 from server.metrics.replica import watch_cache
@@ -36,7 +35,8 @@ log = logging.getLogger(__name__)
 
 
 class Encoders(NamedTuple):
-    """The encoder of images for chats here, and the service that encodes them for other replicas, if there are any."""
+    """The encoder of images for this replica's chats, and the service that encodes for other replicas; either may be
+    None."""
 
     encoder: Encoder | None
     service: EncodeService | None
@@ -97,8 +97,8 @@ def image_prompts(
     control: ControlTokens,
     max_encoded: int = 0,
 ) -> BackendPrompts | EncodedPrompts | None:
-    """Return the object that puts images into the prompts of this replica, whose engine and encoders have started. None
-    if the model takes no images. `max_encoded` is the engine's `max_encoded_images`.
+    """Return the object that inserts images into prompts, once engine and encoders have started. None if the model
+    takes no images. `max_encoded` is the engine's `max_encoded_images`.
     """
     settings, encoder = to.settings, encoders.encoder
     limits = media_limits(settings)
@@ -138,7 +138,7 @@ def image_prompts(
 
 
 def media_limits(settings: Settings) -> MediaLimits:
-    """Return the limits of files that requests bring."""
+    """Return the limits of files in requests."""
     return MediaLimits(
         max_image_bytes=int(settings.max_image_mb * (1 << 20)),
         max_image_pixels=settings.max_image_pixels,
@@ -263,8 +263,8 @@ def _is_awake(to: Composition, service: EncodeService) -> bool:
 
 
 async def _image_prompt(to: Composition, folder: Path | None) -> str | None:
-    """Return a prompt with one image. None if there is no chat template that shows images: nothing else knows the
-    image's placeholder.
+    """Return a prompt with one image. None without a chat template that shows images, which alone knows the
+    placeholder.
     """
     _, template = await in_thread(partial(load_text, to.settings, folder))
     message = {"role": "user", "content": [{"type": "image"}]}

@@ -1,4 +1,4 @@
-"""Compose an engine, and what turns requests into its prompts."""
+"""Compose an engine, and the parts that turn requests into its prompts."""
 
 import asyncio
 import dataclasses
@@ -33,12 +33,12 @@ from routers.fields import FieldCheck
 from routers.responses.service import Responses
 from routers.responses.store import SqliteStore
 from routers.state import ChatService, PrefillService
-from server.compose.composition import Composition, Failed, never
+from server.compose.composition import Composition, Failed, follow_sleep, never
 from server.compose.config import default_processors, engine_config, sleep_config
 from server.compose.encoders import Encoders, image_prompts, start_encoders
 from server.compose.model import answer_format, load_text, model_folder, sampling_defaults
 from server.compose.publishing import publish_events
-from server.compose.sleeping import follow_sleep
+from server.compose.sizing import standby, this_machine
 from server.health.canary import engine_probe
 from server.http.errors import render_event
 from server.metrics.peers import PeerMetrics
@@ -49,13 +49,11 @@ if TYPE_CHECKING:
 
 _HEALTH_PAUSE = 1.0
 _READ_SECONDS, _READ_SPEED = 60.0, 60.0
-"""Seconds in which any audio file is decoded, and how many of its own a long one has for each more."""
+"""Seconds that decoding any audio file may take, and seconds of audio that add one more second to that."""
 
 
 async def add_engine(to: Composition, folder: Path | None) -> Failed:
-    """Start the engine, and give the replica the service that answers requests with it. `folder` is None if the engine
-    already runs at an address.
-    """
+    """Start the engine and set the replica's service. `folder` is None if the engine already runs at an address."""
     settings = to.settings
     local, failed = await _open_engine(to, folder)
     to.health.check("engine", lambda: "" if local.healthy else "The engine is restarting, or does not answer.")
@@ -103,8 +101,8 @@ async def add_engine(to: Composition, folder: Path | None) -> Failed:
 
 
 def check_vocabulary(tokenizer: Tokenizer, info: EngineInfo) -> None:
-    """Raise EngineFailure if the tokenizer is of another model, with more tokens. Those that were added to it may be
-    more: models that never see images keep the image token.
+    """Raise EngineFailure if the tokenizer has more tokens than the model, and so belongs to another one. Added tokens
+    do not count: models without images may keep the image token.
     """
     tokens = tokenizer.backend.get_vocab_size(with_added_tokens=False)
     if tokens > info.vocab_size:
@@ -123,7 +121,8 @@ async def _open_engine(to: Composition, folder: Path | None) -> tuple[Engine, Fa
     if not settings.engine_process:
         engine = create_engine(config)
         return engine, partial(_stopped, engine)
-    process = EngineProcess(config, on_death=settings.engine_on_death, standby=settings.standby)
+    prepared, room = standby(settings, this_machine())
+    process = EngineProcess(config, on_death=settings.engine_on_death, standby=prepared, standby_room=room)
     watch_engine_process(to.metrics.polled, process)
     to.stack.push_async_callback(process.close)
     await process.start()
@@ -138,9 +137,7 @@ async def _stopped(engine: Engine) -> str:
 
 
 def _with_remote_prefill(to: Composition, local: Engine) -> Engine:
-    """Return the engine that requests go to: `local`, or one that has prompts computed by other replicas before `local`
-    decodes.
-    """
+    """Return `local`, or an engine around it that has prompts computed by other replicas before `local` decodes."""
     if not to.role.remote_prefill:
         return local
     from engine.replicas.prefill_engine import DisaggregatedEngine  # noqa: PLC0415 - most replicas do without
@@ -229,7 +226,7 @@ class _Transcribing(NamedTuple):
 
 
 async def _start_speech(to: Composition, folder: Path | None) -> _Transcribing | None:
-    """Start what reads audio files, if the model transcribes."""
+    """Start the reader of audio files, if the model transcribes."""
     if folder is None or to.settings.engine != "embedded" or not transcribes(folder):
         return None
     try:

@@ -49,13 +49,13 @@ _HOST_CACHE = "kv_cache_config.host_cache_size"
 
 
 _DRAFT_TOKENS = 4
-"""Drafted tokens with TensorRT-LLM unless SPECULATIVE_TOKENS is set: it computes as many for every sequence, right or
-wrong."""
+"""Drafted tokens with TensorRT-LLM unless SPECULATIVE_TOKENS is set: it always computes this many for every
+sequence."""
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    """The number of ranks of one replica. `said` shows people the sizes, with the layer that set each."""
+    """The number of ranks of one replica. `said` names the sizes and the layer that set each, for messages."""
 
     ranks: int
     per_node: int
@@ -64,9 +64,8 @@ class Parallelism:
 
 
 def effective(settings: Settings, folder: Path | None = None) -> Effective:
-    """Merge and check all layers, and drop the arguments that the role does not take. Raises EngineArgsError.
-
-    The model's `folder` says which libraries for structured output its tokenizer can have.
+    """Merge and check all layers, and drop the arguments that the role does not take. Raises EngineArgsError. The
+    model's `folder` determines which libraries for structured output fit its tokenizer.
     """
     role = role_of(settings)
     encoder = role.core == "encoder"
@@ -161,7 +160,7 @@ def _from_settings(settings: Settings) -> dict[str, Any]:
 
 
 def _speculation(settings: Settings) -> dict[str, Any]:
-    """Return the settings of speculation as TensorRT-LLM's own. Raises EngineArgsError for those that it does not have:
+    """Return TensorRT-LLM's arguments for the settings of speculation. Raises EngineArgsError for settings without one:
     it computes every draft, of a fixed length."""
     said = settings.model_fields_set
     if lost := sorted({"speculative_answer_tokens", "speculative_min_speedup"} & said):

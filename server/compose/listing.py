@@ -1,4 +1,4 @@
-"""The listing of `trellis config`: settings, and what the engine makes of them."""
+"""The listing of `trellis config`: settings, and the engine's arguments that follow from them."""
 
 import json
 from collections.abc import Iterator, Sequence

@@ -120,9 +120,9 @@ def sampling_defaults(settings: Settings, folder: Path | None, refused: Collecti
 
 
 def answer_format(settings: Settings, folder: Path | None, template: ChatTemplate | None) -> AnswerFormat:
-    """Return how the model writes tool calls and reasoning, by the settings or, where they say auto, by its template
-    and type; by its own response template if that describes more. A chat template without a place for tools gets them
-    in Hermes' form, so that calls have it, too.
+    """Return the format of the model's tool calls and reasoning: the settings, or with auto its template and type, or
+    its own response template if that describes more. A chat template without a place for tools gets them in Hermes'
+    form, so calls have that form, too.
     """
     asked = {settings.tool_call_parser, settings.reasoning_parser}
     source = template.source if template is not None else None
@@ -145,8 +145,8 @@ def answer_format(settings: Settings, folder: Path | None, template: ChatTemplat
 
 
 def _own_format(folder: Path | None) -> OutputFormat | None:
-    """Return what the model's own response template describes (transformers from 5.13 on); None without one, or with
-    one that cannot be understood.
+    """Return the format of the model's own response template (transformers from 5.13 on); None without one, or if it
+    cannot be parsed.
     """
     template = response_template(folder) if folder is not None else None
     try:
@@ -157,7 +157,8 @@ def _own_format(folder: Path | None) -> OutputFormat | None:
 
 
 def _control_texts(settings: Settings, folder: Path | None, tokenizer: Tokenizer) -> frozenset[str]:
-    """Return the tokens that messages cannot write: special tokens, unless the settings allow them, and media's."""
+    """Return the tokens that messages cannot write: special tokens, unless the settings allow them, and tokens of
+    media."""
     special = tokenizer.special_texts if settings.special_tokens_in_content != "allow" else frozenset()
     if folder is None:
         return special | {IMAGE}

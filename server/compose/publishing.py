@@ -13,7 +13,7 @@ from server.metrics.kv_events import watch_publisher
 
 def publish_events(to: Composition, engine: Engine) -> None:
     """Publish the KV-cache events of a started engine, if enabled and no other process of the replica does. Raises
-    EngineFailure if an address is taken, or if the library of NATS is needed and not installed.
+    EngineFailure if an address is in use, or if NATS is configured and its library not installed.
     """
     settings = to.settings
     if not settings.publish_kv_events or not _elected(to.metrics.folder, to.stack):

@@ -20,7 +20,7 @@ _MAX_SESSIONS = 1 << 16
 
 
 async def add_router(to: Composition, folder: Path | None) -> Failed:
-    """Find the replicas behind this router, and give it the service that forwards requests to them."""
+    """Find the replicas behind this router, and set the service that forwards requests to them."""
     settings, replica = to.settings, to.replica
     tokenizer, template = await in_thread(partial(load_text, settings, folder))
     observer = RoutingMetrics(to.metrics.registry, replica.model_name)

@@ -19,7 +19,7 @@ _PACKAGES = (
     "ai-dynamo-runtime",
 )
 _HIDDEN = ("_args", "_address", "_urls", "_url", "_etcd", "_secret", "_keys")
-"""Ends of the names of settings whose values are not shown: they may hold secrets or addresses of other machines."""
+"""Suffixes of settings whose values are not shown: they may hold secrets or addresses of other machines."""
 
 
 def runtime_of(settings: Settings, replica: ReplicaState) -> Runtime:

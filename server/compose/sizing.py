@@ -16,6 +16,7 @@ from engine.checkpoints.whisper import WhisperSizes
 from engine.embedded.threads import compute_threads
 from engine.errors import EngineFailure
 from engine.kit.machine import free_memory, host_memory
+from engine.process.wire import Standby
 from server.process.gpus import Gpu, driver_is_loaded, hides_all, nvidia_smi, parse_gpus, visible
 from server.roles import role_of
 from server.settings import Settings
@@ -28,12 +29,15 @@ _GPU_SIZES = ((40 * GIB, 256, 8192), (20 * GIB, 128, 4096), (0, 64, 2048))
 _SEQUENCES_PER_CORE, _LEAST_BATCH, _MOST_BATCH = 16, 16, 256
 _CPU_STEP = 1024
 _UNKNOWN_KV = 384
-"""MiB for the KV cache of a model whose layers are not known to be alike."""
+"""MiB for the KV cache of a model whose layers may differ."""
 _LEAST_KV = 64
 _CORES_PER_API_PROCESS, _MOST_API_PROCESSES = 4, 4
 """One API process sends about 24,000 tokens a second at most, and tokens are late long before that. An H200 makes 7,500
 with an 8B model at 64 streams, 15,000 in FP8 at 256, and more with smaller models (docs/log.md).
 """
+
+_STANDBY_ROOM = GIB
+"""Free memory that a standby process needs which nobody asked for: it takes a sixth of it."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,18 @@ def explained(settings: Settings, folder: Path | None, machine: Machine) -> dict
     return chosen
 
 
+def standby(settings: Settings, machine: Machine) -> tuple[Standby, int]:
+    """Return the preparation of a second engine process, and the bytes that must be free for it. Unless the settings
+    say something else, there is one on a CPU, where imports are most of a start.
+    """
+    auto = settings.engine_standby == "auto" and settings.engine == "embedded"
+    if settings.standby or not auto or settings.engine_on_death == "exit" or on_gpu(settings, machine):
+        return settings.standby, 0
+    return "imports", _STANDBY_ROOM
+
+
 def api_processes(settings: Settings, folder: Path | None, machine: Machine) -> Size:
-    """Return the number of API processes that fits. `folder` has at least the model's config.json."""
+    """Return the number of API processes that fits the machine. `folder` has at least the model's config.json."""
     role = role_of(settings)
     if not role.has_engine:
         return Size(1, f"the role {role.name} has one")

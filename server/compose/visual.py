@@ -1,4 +1,4 @@
-"""Compose an engine of pictures and videos, and what keeps them."""
+"""Compose an engine of pictures and videos, and the store of its files."""
 
 import dataclasses
 import hashlib
@@ -26,7 +26,7 @@ from server.settings import Settings
 
 
 async def add_visual(to: Composition, folder: Path | None) -> Failed:
-    """Start the engine, and give the replica the service that answers requests with it."""
+    """Start the engine and set the replica's service."""
     settings = to.settings
     engine, failed = await _open_engine(to, folder)
     to.health.check("engine", lambda: "" if engine.healthy else "The engine is restarting, or does not answer.")
@@ -74,7 +74,7 @@ def visual_config(settings: Settings, folder: Path | None) -> VisualConfig:
         dtype=settings.dtype,
         threads=settings.threads,
         max_batch=settings.visual_max_batch,
-        max_waiting=settings.visual_max_queue,
+        max_queue=settings.visual_max_queue,
         steps=settings.visual_steps,
         guidance=settings.visual_guidance,
         step_cache=settings.visual_step_cache,

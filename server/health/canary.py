@@ -57,7 +57,7 @@ class Canary:
                         self._note(reason)
 
     async def _idle(self, seconds: float) -> None:
-        """Wait until nothing was done for `seconds`; after a failure, for `seconds` in any case."""
+        """Wait until the replica has been idle for `seconds`; after a failure, wait `seconds` in any case."""
         loop = asyncio.get_running_loop()
         since, seen = loop.time(), self._activity()
         while (left := since + seconds - loop.time()) > 0:
@@ -86,8 +86,8 @@ class Canary:
 
 
 def engine_probe(engine: Engine, *, prefill_only: bool, token: int = 1, speech: Speech | None = None) -> Probe:
-    """Return a probe that computes one token after a prompt of one token, and with `speech` for a model that only
-    transcribes."""
+    """Return a probe that computes one token after a prompt of one token; a model that only transcribes needs
+    `speech`."""
 
     async def probe() -> None:
         request = GenerateRequest(

@@ -34,7 +34,8 @@ class Health:
             yield
 
     def check(self, name: str, reason: Callable[[], str]) -> None:
-        """Make readiness depend on a part. `reason`, a cheap call, returns why it is not ready; empty if it is."""
+        """Make readiness depend on a part. `reason`, a cheap call, returns why the part is not ready; empty if it
+        is."""
         self._checks[name] = reason
 
     async def add_canary(

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 _PARTS = 10
-"""Number of heartbeats, and of checks of the latest one, in the allowed time."""
+"""Number of heartbeats, and of checks of the newest heartbeat, within the allowed time."""
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,8 @@ class Watchdog:
         self.blocked = False
 
     def reason(self) -> str:
-        """Return why the replica is not ready, or "". Only seen after a block: during one, nothing answers."""
+        """Return why the replica is not ready, or "". It is visible only after a block, since nothing answers during
+        one."""
         return "The event loop stood still." if self.blocked else ""
 
     @asynccontextmanager

@@ -1,5 +1,5 @@
-"""An HTTP/1.1 connection of uvicorn (httptools) that limits heads, answers with our errors, and loses no answer that is
-due.
+"""An HTTP/1.1 connection of uvicorn (httptools) that limits heads, answers with our errors, and sends every pending
+answer before it closes.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _LINGER_SECONDS = 5.0
 _FIRST_PROBE, _LONGEST_PROBE = 0.01, 1.0
 """Seconds from one probe of a half-closed connection to the next: each time twice as long."""
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
-"""Clients ignore it, also those that did not ask for it (RFC 9110, 15.2), and any number of it."""
+"""An interim response, of which clients ignore any number, whether or not they expect one (RFC 9110, 15.2)."""
 _MALFORMED = "This is not a valid HTTP request."
 
 
@@ -35,10 +35,10 @@ class HttpConnection(HttpToolsProtocol):
     close would reset the connection, and the answer with it (RFC 9112, 9.6).
 
     It also closes a connection that is idle for the keep-alive time, even before the first request, and aborts one
-    whose client leaves an answer unread for `send_seconds`: what waits for it takes memory.
+    whose client leaves an answer unread for `send_seconds`, because unsent bytes take memory.
 
-    A WebSocket's handshake for one of `websocket_paths` goes on as a `WebSocketConnection`. All other offers of another
-    protocol are declined.
+    After a WebSocket handshake for one of `websocket_paths`, a `WebSocketConnection` continues. Other protocol upgrades
+    are declined.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class HttpConnection(HttpToolsProtocol):
         self._head_bytes = 0
         self.parser.set_dangerous_leniencies(lenient_version=True)  # other versions get 505
         self._in_body = False
-        """Whether more of the body of the newest request is to come."""
+        """Whether the body of the newest request is incomplete."""
         self._unparsed = b""
-        """Bytes that came after a request that waits for the answer to an earlier one."""
+        """Bytes behind a request that waits until an earlier one is answered."""
         self._running: RequestResponseCycle | None = None
-        """The request that is being answered, or the last that was; `cycle` is the newest."""
+        """The request that is being answered, or was answered last; `cycle` is the newest."""
         self._refusal: bytes | None = None
-        """The last answer, empty once it is sent; nothing is parsed any more."""
+        """The refusal that ends the connection, empty once it is sent; nothing is parsed after it."""
         self._half_closed = False
         """Whether the client has ended its side of the connection."""
 
@@ -137,10 +137,11 @@ class HttpConnection(HttpToolsProtocol):
             self._close_when_idle()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # as asyncio documents it
-        """Keep a half-closed connection for the answers that are due.
+        """Keep a half-closed connection open for pending answers.
 
-        A client that has left looks the same at first. But it resets the connection as soon as something is sent to it:
-        tokens of a stream, and interim responses before (`_probe`). Where these are not possible, it counts as gone.
+        A client that has left looks the same at first. But it resets the connection as soon as anything is sent to it:
+        tokens of a stream, or interim responses before them (`_probe`). Where neither can be sent, the client counts as
+        gone.
         """
         self._half_closed = True
         self._settle()
@@ -174,7 +175,8 @@ class HttpConnection(HttpToolsProtocol):
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def _opens_websocket(self) -> bool:
-        """Return whether the offer is one to take. One before which answers are due is not, as no client makes it."""
+        """Return whether to accept the upgrade. It is declined while earlier answers are pending; no client asks for
+        that."""
         return (
             self.parser.get_method() == b"GET"
             and self.parser.get_http_version() == "1.1"
@@ -224,7 +226,7 @@ class HttpConnection(HttpToolsProtocol):
         return line + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers) + len("\r\n")
 
     def _head_without_upgrade(self) -> bytes:
-        """Return the head that was parsed last, without its offer of another protocol (Java's client makes one)."""
+        """Return the head that was parsed last, without its headers for an upgrade (Java's client sends some)."""
         return self._head([header for header in self.headers if header[0] != b"upgrade"])
 
     def _head(self, headers: list[tuple[bytes, bytes]]) -> bytes:
@@ -233,7 +235,7 @@ class HttpConnection(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def _hand_over(self, rest: bytes) -> None:
-        """Go on as a WebSocket, with the head that was parsed last and what came behind it."""
+        """Continue as a WebSocket, with the head that was parsed last and the bytes behind it."""
         assert self.ws_protocol_class is not None, "WebSockets have paths"
         self._unparsed = b""
         self._end_send()
@@ -268,7 +270,7 @@ class HttpConnection(HttpToolsProtocol):
             self._refuse(HTTPException(408, f"The headers did not arrive within {self._head_seconds:g} s."))
 
     def _refuse(self, error: HTTPException) -> None:
-        """Answer `error` after the answers that are due, and close; what comes later is discarded."""
+        """Answer `error` after the pending answers, and close; later bytes are discarded."""
         self._end_head()
         has_answer = self._in_body and self.cycle.response_complete
         self._refusal = b"" if has_answer else rendered(error)
@@ -276,7 +278,7 @@ class HttpConnection(HttpToolsProtocol):
         self._settle()
 
     def _drop_unfinished(self) -> None:
-        """Give up the request whose body will not come."""
+        """Drop the request whose body will never be complete."""
         if not self._in_body:
             return
         self._in_body = False
@@ -288,7 +290,7 @@ class HttpConnection(HttpToolsProtocol):
             _disconnect(self.cycle)
 
     def _settle(self) -> None:
-        """Once every answer has been sent: send the refusal, and close what is refused or half-closed."""
+        """Once every answer has been sent: send the refusal, and close a refused or half-closed connection."""
         if self._half_closed and not self._unparsed:
             self._end_head()
             self._drop_unfinished()
@@ -323,7 +325,7 @@ def _head_too_large() -> HTTPException:
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:
-    """Have the application see that the client has gone, and drop what it still answers."""
+    """Report to the application that the client has gone, and drop its remaining answers."""
     if not cycle.response_complete:
         cycle.disconnected = True
         cycle.message_event.set()
@@ -335,7 +337,7 @@ def _can_be_probed(cycle: RequestResponseCycle) -> bool:
 
 
 def rendered(error: HTTPException) -> bytes:
-    """Return the answer to what has reached no application."""
+    """Return the answer to a request that never reached the application."""
     answer = render(error)
     headers = {
         **answer.headers,

@@ -116,7 +116,7 @@ class ErrorAnswer:
 
 
 def render(error: Exception, scope: Scope | None = None) -> ErrorAnswer:
-    """Return the answer to a request that failed with `error`; without `scope`, nothing is known of the request."""
+    """Return the answer to a request that failed with `error`; without `scope`, the request is unknown."""
     rule = _rule(error)
     if rule.status == 500:
         log.error("a request failed", exc_info=error)

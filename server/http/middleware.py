@@ -33,7 +33,7 @@ from server.http.routes import ADMIN, INTERNAL, is_anthropic, opens_page, route_
 
 LIVENESS = "/health/live"
 PROBES = frozenset({LIVENESS, "/health", "/health/ready", "/metrics", "/prometheus/metrics"})
-"""Routes that machines, and the page at /, ask again and again."""
+"""Routes that machines and the page at / poll."""
 OPEN_WHILE_NOT_READY = PROBES | ADMIN | {"/server_info", "/version", "/openapi.json"}
 """Routes that need no service, or report its absence themselves. So do the pages (`routers/page.py`)."""
 
@@ -49,7 +49,7 @@ _SECONDS = (
 )
 """Upper bounds in the histograms of requests: of each route, and of all together."""
 _REQUESTS = ("http", "websocket")
-"""Types of scopes; that of a WebSocket is its handshake."""
+"""Types of scopes that are requests; of a WebSocket, the handshake is one."""
 _SANE_ID = re.compile(r"[!-~]{1,128}")
 
 access = logging.getLogger("access")
@@ -104,7 +104,7 @@ class ApiKeyMiddleware:
 
     Internal routes take only the internal secret, and those for operators only the admin key: they are closed without a
     configured secret or key. With the secret, a router may name the data-parallel rank of a request; nobody else can.
-    Keys are compared as digests, in constant time, each with all.
+    Keys are compared as digests, in constant time, with every configured key.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class ApiKeyMiddleware:
             await self._app(scope, receive, send)
 
     def _dp_rank(self, headers: Headers) -> int | None:
-        """Return the rank that a router with the internal secret names, if one does."""
+        """Return the rank that a router has named, if the request has the internal secret."""
         rank = headers.get(DP_RANK_HEADER.decode(), "")
         if not _RANK.fullmatch(rank):
             return None
@@ -138,7 +138,7 @@ class ApiKeyMiddleware:
         return int(rank) if self._secrets and hmac.compare_digest(given, self._secrets[0]) else None
 
     def _admit(self, scope: Scope) -> bool:
-        """Tell whether a request may come in, and note which key it has: what it stores is its own."""
+        """Return whether a request is admitted, and note its key, which owns whatever the request stores."""
         path = route_path(scope)
         if path in INTERNAL:
             return _bearer(self._secrets, scope) is not None
@@ -152,7 +152,7 @@ class ApiKeyMiddleware:
 
 
 class OriginMiddleware:
-    """Refuses WebSockets to web pages of other origins than `origins`, since browsers open these without a preflight
+    """Refuses WebSockets of web pages with an origin outside `origins`, because browsers open them without a preflight
     request. `*` allows all.
     """
 
@@ -195,8 +195,8 @@ def instrument(app: FastAPI, measure: Callable[[Info], None]) -> None:
 
 
 class GateMiddleware:
-    """Refuses requests with 503 while the replica starts or drains, lets the others begin a few at a time, and counts
-    those that run: a shutdown waits for them. Of a WebSocket, the requests in it count, not the connection.
+    """Refuses requests with 503 while the replica starts or drains, admits the others a few at a time, and counts
+    running ones, for which a shutdown waits. On a WebSocket each request counts, not the connection.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -237,8 +237,8 @@ class HeadMiddleware:
 
 
 class Turnstile:
-    """Lets a few callers through in each iteration of the loop, in order, so that a burst of requests does not hold up
-    running streams.
+    """Admits a few callers in each iteration of the loop, in order, so that a burst of requests does not delay running
+    streams.
     """
 
     def __init__(self, per_turn: int) -> None:
@@ -269,7 +269,7 @@ class Turnstile:
 
 
 def _bearer(digests: Sequence[bytes], scope: Scope) -> bytes | None:
-    """Return the digest of the key that a request brings as a bearer, if it is one of these."""
+    """Return the digest of the request's bearer key, if it is one of `keys`."""
     scheme, _, key = _header(scope, b"authorization").partition(b" ")
     return _match(digests, key.strip()) if scheme.lower() == b"bearer" else None
 
@@ -281,7 +281,7 @@ def _match(digests: Sequence[bytes], key: bytes) -> bytes | None:
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
-    """Return the header that has this name; empty without one, or with several."""
+    """Return the value of a header; empty if it is missing or repeated."""
     values = [value for key, value in scope["headers"] if key == name]
     return values[0] if len(values) == 1 else b""
 

@@ -23,10 +23,10 @@ _LACKING = frozenset(
 """First segments of OpenAI's routes that this server lacks."""
 _OF_PICTURES = frozenset({"images", "videos"})
 _OF_TEXT = frozenset({"chat", "completions", "messages", "responses", "tokenize", "detokenize"})
-"""First segments of routes that a server has, or has not, by what its model makes."""
+"""First segments of routes that depend on what the model makes."""
 _MESSAGES = "/v1/messages/"
 _MOST_CHARACTERS = 100
-"""Length from which on a path is not compared with the routes."""
+"""Length from which a path is not compared with the routes."""
 _SIMILAR = 0.75
 """Ratio of equal characters from which a path is taken for a mistyped route."""
 
@@ -39,17 +39,17 @@ def route_path(scope: Scope) -> str:
 
 
 def opens_page(path: str) -> bool:
-    """Tell whether a browser opens this path before it knows a key: a page, or a file of one."""
+    """Return whether a browser opens this path before it has a key: a page or one of its files."""
     return path in (CHAT, DOCS) or path.startswith(STATIC)
 
 
 def is_anthropic(scope: Scope) -> bool:
-    """Tell whether a path is one of Anthropic's API, whose errors have an envelope of their own."""
+    """Return whether a path belongs to Anthropic's API, whose errors have another envelope."""
     return f"{route_path(scope)}/".startswith(_MESSAGES)
 
 
 def explained(error: HTTPException, request: Request) -> HTTPException:
-    """Return the 404 or 405 of a request that no route takes with a message that helps, others as they are."""
+    """Return a 404 or 405 for a request without a route with a more helpful message, and other errors unchanged."""
     path = route_path(request.scope)
     if error.detail != HTTPStatus(error.status_code).phrase:
         return error
@@ -87,7 +87,7 @@ def _unknown(path: str, request: Request) -> str:
 
 
 def _core(path: str) -> str:
-    """Return a path without what clients forget or repeat: /v1, slashes around it, and capitals."""
+    """Return a path without /v1, surrounding slashes and capitals, which clients forget or repeat."""
     core = path[:_MOST_CHARACTERS].lower().strip("/")
     while core == "v1" or core.startswith("v1/"):
         core = core[3:].strip("/")

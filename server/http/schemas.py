@@ -338,7 +338,7 @@ def _refused(cls: type[Wire]) -> dict[str, tuple[object, ...]]:
 
 
 def _unguided(cls: type[Wire], kinds: Collection[GuideKind]) -> Iterator[str]:
-    """Yield the fields of a class that constrain the output in a way other than `kinds`."""
+    """Yield the fields of a class whose kind of constraint is not in `kinds`."""
     if issubclass(cls, GenerationFields):
         yield from (name for name, kind in GUIDES.items() if kind not in kinds)
     elif cls is common.StructuredOutputs:
@@ -356,7 +356,7 @@ def _marked(schema: Schema, why: str, harmless: tuple[object, ...]) -> Schema:
 
 
 def _finish_request(schema: Schema, settings: Settings) -> None:
-    """Add what is said of a whole request: its defaults, the model, fields that need others, and an example."""
+    """Add what concerns a whole request: its defaults, the model, fields that need others, and an example."""
     properties: dict[str, Schema] = schema["properties"]
     for field in dataclasses.fields(Ask):
         found = properties.get(field.name, {})

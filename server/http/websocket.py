@@ -1,5 +1,5 @@
-"""WebSockets: a connection of uvicorn (websockets) that bounds what it holds for its client, and how long; and requests
-that come on it as messages, measured and traced as those of HTTP are.
+"""WebSockets: a connection of uvicorn (websockets) with bounds on unread messages and on time, and the requests that
+arrive on it as messages, which are measured and traced like HTTP requests.
 """
 
 import asyncio
@@ -20,15 +20,14 @@ from routers.state import GONE
 from server.http.connection import rendered
 
 METHOD = "WEBSOCKET"
-"""Stands for the method of HTTP in metrics and traces."""
+"""Takes the place of the HTTP method in metrics and traces."""
 _POLICY_VIOLATION = 1008
 
 
 class WebSocketConnection(WebSocketsSansIOProtocol):
-    """Aborts the connection of a client that leaves messages unread for `send_seconds`, and reads nothing from it
-    meanwhile; closes one on which a message takes longer than `message_seconds` to arrive (1008).
-
-    `HttpConnection` hands it a whole head first.
+    """Aborts the connection of a client that leaves messages unread for `send_seconds`, and does not read from it
+    meanwhile; closes one on which a message takes longer than `message_seconds` to arrive (1008). `HttpConnection`
+    passes it a complete head first.
     """
 
     def __init__(self, *args: Any, message_seconds: float, send_seconds: float, **kwargs: Any) -> None:

@@ -29,8 +29,8 @@ _STATS_PAUSE = 0.1
 
 
 class ServerMetrics(PushedMetrics):
-    """The registry of one application, and what keeps it up to date. `folder` is the shared one of several API
-    processes. With `vllm_names` the page shows metrics under vLLM's names as well.
+    """The registry of one application, kept up to date. `folder` is the shared one of several API processes. With
+    `vllm_names` the page shows metrics under vLLM's names as well.
     """
 
     def __init__(self, model_name: str, folder: Path | None, vllm_names: bool = False) -> None:
@@ -90,7 +90,8 @@ class ServerMetrics(PushedMetrics):
             yield from stats_metrics(self._stats, queued, self._speed, self._model_name)
 
     def watch(self, update: Callable[[], None]) -> None:
-        """Call `update`, which must be cheap, before each page and often in between, for what `Polled` cannot show."""
+        """Call `update`, which must be cheap, before each page and often in between, for values that `Polled` cannot
+        show."""
         self._updates.append(update)
 
     @property
@@ -104,7 +105,7 @@ class ServerMetrics(PushedMetrics):
         self._info = engine.info
         text = "Duration of the engine's steps, sampled: at most ten per second in each API process"
         fallbacks = self._counter(
-            "own_weights", "Engines that loaded weights of their own since the memory service was of no use"
+            "own_weights", "Engines that loaded their own weights because the memory service could not be used"
         )
         fallbacks.inc(bool(engine.info.own_weights))
         step = self._histogram("iteration_duration_seconds", text, _STEP_BUCKETS)
@@ -121,7 +122,7 @@ class ServerMetrics(PushedMetrics):
             await asyncio.sleep(_STATS_PAUSE)
 
     async def watch_loop(self) -> None:
-        """Measure the event loop's lag until cancelled. Also update what is polled, for pages that other processes
+        """Measure the event loop's lag until cancelled. Also update polled metrics, for pages that other processes
         render.
         """
         while True:

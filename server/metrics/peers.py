@@ -1,4 +1,4 @@
-"""Metrics of the replicas that this one asks, and of the embeddings that it makes for others."""
+"""Metrics of requests to other replicas, and of embeddings that are made for others."""
 
 import warnings
 
@@ -45,8 +45,8 @@ class PeerMetrics(PushedMetrics):
         self._available.labels(self._model_name, peer).set(available)
 
     def gone(self, peer: str) -> None:
-        """Remove the series of a peer, since addresses would pile up. In the files of several API processes the library
-        cannot, and warns.
+        """Remove the series of a peer, so that old addresses do not accumulate. In the files of several API processes
+        the library cannot, and warns.
         """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)

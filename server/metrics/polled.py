@@ -1,4 +1,4 @@
-"""Prometheus metrics of numbers that other parts keep, read when a page is rendered."""
+"""Prometheus metrics whose values other parts keep; they are read when a page is rendered."""
 
 from collections.abc import Callable, Mapping
 from typing import Literal
@@ -11,8 +11,8 @@ _NO_LABEL = ""
 
 
 class Polled:
-    """Metrics with the labels `labels`, which `update` brings up to date. A counter grows by as much as its number has
-    grown since the last update.
+    """Metrics with the labels `labels`, refreshed by `update`. A counter grows by as much as its number has grown since
+    the last update.
     """
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:

@@ -8,7 +8,7 @@ from server.metrics.polled import GaugeMode
 
 
 class PushedMetrics:
-    """Metrics of one model. Those with more `labels` take the values of all when a value is set."""
+    """Metrics of one model. A metric with more `labels` needs the values of all labels at each update."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self.registry = registry

@@ -28,7 +28,7 @@ class RoutingMetrics(PushedMetrics):
             "overlap_tokens", "Tokens of prompts that the replica had in its cache, as far as known", "replica"
         )
         self._retries = counter("retries", "Requests that went to another replica")
-        self._affine = counter("session_requests", "Requests that went where their session is")
+        self._affine = counter("session_requests", "Requests that went to the replica of their session")
         self._events = {
             "gaps": counter("event_gaps", "Times that KV events were missed", "replica"),
             "missed": counter("event_messages_missed", "Messages of KV events that were missed", "replica"),

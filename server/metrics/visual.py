@@ -14,7 +14,7 @@ _COUNTERS = {
     "images": ("visual_images", "Pictures that were made"),
     "videos": ("visual_videos", "Videos that were made"),
     "frames": ("visual_frames", "Frames of pictures and videos that were made"),
-    "aborted": ("visual_aborted", "Pictures and videos that nobody waited for any more"),
+    "aborted": ("visual_aborted", "Pictures and videos whose clients had left"),
     "failed": ("visual_failed", "Requests for pictures and videos that failed in the engine"),
     "busy_seconds": ("visual_busy_seconds", "Seconds in which batches were computed"),
 }

@@ -16,7 +16,7 @@ _LABEL = 10
 
 
 def warning(settings: Settings) -> str:
-    """Return why the server is open to strangers; empty if it is not."""
+    """Return a warning if strangers can use the server; empty if they cannot."""
     if settings.api_keys or settings.is_local:
         return ""
     return (
@@ -26,7 +26,7 @@ def warning(settings: Settings) -> str:
 
 
 def on_terminal(settings: Settings) -> bool:
-    """Return whether people read the log as it is written."""
+    """Return whether the log goes to a terminal, where people read it."""
     return settings.log_format == "text" and sys.stderr.isatty()
 
 

@@ -2,10 +2,11 @@
 `server/process/launch.py`.
 
 FD is a bound socket to serve on, LINK a socket to the launcher (`serving.LauncherLink`). FOLDER holds the files of
-metrics; PROMETHEUS_MULTIPROC_DIR names it too. The child whose VOICE is SPEAKS tells people what happens to the whole
-server. TIME is FIRST until all children have been ready, and LATER for one that is started after that.
+metrics; PROMETHEUS_MULTIPROC_DIR names it too. The child whose VOICE is SPEAKS logs events of the whole server. TIME is
+FIRST until all children have been ready, and LATER for one that is started after that.
 """
 
+import gc
 import logging
 import os
 import socket
@@ -30,7 +31,7 @@ def reserve(folder: Path) -> None:
     """Allocate the files that this process keeps its metrics in. Raises OSError.
 
     They are written through mappings of memory: where a full disk has no room for a page, the kernel ends the process.
-    Other processes read whatever lies in `folder`, so the files come there when all of them have their sizes.
+    Other processes read every file in `folder`, so files are moved there once all have their sizes.
     """
     with tempfile.TemporaryDirectory(dir=folder) as unfinished:
         for kind, size in _METRICS_BYTES.items():
@@ -42,9 +43,11 @@ def reserve(folder: Path) -> None:
 
 def main() -> int:
     started = time.monotonic()
+    gc.disable()  # imports make a million objects that stay
     from server.process import logs, serving  # noqa: PLC0415
     from server.settings import read_settings  # noqa: PLC0415
 
+    gc.enable()
     descriptor, link, folder, voice, when, *arguments = sys.argv[1:]
     settings = read_settings(arguments)
     logs.configure(settings.log_level, settings.log_format)

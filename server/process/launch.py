@@ -32,6 +32,7 @@ from engine.process.service import Interface
 from engine.process.supervisor import End, Supervisor
 from server.compose.config import engine_config
 from server.compose.model import model_folder
+from server.compose.sizing import standby, this_machine
 from server.process.child import FIRST, LATER, SILENT, SPEAKS
 from server.process.logs import one_line
 from server.process.serving import ALL_READY, CUT_OFF, DRAIN, FAILED, FAILURE, listen
@@ -96,7 +97,7 @@ class Launcher:
                     config,
                     self._address,
                     self._settings.engine_on_death,
-                    self._settings.standby,
+                    *standby(self._settings, this_machine()),
                 )
                 stack.push_async_callback(process.close)
                 await process.start()

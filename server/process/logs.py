@@ -20,8 +20,8 @@ def configure(level: str, form: Literal["text", "json"]) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """Return the first and the last line of an error. Where it quotes the output of a process that has died, the last
-    line is that process' error.
+    """Return the first and the last line of an error. If it quotes the output of a dead process, the last line is that
+    process's error.
     """
     lines = str(error).splitlines() or [type(error).__name__]
     return lines[0] if len(lines) == 1 else f"{lines[0]}: {lines[-1]}"

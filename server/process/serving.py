@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class LauncherLink:
-    """The view that one of several API processes has of the others, by the socket `descriptor` to their launcher.
+    """The link of one of several API processes to their launcher, over the socket `descriptor`.
 
     The launcher writes DRAIN, and perhaps CUT_OFF after it; closing the socket means DRAIN. It writes ALL_READY once
     all processes have been ready. A process that `joins` is started after that, in place of one that ended.
@@ -65,7 +65,7 @@ class LauncherLink:
 
     descriptor: int
     speaks: bool
-    """Whether this process tells people what happens to the whole server."""
+    """Whether this process logs events of the whole server."""
     joins: bool
     all_ready: bool = field(init=False)
 
@@ -158,11 +158,11 @@ class DrainingServer(uvicorn.Server):
 
     The first signal lets running requests finish within the grace period. At its end, or at a second signal, the engine
     is closed and they end with an error. A third signal kills the process; the engine process notices and ends too.
-    SIGHUP, of a terminal that closes, begins to drain and does not count as another signal: shell and kernel both send
-    it. It stays ignored if it is (nohup).
+    SIGHUP, sent when a terminal closes, begins to drain and does not count as another signal, because shell and kernel
+    both send it. If it is ignored (nohup), it stays ignored.
 
-    Of several API processes each listens at once, and is ready when all are. One that joins them later listens when it
-    is ready, so that no connection waits for it.
+    Of several API processes each listens at once, and is ready when all are. A later one listens once it is ready, so
+    that no connection waits for it.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def _begin_to_serve(self) -> None:
-        """Listen, if this process does not yet, and tell the launcher that it is ready."""
+        """Start to listen, unless this process listens already, and tell the launcher that it is ready."""
         self._serves = True
         _calm_collector()
         if self._joins:
@@ -313,10 +313,8 @@ class DrainingServer(uvicorn.Server):
 
 
 def limit_arenas() -> None:
-    """Have all threads allocate from two of glibc's arenas.
-
-    By default each thread may have its own, eight for each core, and an arena keeps what it held of large bodies: the
-    memory of a server would grow with the number of cores.
+    """Have all threads allocate from two of glibc's arenas. The default is up to eight arenas for each core, and an
+    arena keeps memory that large bodies took: a server's memory would grow with the number of cores.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # musl has neither

@@ -101,12 +101,13 @@ class MemoryServiceSettings(Section):
     """Seconds for which `trellis memory` keeps weights that no engine uses."""
     engine_standby: bool | Literal["auto", "imports"] = "auto"
     """Keep a second engine process, which takes over when the first one dies: true is one that has loaded the model,
-    imports one that has imported the engine's code. auto is imports with MEMORY_SERVICE, else false.
+    imports one that has imported the engine's code. auto is imports with MEMORY_SERVICE, and on a CPU as long as 1 GiB
+    of memory is free; else false.
     """
 
     @property
     def standby(self) -> Standby:
-        """Preparation of a second engine process."""
+        """Preparation of a second engine process, as far as the settings alone say (`server/compose/sizing.py`)."""
         if self.engine_standby == "imports" or (self.engine_standby == "auto" and self.memory_service is not None):
             return "imports"
         return "model" if self.engine_standby is True else ""
@@ -241,9 +242,8 @@ class SleepSettings(Section):
     group = "Sleep"
 
     sleep_after_idle_seconds: float = Field(SleepConfig().idle_seconds, ge=0)
-    """Seconds without a request after which the engine gives the memory of weights and KV cache back, and that of an
-    encode replica its encoder; 0 is never.
-    """
+    """Seconds without a request after which the engine releases the memory of weights and KV cache, or an encode
+    replica that of its encoder; 0 is never."""
     sleep_level: int = Field(SleepConfig().idle_level, ge=1, le=2)
     """Depth of an idle engine's sleep: 1 keeps the weights in host memory, 2 reads them from the model's files
     again."""

@@ -4,7 +4,10 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from engine.visual.types import VisualConfig
 from server.settings.types import JsonObject, Section
+
+_CONFIG = VisualConfig(backend="fake", model="")
 
 
 class VisualSettings(Section):
@@ -16,20 +19,20 @@ class VisualSettings(Section):
     """Kind of the model's output: text, or pictures and videos (visual); auto takes visual for a folder of diffusers,
     which has a model_index.json. For a model of the hub that has not been downloaded, say visual.
     """
-    visual_max_batch: int = Field(4, ge=1, le=256)
+    visual_max_batch: int = Field(_CONFIG.max_batch, ge=1, le=256)
     """Maximum number of pictures, of equal size, steps and guidance, that are computed together."""
-    visual_max_queue: int = Field(64, ge=0)
+    visual_max_queue: int = Field(_CONFIG.max_queue, ge=0)
     """Number of pictures and videos that may wait for the model; more are refused with 429."""
-    visual_steps: int = Field(0, ge=0)
+    visual_steps: int = Field(_CONFIG.steps, ge=0)
     """Denoising steps of a request that names none; 0 takes the pipeline's default."""
-    visual_guidance: float = Field(-1.0, ge=-1)
+    visual_guidance: float = Field(_CONFIG.guidance, ge=-1)
     """Guidance scale of a request that names none; -1 takes the pipeline's default."""
-    visual_step_cache: float = Field(0.0, ge=0, lt=1)
+    visual_step_cache: float = Field(_CONFIG.step_cache, ge=0, lt=1)
     """Skip all but the first block of a transformer in steps in which that block's output has changed by less than this
     share, such as 0.05 (first-block cache, a form of TeaCache); 0 computes all. Pictures then depend a little on those
     computed with them.
     """
-    visual_cfg_batching: bool = True
+    visual_cfg_batching: bool = _CONFIG.cfg_batching
     """Compute the pictures with and without the prompt, which guidance needs, in one batch; false computes them one
     after the other, in half the memory.
     """

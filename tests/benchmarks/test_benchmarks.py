@@ -1,4 +1,4 @@
-"""The load client believes what it sees: counts, percentiles and errors, whatever the framing."""
+"""The load client's counts, percentiles and errors, with every framing of answers."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ def chunked(body: bytes, cuts: list[int]) -> bytes:
 
 @asynccontextmanager
 async def scripted(answer: bytes, *, close: bool = False) -> AsyncIterator[Target]:
-    """A server that gives every request the same bytes for an answer, and then may hang up."""
+    """A server that answers every request with the same bytes, and may then close the connection."""
 
     handling: set[asyncio.Task[object]] = set()
 
@@ -115,7 +115,7 @@ async def test_usage_may_come_with_the_last_choice_and_without_done() -> None:
         (b"nonsense\r\n\r\n", "malformed HTTP"),
     ],
 )
-async def test_what_goes_wrong_is_counted_and_told(answer: bytes, message: str) -> None:
+async def test_failures_are_counted_and_the_first_is_shown(answer: bytes, message: str) -> None:
     summary = await measured(answer)
     assert (summary.requests, summary.errors, summary.completion_tokens) == (2, 2, 0)
     assert message in summary.first_error
@@ -131,7 +131,7 @@ async def test_a_stream_that_never_ends_is_given_up() -> None:
     assert (summary.errors, summary.first_error) == (2, "no end within 0.1 s")
 
 
-async def test_nobody_there() -> None:
+async def test_a_server_that_is_not_running_is_an_error() -> None:
     async with scripted(b"") as target:
         pass
     summary = await measure(target, LoadRun(1, 2, 5, 3), PromptMaker(), "seed")

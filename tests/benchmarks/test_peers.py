@@ -1,4 +1,4 @@
-"""What the benchmarks give to peers: the same weights."""
+"""Model files for the other servers in benchmarks: they have the same weights."""
 
 from pathlib import Path
 

@@ -21,7 +21,7 @@ async def test_chats_count_what_was_cached() -> None:
     assert 0 < rows["TTFT p50, ms"] <= rows["TTFT p99, ms"]
 
 
-async def test_what_goes_wrong_is_told_apart() -> None:
+async def test_kinds_of_failures_are_distinguished() -> None:
     said = {
         "HTTP 503": b"HTTP/1.1 503 No\r\ncontent-length: 0\r\n\r\n",
         "cut with an error": chunked(b'data: {"error": {}}\n\n') + b"0\r\n\r\n",

@@ -210,7 +210,7 @@ def test_tensorrt_llm_has_the_time_that_it_may_take_to_stop() -> None:
     assert int(service["stop_grace_period"].removesuffix("s")) > needed + child.KILL_SECONDS
 
 
-def test_what_the_image_copies_is_sent_to_the_builder() -> None:
+def test_dockerignore_sends_exactly_the_files_that_the_image_copies() -> None:
     sent = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"}
     copies = re.findall(r"^COPY (?!--)(.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert {name for names in copies for name in names.split()} == sent

@@ -371,7 +371,7 @@ def changed(name: str, path: str, value: Any) -> dict[str, Any]:
         ("aggregated", "models.existingClaim", "models", "models"),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(name: str, path: str, value: Any, message: str) -> None:
+def test_impossible_values_are_refused_by_name(name: str, path: str, value: Any, message: str) -> None:
     helm = pytest.importorskip("helm_python")
     with pytest.raises(helm.HelmError) as refused:
         render(changed(name, path, value))

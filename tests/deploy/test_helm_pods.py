@@ -1,5 +1,5 @@
-"""What the chart renders runs: commands, variables and volumes of the examples start servers here, their probes are
-asked as the kubelet asks them, they are stopped as it stops them, and an endpoint picker finds what it reads.
+"""The rendered chart runs: commands, variables and volumes of the examples start servers here. Their probes are
+requested and their processes stopped as by the kubelet, and an endpoint picker finds its metrics.
 """
 
 import asyncio

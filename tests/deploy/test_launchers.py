@@ -1,5 +1,5 @@
-"""`deploy/routed.py` and `deploy/disaggregated.py`: what dies is restarted, what cannot start ends them, and so does a
-signal.
+"""`deploy/routed.py` and `deploy/disaggregated.py`: dead replicas are restarted; a replica that cannot start, or a
+signal, ends the launcher.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -66,13 +66,13 @@ class Launch:
 
     def member(self, module: str, *variables: str) -> psutil.Process:
         """The process started from here with this in its command line, and these variables."""
-        (found,) = (
-            child
-            for child in psutil.Process(self.process.pid).children()
-            if any(module in part for part in child.cmdline())
-            and set(variables) <= {f"{name}={value}" for name, value in child.environ().items()}
-        )
-        return found
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.NoSuchProcess):  # one that ended meanwhile
+                if any(module in part for part in child.cmdline()):
+                    found.append((child, {f"{name}={value}" for name, value in child.environ().items()}))
+        (one,) = (child for child, environment in found if set(variables) <= environment)
+        return one
 
     def kill(self, name: str, victim: psutil.Process) -> None:
         """Kill a process, and return once the launcher has it back."""
@@ -161,10 +161,10 @@ def test_wrong_settings_end_the_launch_with_their_reason() -> None:
         ("kill -9 $$", MAX_FAILED_STARTS, "one ended with signal SIGKILL"),
     ],
 )
-async def test_what_never_starts_is_given_up(
+async def test_a_replica_that_never_starts_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, starts: int, reason: str
 ) -> None:
-    """At once if it says so itself, after some attempts if something else has killed it."""
+    """At once if it reports that itself, after some attempts if it was killed."""
     monkeypatch.setattr(supervisor, "FIRST_PAUSE", 0.001)
     group = Group((), 1)
     member = group.start("one", f"http://127.0.0.1:{free_port()}", ["sh", "-c", f"echo >> {tmp_path}/starts; {script}"])

@@ -203,7 +203,7 @@ async def test_connections_upstream_are_kept(tmp_path: Path) -> None:
 
 
 @needs_nginx
-async def test_who_asked_is_passed_on(tmp_path: Path) -> None:
+async def test_nginx_passes_on_the_clients_id_key_and_address(tmp_path: Path) -> None:
     async with behind_nginx(tmp_path) as (_, port), client(port) as http:
         headers = (await http.json("GET /v1/models", "X-Request-ID: mine", "Authorization: Bearer k"))["headers"]
         assert (headers["x-request-id"], headers["authorization"], headers["host"]) == (
@@ -271,7 +271,9 @@ async def test_bodies_are_limited_and_not_held_back(tmp_path: Path) -> None:
         (b"GET /x HTTP/2.0\r\nHost: x\r\n\r\n", 505, None),
     ],
 )
-async def test_what_nginx_refuses_gets_the_envelope(tmp_path: Path, sent: bytes, status: int, code: str | None) -> None:
+async def test_refusals_of_nginx_have_the_error_envelope(
+    tmp_path: Path, sent: bytes, status: int, code: str | None
+) -> None:
     """Also behind a request that is answered."""
     async with behind_nginx(tmp_path) as (_, port):
         for before in (b"", b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"):

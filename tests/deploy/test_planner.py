@@ -88,7 +88,7 @@ def test_local_replicas_are_started_adopted_replaced_drained_and_stopped(tmp_pat
         settled(replicas, 0)
 
 
-def test_what_ends_at_once_is_started_again_ever_later(tmp_path: Path) -> None:
+def test_replicas_that_end_at_once_restart_after_growing_pauses(tmp_path: Path) -> None:
     now = 0.0
     options: dict[str, Any] = {"notice_seconds": 0.0, "clock": lambda: now}
     with closing(LocalReplicas(tmp_path, "decode", lambda port: ["false"], {}, **options)) as replicas:
@@ -106,7 +106,7 @@ def test_what_ends_at_once_is_started_again_ever_later(tmp_path: Path) -> None:
     assert pauses == sorted(pauses) and pauses[0] <= 2 and 30 <= pauses[-1] <= 61
 
 
-def test_what_runs_is_known_even_if_the_next_cannot_be_started(tmp_path: Path) -> None:
+def test_running_replicas_are_recorded_when_the_next_cannot_start(tmp_path: Path) -> None:
     commands = iter((["sleep", "60"], ["/missing"]))
     with closing(LocalReplicas(tmp_path, "decode", lambda _: next(commands), {}, notice_seconds=0.0)) as replicas:
         replicas.scale(2)

@@ -1,7 +1,8 @@
-"""`trellis sweep` with what it starts itself: interrupted, gone on with, and nothing left behind."""
+"""`trellis sweep` with servers that it starts: it is interrupted and continued, and leaves no process behind."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.servers import ROOT
+from tests.support.servers import ROOT, running
 from tests.support.waiting import slowness
 
 PLAN = """
@@ -46,9 +47,11 @@ def test_a_sweep_starts_measures_resumes_and_stops_deployments(tmp_path: Path) -
     assert first.returncode == 130 and "the same command goes on from here" in said, (lines, said)
     assert children and psutil.wait_procs(children, timeout=20)[1] == []
 
-    second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    second = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60 * slowness(), check=False
+    )
     assert second.returncode == 1, second.stderr
-    assert "one: 1 measurements are there" in second.stdout or "one: 2 measurements are there" in second.stdout
+    assert re.search("one: [123] measurements are there", second.stdout), second.stdout  # the signal may come late
     assert "failed: wrong at 40:4 c1: it ended before it was ready: error: --max-queue-size" in second.stderr
     content = json.loads((tmp_path / "out" / "sweep.json").read_text())
     points = {point["deployment"]: point for point in content["points"]}
@@ -57,6 +60,4 @@ def test_a_sweep_starts_measures_resumes_and_stops_deployments(tmp_path: Path) -
         (3, 2, ""),
     ], "caches were reset on every replica"
     assert content["about"]["deployments"]["split"]["settings"]["disaggregation_mode"] in ("prefill", "decode")
-    assert not [
-        child for child in psutil.Process().children(recursive=True) if "trellis.py" in " ".join(child.cmdline())
-    ]
+    assert not running(psutil.Process(), str(ROOT / "trellis.py"))

@@ -32,6 +32,13 @@ def call(name: str, **arguments: Any) -> str:
 
 
 CALL = call("get_weather", city="Paris")
+STRICT = (
+    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A chat template that refuses what Qwen3.5's refuses."""
 ANSWER = "Take no umbrella to Paris."
 
 
@@ -164,8 +171,9 @@ def run_agent(
     project.mkdir()
     home.mkdir()
     script.write_text(json.dumps(answers))
+    (folder / "template.jinja").write_text(STRICT)
     flags = ("--served-model-name", "smollm2-135m-instruct", "--tool-call-parser", "hermes", "--max-seq-len", "400000")
-    store = ("--cache-dir", str(folder), "--responses-store-mb", "64")
+    store = ("--cache-dir", str(folder), "--responses-store-mb", "64", "--chat-template", f"{folder}/template.jinja")
     with serving("--fake-script", str(script), *flags, *store) as server:
         environment = {"PATH": os.environ["PATH"], "HOME": str(home), **variables(server.url, home)}
         ended = subprocess.run(

@@ -36,7 +36,7 @@ def client_of(server: ServerProcess) -> openai.OpenAI:
 
 
 def said(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer without what is its own."""
+    """An answer without its id, times and other unique values."""
     return {name: value for name, value in answer.items() if name not in ("id", "created", "system_fingerprint")}
 
 
@@ -122,14 +122,21 @@ def test_prefill_replicas_are_for_decode_replicas(replicas: Any) -> None:
     assert "/prefill" not in httpx.get(f"{prefill[0].url}/openapi.json").text
 
 
-def test_metrics_tell_of_the_hand_overs_and_nothing_is_held_afterwards(replicas: Any) -> None:
+def test_metrics_count_handoffs_and_no_blocks_are_held_afterwards(replicas: Any) -> None:
     prefill, decode, _ = replicas
-    before = decode.metric("trtllm_prefill_seconds_count")
-    assert httpx.post(f"{decode.url}/v1/chat/completions", json=CHAT).status_code == 200
-    assert decode.metric("trtllm_prefill_seconds_count") == before + 1
+    handed_over = [
+        f'trtllm_prefill_requests_total{{model_name="fake",outcome="ok",peer="{peer.url}"}}' for peer in prefill
+    ]
+    page = ""
+    while not all(line in page for line in handed_over):  # what both have not seen yet goes to each in turn
+        before = decode.metric("trtllm_prefill_seconds_count")
+        new = {**CHAT, "messages": [{"role": "user", "content": f"the question after {before} others"}]}
+        assert httpx.post(f"{decode.url}/v1/chat/completions", json=new).status_code == 200
+        assert decode.metric("trtllm_prefill_seconds_count") > before
+        page = httpx.get(f"{decode.url}/metrics").text
+    decode.wait_metric("trtllm_prefill_peer_available", len(prefill))
     page = httpx.get(f"{decode.url}/metrics").text
     for peer in prefill:
-        assert f'trtllm_prefill_requests_total{{model_name="fake",outcome="ok",peer="{peer.url}"}}' in page
         assert f'trtllm_prefill_peer_available{{model_name="fake",peer="{peer.url}"}} 1.0' in page
     wait_empty(*prefill, decode)
 
@@ -138,7 +145,7 @@ def ask(server: ServerProcess) -> tuple[float, str]:
     """Seconds that a streaming request took, and the text it gave, or the error."""
     began = time.monotonic()
     try:
-        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=LONG, timeout=20) as answer:
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=LONG) as answer:
             events = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
     except httpx.HTTPError as error:
         return time.monotonic() - began, repr(error)
@@ -214,7 +221,7 @@ def test_a_draining_prefill_replica_finishes_its_hand_overs() -> None:
         assert "cut off" not in prefill[0].log
 
 
-def test_without_prefill_a_decode_replica_that_computes_no_prompts_is_not_ready() -> None:
+def test_a_decode_replica_without_prefill_and_local_prompts_is_not_ready() -> None:
     """It becomes ready with its first peer, and again refuses when that has gone."""
     with servers(("--disaggregation-mode", "prefill")) as (prefill,):
         flags = ("--disaggregation-mode", "decode", "--prefill-urls", prefill.url, "--prefill-fallback", "refuse")

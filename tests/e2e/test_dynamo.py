@@ -184,7 +184,7 @@ def test_images_are_encoded_by_the_worker_for_it(graph: Graph) -> None:
         replica.wait_metric("trtllm_kv_cache_used_blocks", 0)
 
 
-def test_what_a_request_asks_for_is_done(graph: Graph) -> None:
+def test_parameters_of_requests_take_effect(graph: Graph) -> None:
     several = graph.ask(n=3, temperature=1, seed=1)
     assert [choice.index for choice in several.choices] == [0, 1, 2]
     assert len({choice.message.content for choice in several.choices}) == 3

@@ -45,7 +45,7 @@ def to(*replicas: ServerProcess) -> tuple[str, str]:
 ENCODE, PREFILL = ("--disaggregation-mode", "encode", "--encode-inline-kb", "0"), ("--disaggregation-mode", "prefill")
 
 
-def test_a_chat_with_images_is_that_of_one_server_and_lives_on_its_cache() -> None:
+def test_a_chat_with_images_equals_that_of_one_server_and_survives_on_its_cache() -> None:
     with servers(ENCODE, ENCODE, PREFILL, ()) as (one, two, prefill, whole):
         urls = (*to(one, two), "--prefill-urls", prefill.url, "--prefill-min-tokens", "0")
         with servers(("--disaggregation-mode", "decode", "--encode-fallback", "refuse", *urls)) as (front,):

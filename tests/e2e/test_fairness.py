@@ -1,5 +1,5 @@
-"""No accepted body stops the event loop. `python -m benchmarks.fairness` measures what others wait: it needs a quiet
-machine."""
+"""No accepted body blocks the event loop. `python -m benchmarks.fairness`, which needs a quiet machine, measures how
+long other clients wait."""
 
 import asyncio
 import json

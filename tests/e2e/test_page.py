@@ -506,7 +506,7 @@ async def test_recordings_are_written_down(opened: Any, tmp_path: Path, monkeypa
         await expect(tab.page.locator(".composer .error")).to_contain_text("does not take clip.mp4 (video/mp4)")
 
 
-async def test_what_is_behind_an_answer(opened: Any) -> None:
+async def test_inspect_shows_tokens_and_commands_of_an_answer(opened: Any) -> None:
     """The copied commands run, and give the same answer."""
     with ServerThread() as server:
         tab: Tab = await opened(server.url)

@@ -1,4 +1,4 @@
-"""The whole server as its users meet it: a process of its own, the default model, the OpenAI SDK."""
+"""The whole server as its users run it: another process, the default model, the OpenAI SDK."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_what_computes_is_said(server: ServerProcess) -> None:
+def test_runtime_and_log_name_device_dtype_and_compute_path(server: ServerProcess) -> None:
     runtime = httpx.get(f"{server.url}/server_info").json()["runtime"]
     assert [runtime[name] for name in ("device", "dtype", "compute_path", "instruction_set")] == [
         "cpu", "float32", "native", available()[-1].name,

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from engine.process.sockets import free_port
-from tests.support.servers import ROOT, metric
+from tests.support.servers import ROOT, metric, running
 from tests.support.storm import SEEDS, TEXT, right
 from tests.support.waiting import slowness
 
@@ -53,8 +53,7 @@ def started(port: int, arguments: list[str], folder: Path) -> Iterator[subproces
 
 
 def listening(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    children = psutil.Process(process.pid).children()
-    return [child for child in children if "server.process.child" in child.cmdline()]
+    return running(psutil.Process(process.pid), "server.process.child")
 
 
 def accepts(process: psutil.Process) -> bool:

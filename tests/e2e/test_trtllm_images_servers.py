@@ -41,6 +41,12 @@ def alone(flags: tuple[str, ...]) -> Iterator[ServerProcess]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def prefill(flags: tuple[str, ...]) -> Iterator[ServerProcess]:
+    with serving(*flags, "--disaggregation-mode", "prefill", environment=ENVIRONMENT) as server:
+        yield server
+
+
 def url_of(seed: int) -> str:
     return "data:image/png;base64," + base64.b64encode(image_bytes(seed=seed)).decode()
 
@@ -94,9 +100,10 @@ def test_a_wrong_image_is_the_users_mistake(alone: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("encode", [False, True], ids=["P-D", "E-P-D"])
-def test_prefill_and_encode_replicas_say_the_same(alone: ServerProcess, flags: tuple[str, ...], encode: bool) -> None:
+def test_prefill_and_encode_replicas_say_the_same(
+    alone: ServerProcess, prefill: ServerProcess, flags: tuple[str, ...], encode: bool
+) -> None:
     with ExitStack() as stack:
-        prefill = stack.enter_context(serving(*flags, "--disaggregation-mode", "prefill", environment=ENVIRONMENT))
         more: tuple[str, ...] = ()
         if encode:
             encoder = stack.enter_context(serving(*flags, "--disaggregation-mode", "encode", environment=ENVIRONMENT))

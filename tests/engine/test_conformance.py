@@ -1,6 +1,5 @@
-"""What `engine/base.py` promises, held against every engine that can run here.
-
-Engines run in this process and in one of their own.
+"""Conformance of every engine that can run here with the contract of `engine/base.py`. Engines run in this process and
+in another.
 """
 
 import asyncio

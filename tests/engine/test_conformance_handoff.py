@@ -1,4 +1,4 @@
-"""What `engine/base.py` promises of prefills and of decodes that go on from them, on every engine that hands over."""
+"""Conformance of every engine with handoffs: prefill, and decode that continues from it (`engine/base.py`)."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -152,7 +152,7 @@ async def test_decoding_that_is_cancelled_frees_both_sides(engine: Engine) -> No
     await idle(engine)
 
 
-async def test_what_another_engine_left_is_refused(engine: Engine) -> None:
+async def test_a_handoff_of_another_kind_of_engine_is_refused(engine: Engine) -> None:
     request = request_for(prompt_of(20))
     handed, stream = await prefill(engine, request)
     for wrong, message in ((replace(handed, backend="other"), "other"), (replace(handed, state=b"\xc1"), "handoff")):

@@ -1,4 +1,4 @@
-"""What `engine/base.py` promises of prompts with images, on every engine that takes their embeddings."""
+"""Conformance of every engine that takes embeddings of images (`engine/base.py`)."""
 
 import asyncio
 import itertools

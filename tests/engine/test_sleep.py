@@ -1,4 +1,4 @@
-"""Sleep and wake around a backend: what becomes of requests, and of orders that meet."""
+"""Sleep and wake around a backend: the treatment of requests, and concurrent orders."""
 
 import asyncio
 import os
@@ -177,6 +177,9 @@ async def test_closing_ends_what_waits() -> None:
             await waiting
         with pytest.raises(EngineNotReady):
             await collect(stream)
+        for late in (engine.sleep(WAIT), engine.wake_up()):
+            with pytest.raises(EngineNotReady, match="closing"):
+                await late
     async with engine_of(SleepConfig(idle_seconds=0.01)) as (engine, backend):
         await until(lambda: backend.released)
 
@@ -232,6 +235,7 @@ class Faulty(FakeEngine):
     """Fails as often as it is told to."""
 
     releases_to_fail = resumes_to_fail = 0
+    error: type[Exception] = EngineFailure
     obstacle = ""
 
     def sleep_obstacle(self, level: int) -> str:
@@ -240,18 +244,18 @@ class Faulty(FakeEngine):
     async def release_memory(self, tags: Collection[Tag], level: int) -> None:
         if self.releases_to_fail:
             self.releases_to_fail -= 1
-            raise EngineFailure("no release")
+            raise self.error("no release")
         await super().release_memory(tags, level)
 
     async def resume_memory(self, tags: Collection[Tag]) -> None:
         if self.resumes_to_fail:
             self.resumes_to_fail -= 1
-            raise EngineFailure("no weights")
+            raise self.error("no weights")
         await super().resume_memory(tags)
 
 
 class Gated(FakeEngine):
-    """Gives memory back, and takes it, when it may."""
+    """Releases and restores memory when the test lets it."""
 
     def __init__(self, config: FakeConfig) -> None:
         super().__init__(config)
@@ -283,7 +287,7 @@ async def test_a_request_that_comes_while_a_part_is_woken_wakes_the_rest() -> No
     await engine.close()
 
 
-async def test_each_of_two_waking_calls_gives_up_the_sleep_before_it() -> None:
+async def test_each_of_two_wake_up_calls_cancels_the_sleep_before_it() -> None:
     backend = Gated(FakeConfig(token_delay=0.001))
     engine = SleepingEngine(backend, SleepConfig(idle_seconds=0.02))
     await engine.start()
@@ -302,22 +306,24 @@ async def test_each_of_two_waking_calls_gives_up_the_sleep_before_it() -> None:
     await engine.close()
 
 
-async def test_failures_leave_a_state_that_can_be_left() -> None:
+@pytest.mark.parametrize("error", [EngineFailure, ZeroDivisionError], ids=["failure", "bug"])
+async def test_failures_leave_a_state_that_can_be_left(error: type[Exception]) -> None:
     backend = Faulty(FakeConfig())
+    backend.error = error
     engine = SleepingEngine(backend, SleepConfig())
     await engine.start()
     backend.releases_to_fail = 1
-    with pytest.raises(EngineFailure, match="no release"):
+    with pytest.raises(error, match="no release"):
         await engine.sleep(ABORT)
     assert engine.state.phase == "awake" and await generate(engine, request_for(prompt_of(4)))
     await engine.sleep(ABORT)
     backend.resumes_to_fail = 1
-    with pytest.raises(EngineFailure, match="no weights"):
+    with pytest.raises(error, match="no weights"):
         await engine.wake_up()
     assert engine.state.phase == "asleep"
     await engine.wake_up()
     backend.releases_to_fail = backend.resumes_to_fail = 1
-    with pytest.raises(EngineFailure, match="no weights"):
+    with pytest.raises(error, match="no weights"):
         await engine.sleep(ABORT)
     assert engine.state.phase == "asleep"
     await engine.wake_up()
@@ -330,9 +336,11 @@ async def test_waking_on_demand_that_fails_says_so() -> None:
     engine = SleepingEngine(backend, SleepConfig(idle_seconds=0.02))
     await engine.start()
     await until(lambda: backend.released)
-    backend.resumes_to_fail = 1
-    with pytest.raises(EngineFailure, match="no weights"):
-        await collect(engine.generate(request_for(prompt_of(4))))
+    for error, reason in ((EngineFailure, "no weights"), (ZeroDivisionError, "cannot wake: ZeroDivisionError")):
+        backend.error = error
+        backend.resumes_to_fail = 1
+        with pytest.raises(EngineFailure, match=reason):
+            await collect(engine.generate(request_for(prompt_of(4))))
     assert await generate(engine, request_for(prompt_of(4)))
     await engine.close()
 
@@ -355,7 +363,7 @@ async def test_a_backend_that_cannot_is_not_disturbed() -> None:
 
 
 @pytest.mark.slow
-async def test_in_a_process_of_its_own_every_client_knows_and_a_new_host_is_awake() -> None:
+async def test_clients_of_a_hosted_engine_see_its_sleep_and_a_new_host_is_awake() -> None:
     process = EngineProcess(FakeConfig(sleep=SleepConfig(), token_delay=0.002))
     await process.start()
     clients = [EngineClient(process.address, process.wait_failed) for _ in "ab"]

@@ -74,7 +74,7 @@ async def setup() -> AsyncIterator[Setup]:
         ({**PROMPT, "prompt": ["x"] * 65, "n": 2}, "n"),
     ],
 )
-async def test_what_cannot_fit_is_refused_untokenised(setup: Setup, body: dict[str, Any], param: str) -> None:
+async def test_prompts_that_cannot_fit_are_refused_untokenised(setup: Setup, body: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await setup.prepare(body)
     assert caught.value.param == param

@@ -161,7 +161,7 @@ async def test_extensions_and_nulls_are_taken(setup: Setup, base: dict[str, Any]
     await setup.complete({**dict.fromkeys(fields), **base, "max_tokens": 2})
 
 
-async def test_what_a_request_leaves_open_is_sampled_as_the_model_says(setup: Setup) -> None:
+async def test_fields_that_a_request_leaves_out_take_the_models_defaults(setup: Setup) -> None:
     setup.processor = dataclasses.replace(setup.processor, defaults=SamplingDefaults(0.7, 0.8, 20, 0.1, 1.1))
 
     async def sampled(**fields: Any) -> list[float]:

@@ -9,7 +9,7 @@ from protocol import frames
 from protocol.frames import HEADER_BYTES, frame, packed, read_payload, receive_payload, size_of
 
 
-async def test_what_was_packed_is_read_again() -> None:
+async def test_packed_messages_are_read_again() -> None:
     messages = [{"a": 1}, [], "text" * 10_000, None]
     stream = io.BytesIO(b"".join(map(packed, messages)))
     assert [msgspec.msgpack.decode(read_payload(stream.read)) for _ in messages] == messages

@@ -1,8 +1,9 @@
-"""/v1/messages/batches: their life, over restarts, and who sees them."""
+"""/v1/messages/batches: the life of a batch, across restarts, and its visibility."""
 
 import asyncio
 import json
 import threading
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,9 @@ from routers.body import INLINE_BYTES
 from routers.fields import FieldCheck
 from routers.messages import convert
 from server.http.errors import render_event
+from tests.routers.proxy.test_http import available
 from tests.support.disaggregated import replica
-from tests.support.routing import before
+from tests.support.routing import router
 from tests.support.servers import application
 from tests.support.waiting import slowness
 
@@ -184,12 +186,29 @@ async def test_large_requests_do_not_hold_up_the_event_loop(tmp_path: Path, monk
     assert threads and threading.get_ident() not in threads
 
 
-async def test_a_router_keeps_no_batches() -> None:
-    async with replica("aggregated") as (url, _), before(url) as (client, _):
-        for method, path in (("POST", ""), ("GET", ""), ("GET", "/x"), ("GET", "/x/results"), ("DELETE", "/x")):
-            answer = await client.request(method, PATH + path, json={})
-            assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
-            assert "send them to a replica" in answer.json()["error"]["message"]
+async def test_a_router_finds_the_replica_that_has_a_batch(tmp_path: Path) -> None:
+    """Each replica has a store of its own, and the second router has seen no answer."""
+    async with AsyncExitStack() as stack:
+        urls = []
+        for number in range(2):
+            urls.append((await stack.enter_async_context(replica("aggregated", cache_dir=tmp_path / str(number))))[0])
+        clients = []
+        for _ in range(2):
+            url, life = await stack.enter_async_context(router(urls, route_policy="round_robin", route_attempts=1))
+            await available(life, 2)
+            clients.append(await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10)))
+        client, other = clients
+        made = [await create(client, {}) for _ in range(3)]
+        for asking in clients:
+            listed = BatchesPage.model_validate((await asking.get(PATH)).json()).data
+            assert [batch.id for batch in listed] == [batch["id"] for batch in made[::-1]]
+        found = await ended(other, made[0]["id"])
+        assert found["results_url"] == f"{str(other.base_url).rstrip('/')}{PATH}/{made[0]['id']}/results"
+        assert (await results(other, found))["r0"]["type"] == "succeeded"
+        assert checked(await other.post(f"{PATH}/{made[1]['id']}/cancel"))["id"] == made[1]["id"]
+        assert (await other.delete(f"{PATH}/{made[0]['id']}")).json()["type"] == "message_batch_deleted"
+        missing = await client.get(f"{PATH}/{made[0]['id']}")
+        assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
 
 
 @pytest.mark.parametrize(

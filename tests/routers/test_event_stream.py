@@ -1,4 +1,4 @@
-"""EventStream by itself: framing, errors, silence, and the client that goes."""
+"""EventStream alone: framing, errors, silence, and clients that leave."""
 
 import asyncio
 import contextlib

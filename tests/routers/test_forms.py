@@ -1,4 +1,4 @@
-"""Forms, as clients of HTTP send them."""
+"""Parsing of forms as HTTP clients send them."""
 
 import time
 from typing import Any

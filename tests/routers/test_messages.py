@@ -236,10 +236,22 @@ def test_messages_become_what_templates_expect() -> None:
                 },
                 {"type": "tool_result", "tool_use_id": "toolu_2"},
                 {
+                    "type": "tool_result",
+                    "tool_use_id": "toolu_3",
+                    "content": [{"type": "tool_reference", "tool_name": "get_time"}],
+                },
+                {
                     "type": "document",
                     "title": "Report",
                     "source": {"type": "content", "content": [{"type": "text", "text": "Rain."}]},
                 },
+            ],
+        },
+        {
+            "role": "system",
+            "content": [
+                {"type": kind, "tool": {"type": "tool_reference", "name": "get_time"}}
+                for kind in ("tool_addition", "tool_removal")
             ],
         },
         {"role": "assistant", "content": "So"},
@@ -263,7 +275,12 @@ def test_messages_become_what_templates_expect() -> None:
         },
         {"role": "tool", "tool_call_id": "toolu_1", "name": "get_weather", "content": "Error: Look:\nthere."},
         {"role": "tool", "tool_call_id": "toolu_2", "content": ""},
+        {"role": "tool", "tool_call_id": "toolu_3", "content": "The tool get_time is available."},
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Report\nRain."}]},
+        {
+            "role": "system",
+            "content": "The tool get_time is available.\nThe tool get_time is no longer available.",
+        },
         {"role": "assistant", "content": "So"},
     ]
     url = f"data:image/png;base64,{IMAGE['source']['data']}"  # type: ignore[index]
@@ -286,6 +303,10 @@ CALLED = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.source"),
         ({"messages": [{"role": "system", "content": [IMAGE]}]}, "messages.0.content.0.type"),
         ({"messages": [{"role": "assistant", "content": [IMAGE]}]}, "messages.0.content.0.type"),
+        (
+            {"messages": [{"role": "system", "content": [{"type": "tool_addition", "tool": {"type": "mcp_toolset"}}]}]},
+            "messages.0.content.0.tool.type",
+        ),
         ({"messages": [CALLED]}, "messages.0"),
         (
             {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]}]},

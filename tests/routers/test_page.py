@@ -1,4 +1,4 @@
-"""The pages at / and /docs: who sees them, how their files are sent, and that these are what they should be."""
+"""The pages at / and /docs: access, caching, and the integrity of their files."""
 
 import base64
 import gzip
@@ -182,7 +182,7 @@ async def test_the_page_opens_while_the_model_loads() -> None:
         assert (await client.get("/v1/models")).status_code == 503
 
 
-async def test_what_the_page_asks_all_the_time_is_not_logged_on_a_terminal(
+async def test_polled_routes_are_not_logged_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("server.app.on_terminal", lambda _: True)

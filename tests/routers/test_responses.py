@@ -3,9 +3,10 @@
 import asyncio
 import json
 import re
+import sqlite3
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 
 from engine.errors import EngineFailure
 from engine.fake.engine import FakeEngine
+from routers.database import StoreUnavailable
 from routers.responses.routes import ENDPOINT
 from routers.responses.store import Record, SqliteStore
-from tests.routers.test_proxy import available
+from tests.routers.proxy.test_http import available
 from tests.support.disaggregated import replica
 from tests.support.routing import router
 from tests.support.servers import ServerThread, application
@@ -230,11 +232,18 @@ def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_a_conversation_goes_on_where_it_ended(tmp_path: Path) -> None:
-    async with served(tmp_path, "One.", "Two.", "Three.") as client:
+    async with served(tmp_path, "One.", "Two.", "Three.", "Four.") as client:
         first = await ask(client, conversation="conv_a")
         second = await ask(client, conversation={"id": "conv_a"}, stream=False)
         other = await ask(client, conversation="conv_b")
         items = (await client.get(f"{PATH}/{second['id']}/input_items")).json()["data"]
+        await client.delete(f"{PATH}/{second['id']}")
+        again = await ask(client, conversation="conv_a")
+        assert again["usage"]["input_tokens"] == second["usage"]["input_tokens"]
+        await client.delete(f"{PATH}/{first['id']}")
+        error = (await client.post(PATH, json={"input": "hi", "conversation": "conv_a"})).json()["error"]
+        assert (error["param"], error["code"]) == ("conversation", "previous_response_not_found")
+        assert first["id"] in error["message"]
     assert second["conversation"] == {"id": "conv_a"}
     assert types(items) == ["message"] * 3
     assert first["usage"]["input_tokens"] == other["usage"]["input_tokens"] < second["usage"]["input_tokens"]
@@ -262,7 +271,7 @@ async def test_a_key_sees_only_its_own(tmp_path: Path) -> None:
     assert made["id"].encode() in kept and b"mine" not in kept
 
 
-async def test_what_is_stored_survives_a_restart(tmp_path: Path) -> None:
+async def test_stored_responses_survive_a_restart(tmp_path: Path) -> None:
     async with served(tmp_path, "Yes.") as client:
         made, hidden = await ask(client), await ask(client, store=False)
     async with served(tmp_path, "Yes.") as client:
@@ -288,6 +297,20 @@ async def test_a_store_that_fails_does_not_lose_the_answer(tmp_path: Path) -> No
         assert (await client.get(f"{PATH}/resp_1")).status_code == 503
 
 
+async def test_calls_wait_together_for_a_locked_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SqliteStore(tmp_path / "responses.sqlite3", 1 << 20, 100.0)
+    await store.get("", "resp_1")
+    monkeypatch.setattr("routers.database._PATIENCE", 0.2)
+    with closing(sqlite3.connect(tmp_path / "responses.sqlite3", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        begun = time.monotonic()
+        found = await asyncio.gather(*(store.get("", "resp_1") for _ in range(20)), return_exceptions=True)
+        assert time.monotonic() - begun < 2 * slowness(), "not 20 times as long as one"
+        assert {type(error) for error in found} == {StoreUnavailable}
+    assert await store.get("", "resp_1") is None
+    await store.close()
+
+
 async def test_background_responses_are_polled_and_followed(tmp_path: Path) -> None:
     async with served(tmp_path, "Yes, well.") as client:
         queued = await ask(client, background=True)
@@ -299,8 +322,9 @@ async def test_background_responses_are_polled_and_followed(tmp_path: Path) -> N
         assert done == events[-1]["response"] and done["status"] == "completed"
         rest = events_of((await client.get(path, params={"stream": True, "starting_after": 4})).text)
         assert rest == events[5:]
-        over = await client.get(path, params={"stream": True, "starting_after": len(events) - 1})
-        assert over.json()["error"]["param"] == "starting_after"
+        for after in (len(events) - 1, len(events) + 1):
+            over = await client.get(path, params={"stream": True, "starting_after": after})
+            assert over.json()["error"]["param"] == "starting_after"
         streamed = await stream(client, background=True)
         assert check_adds_up([streamed[0], *streamed[2:]])["background"] is True
         assert (await client.post(f"{path}/cancel")).json() == done, "it had ended before"
@@ -428,6 +452,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [WEATHER | {"strict": True}]}, "tools.0.strict"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.tools"),
+    (
+        {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "tools": [{"type": "web_search"}]}},
+        "tool_choice.tools",
+    ),
     ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
     ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format"),
@@ -472,6 +500,13 @@ async def test_hosted_tools_are_ignored_with_a_warning(tmp_path: Path, caplog: p
     async with served(tmp_path, "Yes.", strict_fields=True) as client:
         for _ in range(2):
             assert types((await ask(client, tools=[hosted, WEATHER]))["tools"]) == ["function"]
+        call = {"type": "mcp_call", "id": "mcp_1", "name": "f", "arguments": "{}", "output": "1"}
+        asked = {"role": "user", "content": "hi"}
+        counts = [
+            (await client.post(f"{PATH}/input_tokens", json={"input": items})).json()["input_tokens"]
+            for items in ([asked], [{"type": "mcp_list_tools", "id": "mcpl_1"}, call, asked])
+        ]
+        assert counts[0] == counts[1]
     assert caplog.text.count("ignoring tools of type 'file_search'") == 1
 
 
@@ -492,7 +527,8 @@ async def test_guides_and_choices_reach_the_engine(tmp_path: Path, monkeypatch: 
         await ask(client, tools=[WEATHER, SHELL], tool_choice={"type": "custom", "name": "shell"})
         await ask(client, tools=[digits])
         await ask(client, tools=[lark])
-        chosen = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_weather"}]}
+        listed = [{"type": "web_search"}, {"type": "function", "name": "get_weather"}]
+        chosen = {"type": "allowed_tools", "mode": "required", "tools": listed}
         await ask(client, tools=[WEATHER, SHELL], tool_choice=chosen)
         await ask(client, tools=[WEATHER], tool_choice="none")
     kinds = [guide.kind if guide is not None else None for guide in asked]
@@ -552,7 +588,7 @@ async def test_every_kind_of_input_is_compacted(tmp_path: Path) -> None:
         assert (await client.post(f"{PATH}/compact", json={})).json()["error"]["param"] == "input"
 
 
-async def test_what_a_small_request_refers_to_is_bounded(tmp_path: Path) -> None:
+async def test_items_that_a_request_refers_to_are_bounded(tmp_path: Path) -> None:
     async with served(tmp_path, "Yes.", max_body_mb=0.02) as client:
         mine = await ask(client, input="y" * 6000)
         (item,) = (await client.get(f"{PATH}/{mine['id']}/input_items")).json()["data"]
@@ -566,7 +602,7 @@ async def test_what_a_small_request_refers_to_is_bounded(tmp_path: Path) -> None
         assert (refused["code"], refused["param"]) == ("context_length_exceeded", "previous_response_id")
 
 
-async def test_who_sees_the_last_event_of_the_background_finds_the_response_ended(
+async def test_a_background_response_has_ended_when_its_last_event_is_visible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append = SqliteStore.append

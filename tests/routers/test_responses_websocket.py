@@ -127,17 +127,26 @@ def test_events_are_those_of_a_stream(server: ServerThread) -> None:
     assert httpx.get(f"{server.url}{PATH}/{found[-1]['response']['id']}").json() == found[-1]["response"]
 
 
-def test_what_is_not_stored_is_known_to_the_connection_alone(server: ServerThread) -> None:
+def test_unstored_responses_are_known_to_their_connection_alone(server: ServerThread) -> None:
     with opened(server) as client, opened(server) as other:
         first = answer(client, store=False)
         second = answer(client, store=False, previous_response_id=first["id"])
         third = answer(client, previous_response_id=second["id"])
         assert third["usage"]["input_tokens"] > second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+        assert answer(client, previous_response_id=third["id"])["status"] == "incomplete"
         item = {"type": "item_reference", "id": first["output"][0]["id"]}
         assert answer(client, input=[item, {"role": "user", "content": "go on"}])["status"] == "incomplete"
         found = error(other, previous_response_id=first["id"])
         assert (found["status"], found["error"]["code"]) == (400, "previous_response_not_found")
         assert httpx.get(f"{server.url}{PATH}/{first['id']}").status_code == 404
+
+
+def test_what_cannot_be_stored_is_known_to_the_connection(tmp_path: Path) -> None:
+    (tmp_path / "responses.sqlite3").write_text("this is no database, and long enough to be looked at" * 100)
+    with ServerThread(cache_dir=tmp_path, responses_store_mb=64) as server, opened(server) as client:
+        first = answer(client)
+        assert first["store"] is False
+        assert answer(client, previous_response_id=first["id"])["status"] == "incomplete"
 
 
 def test_a_failed_continuation_forgets_what_it_continues(server: ServerThread) -> None:

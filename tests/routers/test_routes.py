@@ -1,6 +1,5 @@
-"""Every route, without a socket: what it answers, who may call it, and when."""
+"""Every route, without a socket: its answers, and who may call it when."""
 
-import asyncio
 import hashlib
 import hmac
 import itertools
@@ -15,7 +14,7 @@ from fastapi.routing import iter_route_contexts
 from server.app import create_app
 from server.http.routes import INTERNAL
 from server.settings import Settings
-from tests.support.servers import CHAT, application
+from tests.support.servers import CHAT, application, page_with_stats
 
 KEYS = "first-key, second-key"
 
@@ -226,7 +225,7 @@ async def test_metrics(path: str) -> None:
     async with application() as (client, _):
         for _ in range(3):
             await client.post("/v1/chat/completions", json=CHAT)
-        await asyncio.sleep(0.25)  # the engine's statistics are taken ten times a second
+        await page_with_stats(client)
         response = await client.get(path)
     assert response.headers["content-type"].startswith("text/plain")
     page = response.text

@@ -1,4 +1,4 @@
-"""The routes of sleep and wake: who may use them, what they answer, and what else the replica says meanwhile."""
+"""The routes of sleep and wake: access, answers, and the state of the replica meanwhile."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from engine.fake.engine import FakeEngine
 from engine.sleep import SleepingEncoder, SleepingEngine, SleepOrder
 from protocol.internal import MEDIA_TYPE
 from routers.state import RouterService
-from tests.routers.test_proxy import LONG, available, cluster, learnt
+from tests.routers.proxy.test_http import LONG, available, cluster, learnt
 from tests.support.disaggregated import all_of, decode_engine, prefill_replica, tokens_of
 from tests.support.disaggregated import request as prompt
 from tests.support.encode import body_of, image
@@ -144,7 +144,7 @@ async def test_a_stream_that_is_aborted_ends_with_an_error_event() -> None:
         assert (await running).text.endswith("data: [DONE]\n\n")
 
 
-async def test_while_it_starts_and_shuts_down_nobody_puts_it_to_sleep() -> None:
+async def test_sleep_is_refused_while_the_server_starts_or_shuts_down() -> None:
     async with application(wait=False, admin_key="boss") as (client, state):
         for method, path in ROUTES:
             answer = await client.request(method, path, headers=BOSS)
@@ -172,7 +172,7 @@ async def test_an_idle_replica_sleeps_stays_ready_and_is_woken_by_a_request() ->
         assert (await client.post("/wake_up", headers=BOSS)).status_code == 200
 
 
-async def test_what_a_backend_cannot_do_is_501(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_orders_that_a_backend_does_not_support_are_501(monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse(_: SleepOrder) -> None:
         raise NotSupported("It sleeps at level 1 alone.")
 

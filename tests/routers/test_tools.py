@@ -132,7 +132,7 @@ async def test_each_choice_has_a_parser(tmp_path: Path) -> None:
         assert found[1]["content"] == "Sunny."
 
 
-async def test_one_call_at_most(tmp_path: Path) -> None:
+async def test_parallel_tool_calls_false_gives_one_call_at_most(tmp_path: Path) -> None:
     async with scripted(tmp_path, CALL + "\n" + ALSO) as client:
         whole = await ask(client, parallel_tool_calls=False)
         assert calls_of(whole["choices"][0]["message"]) == [("get_weather", '{"city": "Paris"}')]
@@ -193,6 +193,11 @@ async def test_a_prompt_decides_whether_the_answer_begins_inside_reasoning(tmp_p
         assert (thinking["reasoning_content"], thinking["content"]) == ("Two.", "")
         quick = await ask(client, messages=user, chat_template_kwargs={"enable_thinking": False})
         assert quick["choices"][0]["message"]["content"] == "Two."
+        none = await ask(client, messages=user, reasoning_effort="none")
+        assert none["usage"]["prompt_tokens"] == quick["usage"]["prompt_tokens"]
+        body = {"input": user, "tools": [], "reasoning": {"effort": "none"}}
+        whole = (await client.post("/v1/responses", json=body)).json()
+        assert [item["type"] for item in whole["output"]] == ["message"]
         begun = [*user, {"role": "assistant", "content": "<think>\nOne plus one"}]
         going_on = await ask(client, messages=begun, continue_final_message=True)
         assert going_on["choices"][0]["message"]["reasoning_content"] == "Two."

@@ -146,7 +146,7 @@ async def test_requests_take_turns(client: httpx.AsyncClient) -> None:
         ({"colour": "red"}, "colour", "unknown_parameter"),
     ],
 )
-async def test_what_is_wrong_is_named(
+async def test_invalid_fields_are_refused_by_name(
     client: httpx.AsyncClient, fields: dict[str, str], param: str, code: str | None
 ) -> None:
     found = await client.post(PATH, data={"model": NAME, **fields}, files={"file": ("a.wav", wav(0.5))})

@@ -255,7 +255,7 @@ def test_a_run_for_tensorrt_llm(
     assert "CUDA_VISIBLE_DEVICES= shows none of 2 GPU(s)" in capsys.readouterr().out
 
 
-def test_what_a_role_lacks_and_forces() -> None:
+def test_missing_settings_and_forced_arguments_of_roles() -> None:
     assert list(doctor.check_role(Settings(engine="trtllm"))) == []
     (lacking,) = doctor.check_role(Settings(engine="trtllm", disaggregation_mode="prefill"))
     assert lacking.level == "problem" and "INTERNAL_SECRET" in lacking.text

@@ -95,7 +95,7 @@ def whisper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_is_trained_is_what_is_merged_and_served(base: Path, whisper: Path, tmp_path: Path) -> None:
+def test_the_merged_folder_computes_as_the_trained_model(base: Path, whisper: Path, tmp_path: Path) -> None:
     student = Student(base, whisper, spoken_tokens(base / "tokenizer.json"), None, torch.float32).eval()
     for parameter in student.trained.values():
         parameter.data = (parameter.data + 0.05 * torch.randn_like(parameter)).bfloat16().float()

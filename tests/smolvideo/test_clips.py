@@ -114,7 +114,7 @@ def test_ids_in_training_are_those_of_the_template(folder: Path) -> None:
         assert tokens.decode(spoken, skip_special_tokens=False) == "".join(f"{answer}<|im_end|>" for answer in answers)
 
 
-def test_what_is_trained_is_what_is_merged_and_served(folder: Path, tmp_path: Path) -> None:
+def test_the_merged_folder_computes_as_the_trained_model(folder: Path, tmp_path: Path) -> None:
     student = Student(folder, None, torch.float32)
     taught = {id(parameter) for parameter in student.trained.values()}
     assert all(parameter.requires_grad == (id(parameter) in taught) for parameter in student.parameters())

@@ -188,7 +188,7 @@ def test_training_ends_in_time_with_weights_and_results(
 
 
 @pytest.mark.timeout(300)
-def test_what_ships_answers_held_out_questions(smollm2: Path, tmp_path: Path) -> None:
+def test_the_shipped_weights_answer_held_out_questions(smollm2: Path, tmp_path: Path) -> None:
     merge(smollm2, SHIPPED, tmp_path, lambda *_: None)
     found = evaluate(Answers(tmp_path, "cpu"), per_kind=1)
     assert found["accuracy"] >= 0.95, found

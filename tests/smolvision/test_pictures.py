@@ -77,7 +77,7 @@ def test_the_example_is_of_its_seed() -> None:
     assert np.abs(shown - render(make_scene(Random(18699), held_out=True), Random(18699))).mean() < 1
 
 
-def test_writing_is_where_the_scene_has_it_and_the_rest_is_background() -> None:
+def test_text_is_drawn_where_the_scene_has_it() -> None:
     written = [(rng, scene) for rng, scene in scenes() if scene.writing]
     assert len(written) > SCENES / 4
     table = np.array(list(COLOURS.values()))

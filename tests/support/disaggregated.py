@@ -234,7 +234,7 @@ def servers(*commands: Sequence[str]) -> Iterator[list[ServerProcess]]:
             if server.process.poll() is None:
                 server.process.terminate()
         for server in started:
-            server.wait(10)
+            server.wait()
 
 
 @contextmanager

@@ -1,9 +1,11 @@
 """Engines to hold against their promises, requests for them, and what is asked of their answers."""
 
 import asyncio
+import functools
 import itertools
 import json
 import random
+import shutil
 from array import array
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
@@ -64,7 +66,25 @@ def fake_trtllm(version: str = OLDEST) -> Iterator[None]:
         yield
 
 
+@functools.cache
+def rounded(folder: Path) -> Path:
+    """A copy of the model with weights that bfloat16 holds: compiled code computes it.
+
+    A process that runs it does without transformers, whose import takes seconds.
+    """
+    from safetensors.torch import load_file, save_file  # noqa: PLC0415 - most tests do without
+
+    copy = folder.with_name(f"{folder.name}-rounded")
+    shutil.copytree(folder, copy)
+    weights = load_file(copy / "model.safetensors")
+    whole = {name: tensor.bfloat16().to(tensor.dtype) for name, tensor in weights.items()}
+    save_file(whole, copy / "model.safetensors", {"format": "pt"})
+    return copy
+
+
 def config_of(kind: str, tiny_model: Path) -> EngineConfig:
+    if kind.endswith("-host") and not kind.startswith("fake"):
+        tiny_model = rounded(tiny_model)
     if kind == "embedded-tiers":
         tiers = {"kv_host_cache_mb": 1, "kv_disk_cache_mb": 8, "kv_disk_cache_dir": str(tiny_model.parent / "kv")}
         return EmbeddedConfig(model=str(tiny_model), kv_transfer="auto", **EMBEDDED | tiers | {"num_blocks": 96})

@@ -76,10 +76,12 @@ def _parent() -> socket.socket:
 
 def _serve() -> int:
     """Fork until nobody asks any more; in each fork, the exit code of its server."""
+    gc.disable()  # imports make a million objects that stay
     import server.app  # noqa: PLC0415 - only here
     import server.cli  # noqa: PLC0415
 
     gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no child becomes a zombie
     requests = socket.socket(fileno=0)
     while True:

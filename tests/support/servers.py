@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from server.app import create_app
 from server.process.serving import listen, url_of, uvicorn_config
 from server.settings import Settings
 from tests.support.forks import Forked, fork
+from tests.support.waiting import slowness
 
 ROOT = Path(__file__).resolve().parents[2]
 READY = re.compile(r"ready: (http://\S+)/(?:v1|prefill|encode) serves")
@@ -43,6 +44,15 @@ async def application(wait: bool = True, **settings: Any) -> AsyncIterator[tuple
                 assert state["replica"].failure is None, state["replica"].failure
                 await asyncio.sleep(0.005)
             yield client, dict(state)
+
+
+async def page_with_stats(client: httpx.AsyncClient, path: str = "/metrics") -> str:
+    """The page of metrics, once the engine's statistics, taken ten times a second, say that it has nothing to do."""
+    idle = re.compile(r"^trtllm_num_requests_running\{.* 0\.0$", re.MULTILINE)
+    async with asyncio.timeout(60):
+        while not idle.search(page := (await client.get(path)).text):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return page
 
 
 class ServerThread:
@@ -113,9 +123,11 @@ class ServerProcess:
         assert self.url, self.log
 
     def wait(self, timeout: float = 20) -> int:
-        """The exit code, once the log is read to its end."""
+        """The exit code, once the log is read to its end. A busy machine gets longer than `timeout`."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout)
         try:
-            code = self.process.wait(timeout)
+            code = self.process.wait(0 if self.process.poll() is not None else timeout * (slowness() - 1))
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
@@ -130,14 +142,27 @@ class ServerProcess:
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    def running(self, module: str) -> list[psutil.Process]:
+        return running(psutil.Process(self.process.pid), module)
+
     def child(self, module: str) -> psutil.Process:
-        return next(child for child in self.children() if module in child.cmdline())
+        return self.running(module)[0]
 
     def metric(self, name: str) -> float:
         return metric(self.url, name)
 
-    def wait_metric(self, name: str, value: float, timeout: float = 20) -> None:
+    def wait_metric(self, name: str, value: float, timeout: float = 60) -> None:
         wait_metric(self.url, name, value, timeout)
+
+
+def running(parent: psutil.Process, module: str) -> list[psutil.Process]:
+    """The processes below `parent` that run a module. Others may end while they are looked at."""
+    found = []
+    for child in parent.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if module in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
+    return found
 
 
 def metric(url: str, name: str) -> float:
@@ -146,7 +171,7 @@ def metric(url: str, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if re.match(rf"{name}(\{{|\s)", line))
 
 
-def wait_metric(url: str, name: str, value: float, timeout: float = 20) -> None:
+def wait_metric(url: str, name: str, value: float, timeout: float = 60) -> None:
     deadline = time.monotonic() + timeout
     while (now := metric(url, name)) != value:
         assert time.monotonic() < deadline, f"{name} is {now}, not {value}"

@@ -17,6 +17,7 @@ import pytest
 from engine.transfer.base import Offer, Region, Transfer
 from engine.transfer.shared_memory import shared_memory
 from tests.support.environment import python_path
+from tests.support.waiting import slowness
 
 NIXL = pytest.param(
     "nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
@@ -75,10 +76,11 @@ class Memory:
 
 
 def ended(transfer: Transfer, seconds: float = 20) -> None:
-    """Wait until it is done; fails if that takes longer. Raises what the transfer raises."""
+    """Wait until it is done; fails if that takes longer on a quiet machine. Raises what the transfer raises."""
     start = time.monotonic()
     while not transfer.done():
-        assert time.monotonic() - start < seconds, "the transfer does not end"
+        waited = time.monotonic() - start
+        assert waited < seconds or waited < seconds * slowness(), "the transfer does not end"
         time.sleep(0.001)
 
 

@@ -27,9 +27,10 @@ def main() -> None:
     memories = [shared_memory(int(size)) for size in sys.argv[2:]]
     regions = []
     for number, memory in enumerate(memories):
+        pattern = content(number, PATTERN)
         for start in range(0, len(memory), PATTERN):
-            part = len(memory[start : start + PATTERN])
-            memory[start : start + part] = content(number, part)
+            part = min(PATTERN, len(memory) - start)
+            memory[start : start + part] = pattern[:part]
         regions.append(Region(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory), -1))
     transfers = Transfers(regions, sys.argv[1])
     print(msgspec.msgpack.encode(transfers.offers()).hex(), flush=True)  # noqa: T201 - what the test reads

@@ -8,7 +8,7 @@ _LOOP_SECONDS = 0.045
 """Wall-clock time of `slowness`'s loop on one quiet core of the machines that run this suite."""
 
 
-async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Return as soon as `condition` holds. Raises TimeoutError if it does not hold in time."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - a helper for what has no event

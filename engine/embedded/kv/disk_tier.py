@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import queue
+import secrets
 import struct
 import time
 from collections import OrderedDict
@@ -122,6 +123,9 @@ class DiskTier:
         self._scanning = False
         self._missed: dict[Name, float] = {}
         """Times from which on missing files may be looked for again."""
+        self._unfinished = f".{secrets.token_hex(8)}"
+        """What names of unfinished files begin with. A process id is no such name: containers that share a folder have
+        equal ones, and so does a container that starts again."""
         self._temporary = 0
         self._cleared = 0
         """Number of times that all files were deleted."""
@@ -383,7 +387,7 @@ class DiskTier:
 
     def _allows_direct(self) -> bool:
         """Return whether the file system allows direct I/O. Raises OSError if it cannot be written to."""
-        path = self.folder / f".{os.getpid()}-probe.tmp"
+        path = self.folder / f"{self._unfinished}-probe.tmp"
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         try:
             os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT))
@@ -424,7 +428,7 @@ class DiskTier:
         block = memoryview((ctypes.c_ubyte * padded(size)).from_address(address)).cast("B")
         self._header[: len(head)] = self._seal(name, head, blake3(block[:size]).digest())
         self._temporary += 1
-        path = self.folder / f".{os.getpid()}-{self._temporary}.tmp"
+        path = self.folder / f"{self._unfinished}-{self._temporary}.tmp"
         try:
             descriptor = self._open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:

@@ -5,7 +5,6 @@ their own. On a CPU it is plain memory.
 """
 
 import ctypes
-import mmap
 from collections import OrderedDict
 from collections.abc import Iterator, KeysView, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -14,6 +13,7 @@ from typing import Protocol
 import torch
 
 from engine.embedded.kv.blocks import BlockKey
+from engine.embedded.kv.memory import zeros
 from engine.transfer.cuda import Cuda
 
 ALIGNMENT = 4096
@@ -45,16 +45,15 @@ class Device:
     def __init__(self, device: torch.device) -> None:
         self._index = device.index or 0
         self._cuda = Cuda() if device.type == "cuda" else None
-        self._maps: list[mmap.mmap] = []
+        self._maps: list[torch.Tensor] = []
         self._pinned: list[int] = []
 
     def allocate(self, size: int, *, write_combined: bool = False) -> int:
         """Return the address of new, aligned memory that stays until `close`. The processor should not read
         write-combined memory: that is slow. Raises OSError and TransferError."""
         if self._cuda is None:
-            memory = mmap.mmap(-1, size)
-            self._maps.append(memory)
-            return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+            self._maps.append(zeros((size,), torch.uint8))
+            return self._maps[-1].data_ptr()
         with self._cuda.on(self._index):
             self._pinned.append(self._cuda.allocate_host(size, write_combined=write_combined))
         return self._pinned[-1]

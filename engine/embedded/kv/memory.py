@@ -44,6 +44,15 @@ class KvMemory:
         return [region_of(blocks) for blocks in self.blocks]
 
 
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Allocate anonymous pages, which take memory only once they are written; large ones where the system has them."""
+    size = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
 def shared_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Allocate zeros on the host that other processes of this machine can be allowed to read. Pages take memory once
     they are written."""

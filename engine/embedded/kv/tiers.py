@@ -12,7 +12,7 @@ import logging
 import queue
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -35,8 +35,9 @@ from engine.transfer.base import TransferError
 
 DEVICE, HOST, DISK = range(3)
 """Cache levels, as KV events number them."""
-_ABSENT = 3
-_LOADERS = 2
+ABSENT = 3
+LOADERS = 2
+"""Threads that load blocks."""
 _OVERHEAD_SECONDS = 0.002
 """Time for which a load delays a sequence, whatever its size."""
 _REMEMBERED = 4
@@ -61,6 +62,34 @@ class Speeds(NamedTuple):
     def of(self, level: int, group: int) -> float:
         """Return the seconds that loading a block from a cache level takes."""
         return (self.host if level == HOST else self.disk)[group] if level in (HOST, DISK) else 0.0
+
+
+class Weighed(NamedTuple):
+    """Leading blocks of a prefix: how many some level has, how many the device has, and up to where loading saves most
+    time, which includes those of the device."""
+
+    usable: int
+    present: int
+    offered: int
+
+
+def weigh(levels: Iterable[int], speeds: Speeds) -> Weighed:
+    """Weigh a prefix where attention is full, by the fastest level that has each block."""
+    costs = [speeds.of(level, 0) for level in (DEVICE, HOST, DISK)]
+    end = present = offered = 0
+    gain, load = 0.0, _OVERHEAD_SECONDS
+    for level in levels:
+        if level == ABSENT:
+            break
+        end += 1
+        if level == DEVICE and present == end - 1:
+            present = offered = end
+            continue
+        load += costs[level]
+        saved = (end - present) * speeds.compute - load
+        if saved > gain:
+            offered, gain = end, saved
+    return Weighed(end, present, offered)
 
 
 class _BlockLoad(NamedTuple):
@@ -102,7 +131,8 @@ class _TierReading:
         self.num_bytes = sum(item.size for item in items)
         self.left = deque(items)
         self.cancelled = False
-        self.failure: tuple[_BlockLoad, Exception] | None = None
+        self.failure: tuple[_BlockLoad | None, Exception] | None = None
+        """An error, and the block whose load it ended; None if it came before any."""
         self.took: deque[tuple[int, int, float]] = deque()
         """Cache level, bytes and seconds of loads."""
         self._tiers = tiers
@@ -112,7 +142,7 @@ class _TierReading:
         self._over = False
 
     def begin(self, loaders: ThreadPoolExecutor, load: Callable[["_TierReading"], None]) -> None:
-        self._futures = [loaders.submit(load, self) for _ in range(min(_LOADERS, len(self.left)))]
+        self._futures = [loaders.submit(load, self) for _ in range(min(LOADERS, len(self.left)))]
 
     def done(self) -> bool:
         if not all(future.done() for future in self._futures):
@@ -165,7 +195,7 @@ class Tiers:
         self._avoided: dict[str, tuple[int, int]] = {}
         """Blocks on the host and on the disk that requests do not load because computing them is faster."""
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="kv-save")
-        self._loaders = ThreadPoolExecutor(_LOADERS, thread_name_prefix="kv-load")
+        self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="kv-load")
         self._buffers: queue.SimpleQueue[int] = queue.SimpleQueue()
         """Addresses of memory for one file each."""
         for group, pool in enumerate(blocks.pools):
@@ -175,13 +205,18 @@ class Tiers:
         """Add a disk tier. Raises OSError."""
         self.disk = DiskTier(root, digest, self._sizes, max_bytes, lambda name: self._lost(DISK, name))
         self._buffer_bytes = HEADER_LIMIT + max(map(padded, self._sizes))
-        for _ in range(_LOADERS):
+        for _ in range(LOADERS):
             self._buffers.put(self._device.allocate(self._buffer_bytes))
+
+    @property
+    def saving(self) -> bool:
+        """Whether a thread is copying from the device."""
+        return bool(self._saving)
 
     @property
     def working(self) -> bool:
         """Whether threads are copying from the device or to the disk."""
-        return bool(self._saving) or (self.disk is not None and self.disk.working)
+        return self.saving or (self.disk is not None and self.disk.working)
 
     def stats(self) -> tuple[TierStats, ...]:
         """Return figures of each tier."""
@@ -241,19 +276,33 @@ class Tiers:
             return 0
         size = self._blocks.block_size
         keys = sequence.extend_keys(size)[: (len(sequence.tokens) - 1) // size]
-        groups = range(len(self._sizes))
+        if self._blocks.sliding:
+            usable, present, count = self._weighed_windows(keys)
+        else:
+            usable, present, count = weigh((self._level((0, key)) for key in keys), self.speeds)
+        self._avoided.pop(sequence.request.request_id, None)
+        if usable > count:
+            levels = [self._level((0, key)) for key in keys[count:usable]]
+            self._avoided[sequence.request.request_id] = levels.count(HOST), levels.count(DISK)
+        if count == present:
+            return 0
+        self._touch(keys[:count])
+        return count * size
+
+    def _weighed_windows(self, keys: Sequence[BlockKey]) -> Weighed:
+        """Weigh a prefix where some groups attend to a window."""
+        size, groups = self._blocks.block_size, range(len(self._sizes))
         seconds: list[list[float]] = [[0.0] for _ in groups]
         """Seconds to load each group's blocks up to each index."""
         runs, device_runs = [0] * len(self._sizes), [0] * len(self._sizes)
         """Blocks up to each index that some level has, and that the device has, without a gap."""
-        present = usable = count = 0
-        """Blocks that the device alone has, that all levels have, and that are offered."""
+        usable = present = count = 0
         gain = 0.0
         """Seconds that this saves."""
         for end, key in enumerate(keys, 1):
             for group in groups:
                 level = self._level((group, key))
-                runs[group] = 0 if level == _ABSENT else runs[group] + 1
+                runs[group] = 0 if level == ABSENT else runs[group] + 1
                 device_runs[group] = device_runs[group] + 1 if level == DEVICE else 0
                 seconds[group].append(seconds[group][-1] + self.speeds.of(level, group))
             needed = [end - pool.first(end * size) for pool in self._blocks.pools]
@@ -269,14 +318,7 @@ class Tiers:
             saved = (end - present) * self.speeds.compute - load - _OVERHEAD_SECONDS
             if saved > gain:
                 count, gain = end, saved
-        self._avoided.pop(sequence.request.request_id, None)
-        if usable > count:
-            levels = [self._level((0, key)) for key in keys[count:usable]]
-            self._avoided[sequence.request.request_id] = levels.count(HOST), levels.count(DISK)
-        if count == present:
-            return 0
-        self._touch(keys[:count])
-        return count * size
+        return Weighed(usable, present, count)
 
     def read(self, sequence: Prompt, missing: list[list[int]]) -> _TierReading:
         items = []
@@ -360,7 +402,7 @@ class Tiers:
         if reading.failure is not None:
             self.refuse(sequence)
             item, error = reading.failure
-            if item.slot is not None:
+            if item is None or item.slot is not None:
                 self._figures[HOST].failures += 1
             elif self.disk is not None:
                 self.disk.failed(item.name, error)
@@ -413,11 +455,11 @@ class Tiers:
         if name in self.host:
             return HOST
         if self.disk is None:
-            return _ABSENT
+            return ABSENT
         if name not in self.disk:
             found = self.disk.discover(name)
             if found is None:
-                return _ABSENT
+                return ABSENT
             self._tell(found)
         return DISK
 
@@ -529,7 +571,6 @@ class Tiers:
                 copies.wait()
                 reading.took.append((HOST, 0, time.perf_counter() - started))
         except (DiskError, TransferError) as error:
-            assert item is not None
             reading.failure = item, error
         finally:
             if buffer:

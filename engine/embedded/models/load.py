@@ -2,6 +2,7 @@
 import it."""
 
 import contextlib
+import gc
 import logging
 import threading
 from collections.abc import Collection, Iterator
@@ -40,7 +41,7 @@ def load_runner(config: EmbeddedConfig) -> ModelRunner:
 def import_runner(config: EmbeddedConfig) -> None:
     """Import the runner that `load_runner` tries first. A device gets no context."""
     kind = "cuda" if device_of(config).type == "cuda" else "native"
-    with contextlib.suppress(ImportError):  # `load_runner` says so, or takes another
+    with contextlib.suppress(ImportError), _uncollected():  # `load_runner` says so, or takes another
         import_module(f"engine.embedded.models.{'torch' if config.attention == 'sdpa' else kind}.runner")
 
 
@@ -120,12 +121,25 @@ def _load(config: EmbeddedConfig) -> ModelRunner:
 
 
 def _by_transformers(config: EmbeddedConfig) -> ModelRunner:
-    from engine.embedded.models.torch.runner import TorchRunner  # noqa: PLC0415
+    with _uncollected():
+        from engine.embedded.models.torch.runner import TorchRunner  # noqa: PLC0415
 
     runner = TorchRunner(config)
     runner.shared_weights = SharedWeights(config)
     runner.shared_weights.give_up("transformers computes this model")
     return runner
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Import without the garbage collector, which would walk the million objects of transformers again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _on_gpu(config: EmbeddedConfig) -> ModelRunner:
@@ -137,7 +151,8 @@ def _on_gpu(config: EmbeddedConfig) -> ModelRunner:
             raise EngineFailure(f"{asked} cannot be used with ATTENTION=sdpa")
         return _by_transformers(config)
     try:
-        from engine.embedded.models.cuda.runner import CudaRunner  # noqa: PLC0415 - needs Triton and FlashInfer
+        with _uncollected():
+            from engine.embedded.models.cuda.runner import CudaRunner  # noqa: PLC0415 - needs Triton and FlashInfer
 
         return CudaRunner(config)
     except (ImportError, UnsupportedModelError) as error:

@@ -6,6 +6,7 @@ it, even in the middle of a batch. SIGTERM, SIGINT and SIGHUP are ignored: a ser
 too, which still drains.
 """
 
+import gc
 import logging
 import os
 import queue
@@ -85,8 +86,10 @@ def _serve(options: Options, channel: socket.socket, loaded: "Future[BatchEncode
     sending = threading.Lock()
 
     def load() -> None:
+        gc.disable()  # imports make a million objects that stay
         from engine.embedded.vision.batches import BatchEncoder  # noqa: PLC0415 - slow to import, in this thread
 
+        gc.enable()
         encoder = BatchEncoder(options.config)
         loaded.set_result(encoder)
         channel.sendall(packed(EncoderReady(encoder.info, encoder.together)))

@@ -30,7 +30,7 @@ class EventSources:
 
     endpoints: tuple[str, ...] = ()
     replays: tuple[str, ...] = ()
-    port: int = 5557
+    port: int = 0
     """0 for none."""
     replay_port: int = 0
     """0 for none."""

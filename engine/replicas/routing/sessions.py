@@ -13,9 +13,10 @@ class Affinity:
     """Ids that bind a request to a replica. The first one for which the router knows a replica decides."""
 
     responses: tuple[str, ...] = ()
-    """Ids of the stored responses that the request continues or asks for."""
+    """Ids of the stored responses that the request continues or asks for; also of batches, videos and files."""
     conversation: str = ""
-    """The conversation that the request continues, with its owner; empty for none."""
+    """The conversation that the request continues, or the list of batches that it reads or makes longer, with its
+    owner; empty for none."""
     session: str = ""
     """The session that the client names; empty for none."""
 

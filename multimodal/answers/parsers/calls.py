@@ -1,7 +1,6 @@
-"""Reading the output of a choice piece by piece, and the calls in it.
-
-What reads is a generator that pulls from a buffer, and yields where it needs more of the output. What was read leaves
-the buffer, so that the work per token does not grow with the answer.
+"""Reading of the output of a choice piece by piece, and of the calls in it. The reader is a generator that pulls from a
+buffer, and yields when it needs more output. Read text leaves the buffer, so that the work per token does not grow with
+the answer.
 """
 
 import html
@@ -33,7 +32,13 @@ Reading = Generator[None, None, None]
 Sink = Callable[[str], None]
 
 _CHARACTERS = re.compile(rf'[^"\\\x00-\x1f{STAND_INS}]+')
-_HEX = re.compile(r"[0-9a-fA-F]{4}")
+_HIGH, _LOW = r"[dD][89abAB][0-9a-fA-F]{2}", r"[dD][c-fC-F][0-9a-fA-F]{2}"
+_NO_LOW = r"(?=[^\\]|\\[^u]|\\u[^dD]|\\u[dD][^c-fC-F]|EOS)"
+_UNICODE = Pattern(
+    rf"u(?:{_HIGH}\\u{_LOW}|(?P<half>{_HIGH}{_NO_LOW}|{_LOW})|(?:[0-9a-cefA-CEF][0-9a-fA-F]|[dD][0-7])[0-9a-fA-F]{{2}})",
+    {},
+)
+"""The escape of a character behind its backslash, or `half` of one: a surrogate without the other."""
 _SCALAR = re.compile(r"[\w.+\-]{1,1000}")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+\-]?\d+)?")
 _LITERALS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
@@ -41,6 +46,7 @@ _BARE = re.compile(rf"[^,:{{}}\[\]{STAND_INS}]+")
 _PYTHON = re.compile(r"""[^"'\[\](){},\\]+""")
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 _LONGEST_NAME = 256
+_DEEPEST = 512  # nested further, a value cannot be read again by most readers of JSON
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -66,13 +72,13 @@ class CallState:
 
 
 class CallReader:
-    """Reads calls from a buffer of output. Who inherits reads the rest, and knows what to do with text."""
+    """Reads calls from a buffer of output. A subclass reads the rest, and handles text."""
 
     def __init__(
         self, family: OutputFormat, tools: Mapping[str, Schema], tokens: SpecialTokens, whole_calls: bool
     ) -> None:
         self.malformed = 0
-        """Calls that came out as text or broke off."""
+        """Number of calls that became text or broke off."""
         self._family = family
         self._schemas = tools
         self._tokens = tokens
@@ -115,7 +121,7 @@ class CallReader:
         return text
 
     def _match(self, pattern: Pattern) -> Generator[None, None, "regex.Match[str] | None"]:
-        """Return the match right here, once it is clear that there is one, or not."""
+        """Return the match at the start of the buffer, once it is clear whether there is one."""
         while True:
             found = pattern.match(self._buffer, self._position, self._final)
             if found is None or not found.partial:
@@ -163,28 +169,27 @@ class CallReader:
 
     # Calls.
     def _calls(
-        self, tools: ToolFormat, found: "regex.Match[str]", before: Sequence[str] = (), known: bool = False
+        self, tools: ToolFormat, found: "regex.Match[str]", before: Sequence[str] = (), unmarked: bool = False
     ) -> Generator[None, None, bool]:
-        """Read a call, or a list of some. Return whether it was one; otherwise it is text. `known` calls have no marker
-        of their own, but the name of a tool; where the format has markers they are no calls before they are complete,
-        with all calls of their list.
+        """Read a call, or a list of calls. Return whether it was one; otherwise it is text. An `unmarked` call has to
+        name a tool of the request. If the format has markers, it comes out whole, together with all calls of its list.
         """
         groups = found.groupdict()
-        whole, self._whole = self._whole, self._whole or (known and bool(tools.loose))
+        whole, self._whole = self._whole, self._whole or (unmarked and bool(tools.loose))
         name, call_id = groups.get("name"), groups.get("id")
         self._record = list(before)
         self._take(found.end())
         self._call = CallState(tools.id_length)
-        self._list = [] if known and tools.loose else None
+        self._list = [] if unmarked and tools.loose else None
         try:
             if name is not None and not isinstance(tools.content, WholeCalls):
                 self._begin(self._tokens.show(name), call_id)
             match tools.content:
                 case JsonCall() as content if name is None:
-                    yield from self._json_calls(content, known)
+                    yield from self._json_calls(content, unmarked)
                 case Pythonic():
                     self._list = [] if self._whole else None
-                    yield from self._python_calls(known)
+                    yield from self._python_calls(unmarked)
                 case Params() as content:
                     yield from self._params(content)
                 case Bare(quote):
@@ -201,7 +206,7 @@ class CallReader:
                 self._after_call = True
             yield from self._leave_out(self._pattern(tools.end))
         except Malformed:
-            self._break(other=known and self._call.name is None)
+            self._break(malformed=not unmarked or self._call.name is not None)
             return False
         finally:
             self._record = self._list = None
@@ -209,7 +214,7 @@ class CallReader:
         return True
 
     def _leave_out(self, pattern: Pattern) -> Reading:
-        """Leave out a marker right here, if there is one, or the beginning of one that ends the output."""
+        """Drop a marker at the start of the buffer, or the beginning of one at the end of the output."""
         while (found := pattern.match(self._buffer, self._position, False)) is not None and found.partial:
             if self._final:
                 break
@@ -249,9 +254,9 @@ class CallReader:
         self._spaces.clear()
         self._parts.extend(calls)
 
-    def _break(self, other: bool = False) -> None:
-        """Pass on the text of a malformed call, as far as it has not been passed on; `other`: of text that was none."""
-        self.malformed += not other
+    def _break(self, malformed: bool = True) -> None:
+        """Pass on the rest of the text of a `malformed` call, or of text that never was a call."""
+        self.malformed += malformed
         record, self._record = self._record, None
         if self._list is not None:
             self._index -= len(self._list)
@@ -261,19 +266,20 @@ class CallReader:
         elif record is not None:
             self._text("".join(record))
 
-    def _json_calls(self, content: JsonCall, known: bool) -> Reading:
+    def _json_calls(self, content: JsonCall, unmarked: bool) -> Reading:
         if (yield from self._next()) == "{":
-            yield from self._json_call(content, known)
+            yield from self._json_call(content, unmarked)
             return
         yield from self._expect("[")
         while (yield from self._next()) != "]":
-            yield from self._json_call(content, known)
+            yield from self._json_call(content, unmarked)
             if (yield from self._next()) != "]":
                 yield from self._expect(",")
         yield from self._expect("]")
 
-    def _json_call(self, content: JsonCall, known: bool) -> Reading:
-        """Read an object with a name and arguments, in any order; also one inside another's `function`."""
+    def _json_call(self, content: JsonCall, unmarked: bool) -> Reading:
+        """Read an object with a name and arguments, in any order; it may be the value of `function` in another
+        object."""
         yield from self._expect("{")
         depth = 1
         while depth:
@@ -287,25 +293,25 @@ class CallReader:
                     yield from self._expect("{")
                     depth += 1
                     continue
-                yield from self._json_field(content, key, known)
+                yield from self._json_field(content, key, unmarked)
             if depth and (yield from self._next()) == ",":
                 yield from self._expect(",")
-        if self._call.name is None or (known and not self._call.given):
+        if self._call.name is None or (unmarked and not self._call.given):
             raise Malformed
         if not self._call.given:
             self._pass("{}")
         self._end()
 
-    def _json_field(self, content: JsonCall, key: str, known: bool) -> Reading:
+    def _json_field(self, content: JsonCall, key: str, unmarked: bool) -> Reading:
         if (key in content.names or key == "function") and self._call.name is None:
             yield from self._expect('"')
             name = yield from self._word()
-            if not name or (known and name not in self._schemas):
+            if not name or (unmarked and name not in self._schemas):
                 raise Malformed
             self._begin(name)
         elif key in content.arguments and not self._call.given:
             yield from self._arguments()
-        elif known and key not in ("id", "type"):
+        elif unmarked and key not in ("id", "type"):
             raise Malformed
         else:
             ignored: list[str] = []
@@ -318,7 +324,7 @@ class CallReader:
         return str(json.loads(f'"{"".join(pieces)}"'))
 
     def _arguments(self) -> Reading:
-        """Read the arguments of a call, an object in JSON; also one that is written as a string, or null."""
+        """Read the arguments of a call: a JSON object, which may be written as a string, or null."""
         self._call.given = True
         first = yield from self._next()
         if first == "{":
@@ -336,10 +342,8 @@ class CallReader:
         self._pass(_encoded(value))
 
     def _json(self, sink: Sink) -> Reading:
-        """Read a value in JSON, and pass it on as it comes, without white space of its own.
-
-        Some mistakes of models are mended: control characters and unknown escapes in strings, a comma too many, and
-        Python's spelling of constants.
+        """Read a JSON value, and pass it on incrementally, without white space between tokens. Some mistakes of models
+        are corrected: control characters and unknown escapes in strings, superfluous commas, and Python's constants.
         """
         closers: list[str] = []
         state = "value"
@@ -355,6 +359,8 @@ class CallReader:
                 sink('"')
                 state = ":" if state == "key" else ","
             elif character in "{[" and state in ("value", "item"):
+                if len(closers) == _DEEPEST:
+                    raise Malformed
                 self._take(self._position + 1)
                 sink(comma + character)
                 closers.append("}" if character == "{" else "]")
@@ -402,7 +408,7 @@ class CallReader:
         return word
 
     def _string(self, sink: Sink, longest: int | None = None) -> Reading:
-        """Read a string of JSON behind its first quote, and pass on what is between the quotes."""
+        """Read a JSON string behind its first quote, and pass on the text between the quotes."""
         length = 0
         while True:
             if self._position >= len(self._buffer):
@@ -422,13 +428,13 @@ class CallReader:
                 sink(_quoted(character))
                 continue
             yield from self._more()
+            escape = (yield from self._match(_UNICODE)) if self._buffer[self._position] == "u" else None
+            if escape is not None:
+                text = self._take(escape.end())
+                sink("\\" + text if escape["half"] is None else "\\ufffd")
+                continue
             character = self._take(self._position + 1)
-            if character == "u":
-                while len(self._buffer) < self._position + 4 and not self._final:
-                    yield
-                found = _HEX.match(self._buffer, self._position)
-                sink("\\u" + self._take(found.end()) if found is not None else "\\\\u")
-            elif character in '"\\/bfnrt':
+            if character in '"\\/bfnrt':
                 sink("\\" + character)
             elif character == "'":
                 sink("'")
@@ -525,6 +531,8 @@ class CallReader:
                 sink('"')
                 state = ","
             elif character in "{[":
+                if len(closers) == _DEEPEST:
+                    raise Malformed
                 self._take(self._position + 1)
                 sink(comma + character)
                 closers.append("}" if character == "{" else "]")
@@ -574,14 +582,14 @@ class CallReader:
             self._pass(_encoded(arguments))
             self._end()
 
-    def _python_calls(self, known: bool) -> Reading:
+    def _python_calls(self, unmarked: bool) -> Reading:
         """Read a list of Python calls. They count when the list is complete."""
         yield from self._expect("[")
         while True:
             if (yield from self._next()) == "]":
                 raise Malformed
             name = (yield from self._python_until("(")).strip()
-            if _NAME.fullmatch(name) is None or (known and name not in self._schemas):
+            if _NAME.fullmatch(name) is None or (unmarked and name not in self._schemas):
                 raise Malformed
             self._begin(name)
             yield from self._python_arguments()
@@ -609,7 +617,7 @@ class CallReader:
         self._pass("}")
 
     def _python_until(self, ends: str) -> Generator[None, None, str]:
-        """Read Python up to one of `ends` that is in no string and no bracket."""
+        """Read Python up to one of `ends` outside strings and brackets."""
         pieces: list[str] = []
         depth, quote = 0, ""
         while True:
@@ -640,7 +648,7 @@ class CallReader:
 
 
 def _declared(groups: Mapping[str, str | None], types: set[str]) -> set[str]:
-    """Return the types that an argument's own marker names, otherwise those of the schema."""
+    """Return the types named by an argument's own marker, otherwise those of the schema."""
     if groups.get("string") == "true" or groups.get("type") == "string":
         return {"string"}
     if groups.get("string") == "false" or groups.get("type") is not None:
@@ -657,5 +665,5 @@ def _encoded(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return text as it stands between the quotes of JSON."""
+    """Return text in the escaped form of a JSON string."""
     return _encoded(text)[1:-1]

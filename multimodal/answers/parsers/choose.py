@@ -91,9 +91,8 @@ _MODEL_TYPES: dict[str, tuple[str | None, str | None]] = {
 
 
 def choose(chat_template: str | None, model_type: str | None) -> tuple[str | None, str | None]:
-    """Return the names of the tool parser and the reasoning parser for a model; None where it seems to need none.
-
-    The chat template decides, since fine-tuned models bring their own; the model's type where the template is silent.
+    """Return the names of the tool parser and the reasoning parser for a model; None if it needs none. The chat
+    template decides, since fine-tuned models have their own; without a match there, the model's type does.
     """
     template = chat_template or ""
     tools, reasoning = _MODEL_TYPES.get(model_type or "", (None, None))

@@ -23,12 +23,12 @@ class FamilyParser(CallReader):
     """Finds reasoning and tool calls as a family of models writes them.
 
     `tools` maps the names of the request's tools to the schemas of their arguments; without any, calls are text.
-    `prompt` is the end of the prompt, from where the answer's message begins: the parser starts where it leaves off,
-    say inside reasoning. `tokenizer` and `skip_special_tokens` are what made the text: by them, special tokens are
-    known by their ids, shown or not.
+    `prompt` is the end of the prompt, from the beginning of the answer's message: the parser starts in the state at its
+    end, for example inside reasoning. `tokenizer` and `skip_special_tokens` are those that made the text: with them,
+    special tokens are recognised by id, whether or not the text shows them.
 
-    With `whole_calls`, a call is one part, and one that never completes comes out as text. Without, its arguments are
-    passed on as they come, and a call that breaks off stays as far as it went: what was sent cannot be taken back.
+    With `whole_calls`, a call is one part, and one that never completes becomes text. Without it, arguments are passed
+    on incrementally, and a call that breaks off stays incomplete: sent parts cannot be taken back.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class FamilyParser(CallReader):
         return _joined(parts) if len(parts) > 1 else parts
 
     def _count(self) -> None:
-        """Note how many tokens the reasoning took, and forget those that were read."""
+        """Count the tokens of reasoning, and drop the read ones."""
         tokens = self._tokens.read_up_to(len(self._buffer) - self._position)
         if self._inside and tokens and not self._silent:
             self._parts.append(Reasoning("", tokens))
@@ -130,7 +130,7 @@ class FamilyParser(CallReader):
             self._spaces.append(text[len(body) :])
 
     def _flush(self) -> None:
-        """Pass on white space that the output ends with."""
+        """Pass on white space at the end of the output."""
         if self._spaces and not self._after_call:
             text = "".join(self._spaces)
             self._spaces.clear()
@@ -176,7 +176,7 @@ class FamilyParser(CallReader):
             elif groups.get("call") is not None and tools is not None:
                 yield from self._calls(tools, found)
             elif groups.get("loose") is not None and tools is not None:
-                yield from self._calls(tools, found, known=True)
+                yield from self._calls(tools, found, unmarked=True)
             else:
                 self._interrupted &= groups.get("close") is None
                 self._skip(found)
@@ -202,7 +202,7 @@ class FamilyParser(CallReader):
             yield
 
     def _skip(self, found: "regex.Match[str]") -> None:
-        """Leave out a marker, and white space before it."""
+        """Drop a marker, and white space before it."""
         self._take(found.end())
         self._spaces.clear()
 
@@ -251,7 +251,7 @@ class FamilyParser(CallReader):
         """Read calls that have no marker, as long as there are some right here."""
         while True:
             found = yield from self._match(pattern)
-            if found is None or not (yield from self._calls(tools, found, known=True)):
+            if found is None or not (yield from self._calls(tools, found, unmarked=True)):
                 return
 
     # Messages with headers.
@@ -275,7 +275,7 @@ class FamilyParser(CallReader):
             yield from self._message(messages, captures)
 
     def _malformed_message(self, messages: MessagesFormat, restart: Pattern) -> Reading:
-        """Pass on as text what begins with no header. A header at the end of the output says nothing."""
+        """Pass on output without a header as text. A header at the end of the output is dropped."""
         rest = self._buffer[self._position :]
         if self._final and self._pattern(messages.unfinished).match(rest, 0, True) is not None:
             self._position = len(self._buffer)
@@ -324,7 +324,7 @@ class FamilyParser(CallReader):
 
 
 def _anchors(family: OutputFormat, tools: ToolFormat | None, stray: bool) -> str:
-    """Return a pattern of all that ends text; `stray` adds the end of reasoning that a call interrupted."""
+    """Return a pattern of every end of text; `stray` adds the end of reasoning that a call interrupted."""
     found = []
     reasoning = family.reasoning
     if family.says is not None:
@@ -348,7 +348,7 @@ def _anchors(family: OutputFormat, tools: ToolFormat | None, stray: bool) -> str
 
 
 def _joined(parts: Sequence[Part]) -> list[Part]:
-    """Join what belongs together."""
+    """Join consecutive parts of the same kind."""
     joined: list[Part] = []
     for key, group in groupby(parts, key=lambda part: part.index if isinstance(part, ToolCall) else type(part)):
         same = list(group)

@@ -1,4 +1,4 @@
-"""Formats in which families of models write reasoning and tool calls. A family is data; `engine.py` reads it.
+"""Formats of reasoning and tool calls in families of models. A family is data, which `engine.py` interprets.
 
 Patterns are regular expressions. A literal between « and » is a marker: where the tokenizer has it as a special token,
 it is recognised by that token's id alone, whether or not the detokenizer shows it, and the same text in other tokens is
@@ -17,7 +17,7 @@ NAME = r"[^\s<>{}\[\]()\"']{1,256}"
 
 
 class Malformed(Exception):
-    """The output stopped being what it began as."""
+    """The output does not continue as it began."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ReasoningFormat:
     begin: str
     end: str
     cut: str = ""
-    """Begins something else, which ends reasoning too."""
+    """Begins another part, which ends reasoning, too."""
     implied: bool = False
     """The output begins inside, unless the prompt says otherwise: the model leaves the first marker out."""
     aliases: tuple[str, ...] = ()
@@ -105,10 +105,10 @@ class ToolFormat:
     separator: str = ""
     """Text between two calls, as the model writes it."""
     bare: str = ""
-    """Begins a call too, where only white space came before: the format has no marker. The name must be a tool's."""
+    """Also begins a call, after white space only, in formats without a marker. The name must be that of a tool."""
     loose: str = ""
-    """Begins a call too, wherever it is, as small models write calls. The name must be a tool's. With this, calls
-    without the marker come out whole, since they are none if they do not end as such."""
+    """Also begins a call, anywhere, as small models write them. The name must be that of a tool. Such calls come out
+    whole, since they count only if they end correctly."""
     marker: str = ""
     """Markers that begin calls. They are dropped where the output ends right behind them."""
     markup: str = ""
@@ -123,7 +123,7 @@ class ToolFormat:
 
 @dataclass(frozen=True)
 class MessagesFormat:
-    """An output of several messages, each with a header that says what it is."""
+    """An output of several messages, each with a header that names its kind."""
 
     name: str
     header: str
@@ -162,7 +162,7 @@ class OutputFormat:
     tools: ToolFormat | None = None
     messages: MessagesFormat | None = None
     start: str = ""
-    """Ends what the parser leaves out of a prompt: its last match is right before the answer's message."""
+    """Its last match in a prompt is right before the answer's message; the parser ignores the prompt up to there."""
     says: tuple[str, str] | None = None
     """Markers around text of the answer; other text is dropped."""
 

@@ -1,4 +1,4 @@
-"""Markers and patterns: special tokens are known by their ids, and matches by what may still complete them."""
+"""Markers and patterns: special tokens are recognised by id, and matches may still be incomplete."""
 
 import re
 from collections import deque
@@ -32,7 +32,7 @@ class Pattern:
         self._starts = re.compile(f"[{re.escape(''.join(sorted(starts)))}]" if starts else "(?!)")
 
     def search(self, text: str, start: int, final: bool) -> "regex.Match[str] | None":
-        """Return the first match. One that more output may complete, or end, is partial."""
+        """Return the first match. It is partial if more output may complete or extend it."""
         if final:
             return self._end.search(text, start)
         if self._starts.search(text, start) is None:  # much faster, and almost always so
@@ -49,7 +49,7 @@ class Pattern:
 
 
 def _bounded(found: "regex.Match[str] | None", text: str) -> "regex.Match[str] | None":
-    """Give up on a match that is still open after many characters: they would be read again with every token."""
+    """Give up a match that is still partial after many characters, which would be read again with every token."""
     return None if found is not None and found.partial and len(text) - found.start() > _LONGEST_MATCH else found
 
 
@@ -147,7 +147,7 @@ class SpecialTokens:
         return text
 
     def show(self, text: str) -> str:
-        """Return text as it is without stand-ins."""
+        """Return text with stand-ins replaced by the tokens' texts."""
         if not self._shown or _STAND_IN.search(text) is None:
             return text
         return _STAND_IN.sub(lambda found: self._shown.get(found[0], ""), text)

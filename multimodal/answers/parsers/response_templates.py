@@ -165,14 +165,14 @@ def _json(text: str, arguments: Field) -> Any:
 
     def keep(found: "regex.Match[str]") -> str:
         strings.append(found[1])
-        return f"\ue000{len(strings) - 1}\ue001"
+        return f"\ud800{len(strings) - 1}\ud801"  # lone surrogates, which decoded text never has
 
     source = text
     for begin, end in arguments.get("string_delims", []):
         source = regex.sub(regex.escape(begin) + r"(.*?)" + regex.escape(end), keep, source, flags=regex.DOTALL)
     if arguments.get("unquoted_keys"):
         source = regex.sub(r"(?<=[{,])\s*(\w+):", r'"\1":', source)
-    source = regex.sub("\ue000(\\d+)\ue001", lambda found: json.dumps(strings[int(found[1])]), source)
+    source = regex.sub("\ud800(\\d+)\ud801", lambda found: json.dumps(strings[int(found[1])]), source)
     try:
         return json.loads(source)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Calls that are valid by construction: what a grammar lets a model write, from the description its parser reads."""
+"""Structural tags, with which a grammar makes calls valid, from the same description that the parser uses."""
 
 import re
 from collections.abc import Mapping
@@ -110,7 +110,7 @@ def structural_tags(
 
 
 def _trigger(family: OutputFormat, written: str) -> str:
-    """Return the shortest start of `written` that begins a call for the parser: its first marker, if it has one."""
+    """Return the shortest beginning of `written` that begins a call for the parser: its first marker, if it has one."""
     if family.tools is None:
         return written
     pattern = family.tools.section[0] if family.tools.section is not None else family.tools.begin

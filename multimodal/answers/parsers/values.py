@@ -46,7 +46,7 @@ def types_of(schema: Schema | None) -> set[str]:
 
 
 def cast(text: str, types: set[str]) -> Any:
-    """Return the value that a text stands for. A text that matches no type stays a text."""
+    """Return the value of a text by its types. A text that matches no type stays a text."""
     stripped = text.strip()
     if "string" in types and not ("null" in types and stripped in ("null", "None")):
         return text
@@ -68,9 +68,7 @@ def cast(text: str, types: set[str]) -> Any:
 
 
 def json_value(source: str) -> Any:
-    """Return the value of JSON. Raises ValueError, also for numbers that cannot be written again, and
-    RecursionError.
-    """
+    """Return the value of JSON. Raises ValueError, also for numbers that JSON cannot represent, and RecursionError."""
     return json.loads(source, parse_constant=_finite, parse_float=_finite)
 
 

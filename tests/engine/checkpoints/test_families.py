@@ -1,4 +1,4 @@
-"""The table of families says what transformers' classes say, and whoever reads a model folder reads the same."""
+"""The table of families agrees with transformers' classes, and all readers of a model folder read the same facts."""
 
 import json
 from pathlib import Path
@@ -245,7 +245,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         read_model_facts(tmp_path)
 
 
-def test_what_transformers_refuses_is_told_with_the_folder(tmp_path: Path) -> None:
+def test_errors_of_transformers_name_the_folder(tmp_path: Path) -> None:
     with pytest.raises(EngineFailure, match=f"transformers cannot use the config.json of {tmp_path}: .*hidden_act"):
         load_config(str(write(tmp_path, {"model_type": "llama", "hidden_act": 7})))
     unknown = f"^model_type in the config.json of {tmp_path} is 'unheard_of', which transformers [0-9.]+ does not know$"
@@ -294,7 +294,7 @@ def test_values_that_models_have(values: dict[str, Any]) -> None:
     ModelFacts({"vocab_size": 8, "max_position_embeddings": 8} | values).check()
 
 
-def test_what_every_engine_needs_is_checked_before_the_weights_are_loaded() -> None:
+def test_required_facts_are_checked_before_weights_are_loaded() -> None:
     ModelFacts({"vocab_size": 8, "max_position_embeddings": 8}).check()
     for lacking in ("vocab_size", "max_position_embeddings"):
         with pytest.raises(EngineFailure, match=f"no {lacking}"):

@@ -1,4 +1,4 @@
-"""Downloads from a hub on this machine: what an earlier attempt has fetched is not fetched again."""
+"""Downloads from a hub on this machine: bytes of an earlier attempt are not fetched again."""
 
 import hashlib
 import json

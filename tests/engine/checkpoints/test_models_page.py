@@ -1,4 +1,4 @@
-"""docs/models.md says what is supported: its tables are made here, from the tables that the product uses.
+"""The tables of docs/models.md are generated from the tables that the product uses.
 
 `python -m tests.engine.checkpoints.test_models_page` writes them.
 """

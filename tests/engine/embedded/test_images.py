@@ -103,7 +103,9 @@ def test_greedy_equals_generate_however_it_is_scheduled(
     indirect=["family"],
     scope="module",
 )
-def test_what_was_preempted_is_computed_again(family: Family, prompts: list[Prompt], reuse: bool, overlap: str) -> None:
+def test_preempted_sequences_with_images_are_computed_again(
+    family: Family, prompts: list[Prompt], reuse: bool, overlap: str
+) -> None:
     """There is room for both prompts, and not for what follows."""
     pair = prompts[:2]
     blocks = sum(-(-len(prompt.tokens) // 2) for prompt in pair) + 4

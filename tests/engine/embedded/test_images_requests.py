@@ -1,7 +1,4 @@
-"""Prompts with images in the embedded engine.
-
-They are handed over, lost and refused; other tests name the blocks that they are in.
-"""
+"""Prompts with images in the embedded engine: handoffs, losses, refusals, and the keys of their blocks."""
 
 import struct
 from collections.abc import AsyncIterator
@@ -97,7 +94,7 @@ def test_without_them_the_request_ends_and_others_go_on(
         pair.check_clean()
 
 
-def test_what_another_request_has_computed_is_not_lost(
+def test_blocks_computed_by_another_request_are_reused(
     family: Family, prompts: list[Prompt], expected: list[list[int]]
 ) -> None:
     """The blocks of the image are here; only text is computed."""

@@ -60,7 +60,7 @@ def test_a_sequence_goes_through_its_statuses() -> None:
     assert second.admission > admission
 
 
-def test_what_does_not_fit_the_status_is_our_bug() -> None:
+def test_operations_that_the_status_forbids_raise_assertion_errors() -> None:
     runner = machine()
     sequence = make("a", [1] * 8, 2)
     with pytest.raises(AssertionError):

@@ -1,6 +1,9 @@
 """The embedded engine asleep: memory goes back to the system, tokens stay the same, events say where blocks are."""
 
+import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,15 +13,15 @@ import torch
 
 from engine.config import EmbeddedConfig, SleepConfig
 from engine.embedded.core import EngineCore
-from engine.embedded.kv.memory import discard, shared_zeros
+from engine.embedded.kv.memory import discard, shared_zeros, zeros
 from engine.embedded.kv.tiers import Speeds
-from engine.embedded.models.native.weights import zeros
 from engine.errors import EngineFailure
 from engine.kv_events import Cleared, KvEvent, Removed, Updated
 from engine.sleep import TAGS
 from tests.engine.embedded.models.native.test_native import make_folder
 from tests.engine.embedded.test_equivalence import add
 from tests.engine.embedded.test_tiered_engine import run
+from tests.support.waiting import slowness
 
 PROMPTS = [list(range(3, 60)), list(range(70, 100))]
 KINDS: dict[str, dict[str, Any]] = {
@@ -122,6 +125,28 @@ def test_a_sequence_has_to_end_first(model: Path) -> None:
     core.abort("0")
     asleep(core, 1)
     core.close()
+
+
+def test_a_disk_that_hangs_does_not_keep_an_engine_awake(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do blocks that are copied to the host, though the engine's thread has no time for anything but the order."""
+    core = core_of(model, kv_host_cache_mb=1, kv_disk_cache_mb=16, kv_disk_cache_dir=str(tmp_path))
+    assert core.tiers is not None
+    goes_on, write = threading.Event(), os.writev
+    monkeypatch.setattr(os, "writev", lambda *arguments: goes_on.wait() and write(*arguments))
+    add(core, "0", PROMPTS[0], max_tokens=4)
+    while core.ready:
+        core.step()
+    deadline = time.monotonic() + 20 * slowness()
+    while not core.release_memory(TAGS, 1):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert core.tiers.working, "the disk still writes"
+    goes_on.set()
+    core.resume_memory(TAGS)
+    core.close()
+    assert list(tmp_path.glob("*/0-*"))
 
 
 def test_without_tiers_the_cache_is_cleared_and_with_tiers_blocks_stay_there(model: Path) -> None:

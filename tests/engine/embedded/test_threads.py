@@ -33,6 +33,6 @@ def test_a_containers_quota_bounds_them(tmp_path: Path, files: dict[str, str], t
     assert compute_threads(cgroup=tmp_path) == threads
 
 
-def test_what_is_configured_counts(tmp_path: Path) -> None:
+def test_the_configured_number_of_threads_wins(tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("100000 100000")
     assert (compute_threads(5, tmp_path), compute_threads(0, tmp_path)) == (5, 1)

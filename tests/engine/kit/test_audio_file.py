@@ -81,7 +81,7 @@ def test_decoding_ends_once_nobody_waits() -> None:
         (file(tone(1, 8_000), 8_000, "FLAC")[:3000], "damaged or incomplete"),
     ],
 )
-def test_what_is_wrong_is_said(data: bytes, message: str) -> None:
+def test_invalid_files_are_refused_with_the_reason(data: bytes, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         decode_audio(data, 60)
 

@@ -87,7 +87,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_what_is_no_image_is_refused_in_our_words(encoder: BatchEncoder, kind: str) -> None:
+def test_files_that_are_not_images_are_refused_with_our_message(encoder: BatchEncoder, kind: str) -> None:
     assert refusal(encoder, BAD[kind]) in (
         "the image cannot be read: it must be a whole PNG, JPEG, WEBP or GIF file",
         "the image is damaged or incomplete",

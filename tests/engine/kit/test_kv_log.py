@@ -1,4 +1,4 @@
-"""What a consumer of KV-cache events is told that begins late, and that nothing piles up while there is none."""
+"""Late consumers of KV-cache events get the current state, and without consumers no events accumulate."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ WINDOW = 512
 
 
 async def told(log: KvEventLog) -> list[KvEvent]:
-    """What a consumer is told that comes now."""
+    """The initial events of a new consumer."""
     log.close()
     return [event async for batch in log.batches() for event in batch]
 
@@ -46,7 +46,7 @@ def chains(events: Sequence[KvEvent]) -> list[tuple[int | None, int]]:
     ]
 
 
-async def test_a_late_consumer_is_told_what_is_held_and_goes_on_without_a_gap() -> None:
+async def test_a_late_consumer_gets_the_cached_blocks_and_then_every_event() -> None:
     events = [
         KvEvent(0, Created((9,)), WINDOW),
         stored(1, 1, 2, 3),
@@ -63,7 +63,7 @@ async def test_a_late_consumer_is_told_what_is_held_and_goes_on_without_a_gap() 
     await batches.aclose()
 
 
-async def test_what_a_block_has_is_told_again() -> None:
+async def test_initial_events_repeat_the_media_keys_and_salt_of_blocks() -> None:
     keys = ({"type": "mm_key", "hash": "a" * 64, "start_offset": 0},)
     data = Stored(7, (block(8, (5, 6, 7, 8), mm_keys=keys),), "salt")
     events = await told(log_of(KvEvent(0, data, WINDOW)))
@@ -94,10 +94,9 @@ async def test_windows_and_ranks_have_books_of_their_own() -> None:
     ]
 
 
-async def test_who_listened_before_begins_anew() -> None:
-    """A converter that has missed events starts again from the state of the cache.
-
-    It says that all is cleared, then what is stored, and counts no gap.
+async def test_a_consumer_that_missed_events_starts_from_the_current_state() -> None:
+    """A converter that has missed events starts again from the state of the cache. It reports that all is cleared, then
+    the stored blocks, and counts no gap.
     """
     converter, log = Converter(BLOCK), log_of(KvEvent(0, Created((9,)), WINDOW), stored(1, 1))
     batches = log.batches()
@@ -112,7 +111,7 @@ async def test_who_listened_before_begins_anew() -> None:
     assert converter.lost == 0
 
 
-async def test_nothing_piles_up_while_nobody_listens() -> None:
+async def test_events_do_not_accumulate_without_consumers() -> None:
     engine = create_engine(FakeConfig(num_blocks=64, block_size=BLOCK, context_length=128))
     await engine.start()
     draw, images = random.Random(0), list[MediaSpan]()

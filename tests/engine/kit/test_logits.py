@@ -1,4 +1,4 @@
-"""Logits processors: the registry, and what one may and may not do to a request."""
+"""Logits processors: the registry, and the effects of a processor on its request."""
 
 import logging
 from collections.abc import Iterator, Sequence

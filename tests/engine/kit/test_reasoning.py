@@ -12,7 +12,7 @@ STEPS = {0: {BEGIN: 1}, 1: {END: 0}}
 
 
 def output(budget: int, wanted: Iterable[int], *, inside: bool = True) -> list[int]:
-    """What a model writes that would write `wanted`, and goes on after its reasoning where that is cut short."""
+    """The output of a model that wants to write `wanted`, and continues after its reasoning when that is cut short."""
     progress = ReasoningProgress(ReasoningBudget(budget, (END, LAST), (AGAIN,), inside, STEPS))
     found: list[int] = []
     for token in wanted:
@@ -52,7 +52,7 @@ def test_reasoning_does_not_begin_again_right_after_its_end() -> None:
     assert progress.avoided == ()
 
 
-def test_what_a_guide_demands_instead_ends_what_is_forced() -> None:
+def test_a_token_that_a_guide_requires_ends_the_forced_sequence() -> None:
     progress = ReasoningProgress(ReasoningBudget(0, (END, LAST), (), True, STEPS))
     progress.accept(END)
     progress.accept(8)

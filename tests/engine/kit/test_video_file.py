@@ -92,7 +92,7 @@ def test_decoding_ends_once_nobody_waits() -> None:
         next(frames)
 
 
-def test_what_is_corrupt_is_skipped() -> None:
+def test_corrupt_frames_are_skipped() -> None:
     data = bytearray(AVI)
     second = data.index(b"00dc", data.index(b"00dc") + 4)
     data[second + 8 : second + 200] = bytes(192)

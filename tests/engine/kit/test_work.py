@@ -1,4 +1,4 @@
-"""Requests take turns, however many jobs they bring; what nobody waits for never starts."""
+"""Requests take turns, however many jobs they have; jobs without waiters never start."""
 
 import asyncio
 import threading
@@ -66,7 +66,7 @@ async def test_a_request_does_not_take_all_threads() -> None:
         gate.let("a1", "a2", "a3", "a4", "b1")
 
 
-async def test_what_nobody_waits_for_never_starts() -> None:
+async def test_jobs_of_cancelled_waiters_never_start() -> None:
     gate, lane = Gate(), Lane("test", 1)
     first = asyncio.create_task(ask(lane, gate.jobs("first")))
     await until(lambda: gate.started)

@@ -33,7 +33,7 @@ def pages(service: MemoryService) -> HostPages:
 
 
 def fill(service: MemoryService, text: bytes = b"panels") -> HostPages:
-    """What an engine does that comes first."""
+    """Lease and fill memory, as the first engine does."""
     filling = pages(service)
     assert not filling.filled
     ctypes.memmove(filling.address, text, len(text))
@@ -59,7 +59,7 @@ async def test_the_first_engine_fills_and_the_others_map_the_same_pages(memory_s
     assert (found.filled, found.granted, found.refused) == (1, 1, 0)
 
 
-async def test_nobody_can_write_to_memory_that_is_shared(memory_service: MemoryService) -> None:
+async def test_shared_memory_cannot_be_written_to(memory_service: MemoryService) -> None:
     await to_thread(fill, memory_service)
     granted = await to_thread(lease, memory_service)
     with pytest.raises(OSError):
@@ -127,6 +127,28 @@ async def test_when_the_filling_engine_dies_the_next_one_fills(memory_service: M
     assert not second.filled and len(pending) == 1
     await to_thread(lambda: HostPages(second, SIZE).done())
     assert (await pending.pop()).filled
+
+
+async def test_an_engine_for_which_no_descriptor_is_left_gets_an_answer_and_so_do_others(
+    memory_service: MemoryService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await to_thread(pages, memory_service)
+    others = [asyncio.create_task(to_thread(lease, memory_service)) for _ in range(2)]
+    await until(lambda: waiting(memory_service) == 2)
+    reopened: list[int] = []
+
+    def reopen(fd: int) -> int:
+        reopened.append(fd)
+        if len(reopened) == 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return os.dup(fd)
+
+    monkeypatch.setattr("engine.memory.service.reopen", reopen)
+    await to_thread(first.done)
+    ends = await asyncio.gather(*others, return_exceptions=True)
+    assert sorted(isinstance(end, MemoryLease) for end in ends) == [False, True]
+    assert any("Too many open files" in str(end) for end in ends)
+    assert memory_service.status.held[0].leases == 2 and memory_service.status.refused == 1
 
 
 async def test_a_lease_ends_with_its_connection_and_unused_memory_is_freed_after_a_while(tmp_path: Path) -> None:

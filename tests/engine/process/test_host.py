@@ -1,4 +1,4 @@
-"""The process boundary: what passes over it, and what becomes of the requests of clients and hosts that go."""
+"""The process boundary: messages across it, and requests of clients and hosts that disappear."""
 
 import asyncio
 import itertools
@@ -92,7 +92,7 @@ async def client(address: str) -> AsyncIterator[EngineClient]:
 @pytest.mark.parametrize(
     "module", ["engine.process.host", "engine.process.client", "engine.process.child", "engine.fake.engine"]
 )
-def test_nothing_heavy_is_imported(module: str) -> None:
+def test_the_host_imports_no_heavy_library(module: str) -> None:
     code = f"import {module}, sys; sys.exit(bool({{'torch', 'transformers', 'fastapi'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

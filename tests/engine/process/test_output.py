@@ -1,4 +1,4 @@
-"""What a parent reads from its host: log lines, and why the host ends."""
+"""Output of a host as its parent reads it: log lines, and the reason for its end."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Any service can be hosted: one that is no engine, with calls that have one result, in a process of its own."""
+"""Hosting of a service other than an engine, in another process, with calls that have one result."""
 
 import asyncio
 import json
@@ -91,7 +91,7 @@ async def test_a_killed_process_fails_its_calls_and_the_next_one_answers(
     assert await client.greet(Person("a")) == Greeting("hello, a")
 
 
-async def test_one_that_cannot_start_says_why() -> None:
+async def test_a_service_that_cannot_start_reports_the_reason() -> None:
     process = ServiceProcess(GREETER, GreeterConfig(""))
     await process.start()
     try:

@@ -1,4 +1,4 @@
-"""When a process is started again, and when not."""
+"""When the supervisor restarts a process, and when it does not."""
 
 import asyncio
 import time
@@ -33,7 +33,7 @@ async def test_pauses_grow_up_to_a_limit_until_an_end_is_final(pauses: Callable[
     assert pauses() == ["0.0005", "0.001", "0.002", "0.003", "0.003"]
 
 
-async def test_an_end_is_logged_without_the_last_words_that_were_logged_already(
+async def test_the_end_of_a_process_is_logged_without_its_repeated_output(
     pauses: Callable[[], list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert await Supervisor(lives(End("it died\nits last\nwords"), End("b\nc", final=True))).run() == "b\nc"
@@ -46,7 +46,7 @@ async def test_a_process_that_served_long_enough_starts_over(pauses: Callable[[]
     assert pauses() == ["0.0005", "0.001", "once:", "0.0005", "0.001", "once:"]
 
 
-async def test_one_that_is_prepared_starts_at_once(pauses: Callable[[], list[str]]) -> None:
+async def test_a_prepared_process_starts_at_once(pauses: Callable[[], list[str]]) -> None:
     ends = [End("a"), End("b", prepared=True), End("c"), End("d", final=True)]
     await Supervisor(lives(*ends)).run()
     assert pauses() == ["0.0005", "once:", "0.001"]

@@ -1,4 +1,4 @@
-"""What passes between the processes keeps its meaning."""
+"""Messages between processes are encoded and decoded without a loss."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""The HTTP client: which connections it keeps, and what becomes of those that end."""
+"""The HTTP client: which connections it keeps, and connections that end."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -82,7 +82,7 @@ async def test_a_connection_that_the_replica_closes_is_not_kept() -> None:
             assert len(server.connections) == count
 
 
-async def test_what_nobody_has_read_does_not_get_into_the_next_answer() -> None:
+async def test_unread_bytes_of_an_answer_do_not_reach_the_next() -> None:
     server = Server(SIZED.replace(b"{}", b"me"), SIZED.replace(b"{}", b"it"))
     async with before(server) as (client, head):
         connection = await client.request(head)  # its body is here too, when its client goes
@@ -166,7 +166,7 @@ async def test_a_head_without_an_end_is_given_up() -> None:
 
 
 async def test_websockets_are_requests_and_end_with_the_others() -> None:
-    """They are not pinged: of a reader that waits for a slow client nobody would see the answer."""
+    """They are not pinged: the answer of a reader that waits for a slow client would not be read."""
 
     async def stay(connection: ServerConnection) -> None:
         await connection.wait_closed()

@@ -35,7 +35,7 @@ def test_an_answer_arrives_as_it_was_sent_whatever_fields_a_later_version_adds()
         ({"media": ({"text": "", "rows": 1, "dtype": "int8"},)}, "cannot be read"),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], complaint: str) -> None:
+def test_inconsistent_answers_are_refused(wrong: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InvalidRequest, match=complaint):
         decode_answer(handoff.encode(msgspec.structs.replace(ANSWER, **wrong)))
 

@@ -1,4 +1,4 @@
-"""Encode replicas with a real vision tower: what they make is what one here makes."""
+"""Encode replicas with a real vision tower give the same embeddings as a local encoder."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""An encoder that has others encode: who is asked, what a fault costs, and when it encodes here."""
+"""An encoder that asks encode replicas: the choice of a replica, faults, and the local fallback."""
 
 import asyncio
 import signal
@@ -122,7 +122,7 @@ async def probed(url: str) -> bytes:
         return answer_of((await http.get(f"{url}/encode")).content)
 
 
-async def test_without_a_replica_the_encoder_here_does_it_or_nobody() -> None:
+async def test_without_replicas_images_are_encoded_here_or_refused() -> None:
     async with unused_port() as port:
         url = f"http://127.0.0.1:{port}"
         async with encoder_of([url], local=FakeEncoder()) as (encoder, _, seen):
@@ -139,7 +139,7 @@ async def test_without_a_replica_the_encoder_here_does_it_or_nobody() -> None:
             await asyncio.wait([starting])
 
 
-async def test_once_started_it_lives_without_replicas_and_says_that_there_are_none() -> None:
+async def test_a_started_encoder_without_replicas_raises_an_error_for_each_request() -> None:
     async with replica("encode") as (url, life), encoder_of([url]) as (encoder, _, _):
         assert encoder.healthy and encoder.info == encoder_in(life).info
         await encoder_in(life).close()
@@ -150,7 +150,7 @@ async def test_once_started_it_lives_without_replicas_and_says_that_there_are_no
             await encoder.encode(pages(1))
 
 
-async def test_replicas_that_encode_otherwise_are_not_asked_and_both_values_are_named() -> None:
+async def test_replicas_with_another_fingerprint_are_not_used_and_both_are_logged() -> None:
     local = FakeEncoder(rows=4)
     async with replica("encode") as (url, life), encoder_of([url], local=local) as (encoder, peers, seen):
         assert (await encoder.encode(pages(1)))[0].rows == 4 and seen.local == {"no_peer": 1}
@@ -162,7 +162,7 @@ async def test_replicas_that_encode_otherwise_are_not_asked_and_both_values_are_
         )
 
 
-async def test_what_is_wrong_with_an_image_is_said_and_not_tried_again() -> None:
+async def test_an_invalid_image_is_refused_without_a_retry() -> None:
     async with (
         replica("encode") as (one, _),
         replica("encode") as (two, _),
@@ -227,8 +227,9 @@ async def test_a_front_without_its_first_encode_replica_is_not_ready_and_says_so
             "internal_secret": SECRET,
         }
         async with application(wait=False, **flags) as (client, state):
-            await asyncio.sleep(0.3)
-            refused = await client.get("/health/ready")
+            while "no encode replica answers" not in (refused := await client.get("/health/ready")).text:
+                assert refused.status_code == 503
+                await asyncio.sleep(0.01)
             assert refused.status_code == 503 and "no encode replica answers" in refused.json()["error"]["message"]
             assert state["replica"].failure is None
         async with application(**{**flags, "encode_fallback": "local"}) as (_, state):
@@ -267,7 +268,7 @@ async def test_killed_replicas_cost_no_image_and_all_of_them_a_clear_error() -> 
 
 
 async def test_a_killed_front_frees_what_was_held_for_it() -> None:
-    """The lease is its connection: nothing else has to notice."""
+    """The connection is the lease, so nothing else has to notice."""
     async with replica("encode", encode_inline_kb=0, lease_seconds=30) as (url, life):
         code = f"""
 import asyncio, sys

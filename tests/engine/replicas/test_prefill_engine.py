@@ -91,7 +91,7 @@ async def test_many_at_once_do_not_mix_and_leave_nothing() -> None:
             await stats_with(each_engine, nothing)
 
 
-async def test_what_is_wrong_with_a_request_is_the_users_to_know_and_not_tried_again() -> None:
+async def test_an_invalid_request_is_refused_without_a_retry() -> None:
     async with (
         prefill_replica() as (one, _, _),
         prefill_replica() as (two, _, _),
@@ -130,7 +130,7 @@ async def test_a_prompt_that_does_not_fit_one_replica_goes_to_another() -> None:
                 await all_of(engine, request())
 
 
-async def test_what_decode_has_no_room_for_is_not_prefilled() -> None:
+async def test_requests_too_long_for_decode_are_not_prefilled() -> None:
     async with pair(num_blocks=3) as (_, engine, seen):
         assert engine.info.capacity == 96
         with pytest.raises(ContextOverflow, match="70 prompt tokens and 27 output tokens exceed the 96 that fit"):

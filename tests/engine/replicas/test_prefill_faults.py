@@ -10,7 +10,7 @@ from engine.base import DeltaStream, Engine
 from engine.errors import EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.fake.engine import FakeEngine
 from engine.types import GenerateRequest
-from routers import leased
+from routers.internal import leased
 from tests.support.disaggregated import PROMPT, SOON, all_of, busy, nothing, pair, request, stats_with, tokens_of
 
 

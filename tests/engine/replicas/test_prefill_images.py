@@ -1,4 +1,4 @@
-"""Prompts with images, prefilled elsewhere: what goes to which replica, and what happens if the KV blocks are lost."""
+"""Prompts with images, prefilled elsewhere: the requests to each replica, and lost KV blocks."""
 
 import logging
 from typing import Any
@@ -192,7 +192,7 @@ async def test_cached_prefixes_are_those_of_equal_images() -> None:
             assert report is not None and report.cached_tokens == expected
 
 
-def test_what_a_peer_is_known_to_have_depends_on_the_images() -> None:
+def test_block_keys_of_prompts_depend_on_their_images() -> None:
     def keys_of(*spans: MediaSpan) -> list[int]:
         return prompt_keys(replace(request(), media=MediaSpans(spans)), 32)
 

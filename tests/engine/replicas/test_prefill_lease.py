@@ -39,12 +39,13 @@ class ScriptedLease(RemoteAnswer):
     def __init__(self) -> None:
         self.handoff = handoff_of("fake", Delta((1,), held=Held(b"somewhere")))
         self.over = asyncio.Event()
+        self.closed = False
 
     async def ended(self) -> None:
         await self.over.wait()
 
     def close(self) -> None:
-        pass
+        self.closed = True
 
 
 class ScriptedPool(PrefillPool):
@@ -89,16 +90,20 @@ async def test_whichever_comes_first_each_token_is_said_once(between: int, finis
         assert tokens_of([delta async for delta in stream]) == ([2, 3] if finish is None else [2])
 
 
+@pytest.mark.parametrize("first", ["lease", "delta"])
 @pytest.mark.parametrize("between", range(12))
-async def test_whenever_the_client_goes_nothing_runs_on(between: int) -> None:
+async def test_whenever_the_client_goes_nothing_runs_on(between: int, first: str) -> None:
     async with scripted() as (engine, local, lease):
         stream = engine.generate(request())
         await anext(stream)
-        lease.over.set()
+        if first == "lease":
+            lease.over.set()
+        else:
+            local.streams[0].put(Delta((2,)))
         await turns(between)
         stream.close()
         await turns(20)
-        assert local.aborted == list(range(len(local.streams)))
+        assert local.aborted == list(range(len(local.streams))) and lease.closed
 
 
 class Unlike(FakeEngine):

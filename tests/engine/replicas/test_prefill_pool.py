@@ -129,7 +129,7 @@ NO_TEXT = msgspec.msgpack.encode(INFO).replace(b"fake", b"\xff\xff\xff\xff", 1)
         (b"nonsense\r\n\r\n", "cannot be reached"),
     ],
 )
-async def test_whatever_a_probe_is_answered_the_next_one_comes(probe: bytes, reason: str) -> None:
+async def test_probes_continue_after_any_answer(probe: bytes, reason: str) -> None:
     async with bare_peer(probes=[probe]) as url, decode_engine([url], min_tokens=None) as (engine, seen):
         with pytest.raises(EngineUnavailable, match=reason):
             await all_of(engine, request())
@@ -139,7 +139,7 @@ async def test_whatever_a_probe_is_answered_the_next_one_comes(probe: bytes, rea
         assert seen.peers == {url: True}
 
 
-async def test_a_probe_that_fails_for_a_reason_nobody_thought_of_is_not_the_last(
+async def test_probes_continue_after_an_unexpected_exception(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def unthought(*_: Any) -> PrefillInfo:

@@ -43,7 +43,7 @@ def test_places_do_not_overlap_and_come_back_whole(steps: list[tuple[bool, int]]
     asyncio.run(run())
 
 
-async def test_who_finds_no_room_waits_for_it_and_not_for_ever() -> None:
+async def test_waiting_for_room_in_a_full_arena_has_a_time_limit() -> None:
     arena = Arena(SIZE, "shared_memory")
     first = await arena.take(SIZE, 0)
     assert first is not None

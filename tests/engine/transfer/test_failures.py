@@ -1,4 +1,4 @@
-"""Transfers that end early: peers that die or hang, cancellation, and what is left behind."""
+"""Transfers that end early: peers that die or hang, cancellation, and leftovers."""
 
 import gc
 import signal
@@ -120,7 +120,7 @@ def test_nixl_is_torn_down_when_a_peer_hangs(method: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("method", [NIXL])
-def test_a_peer_that_cannot_be_connected_to_holds_nobody_up(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_peer_delays_no_other_transfer(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, go_on, real = Memory(MIB), Event(), NixlAgent.connect
     transfers = Transfers(memory.regions, method)
     with owning(method, MIB) as dead, owning(method, MIB) as other:
@@ -141,7 +141,7 @@ def test_a_peer_that_cannot_be_connected_to_holds_nobody_up(method: str, monkeyp
 
 
 @on_host
-def test_nothing_is_left_behind(method: str) -> None:
+def test_failed_transfers_leave_no_resources(method: str) -> None:
     memory = Memory(*SIZES)
     reads = [Read(1, block * 32768, block * 16384, 16384) for block in range(256)]
 

@@ -37,7 +37,7 @@ def on_gpu(size: int):  # type: ignore[no-untyped-def]  # torch is loaded on mac
     return make(size, 0)
 
 
-def test_what_is_read_is_equal_and_the_rest_untouched(method: str, theirs: int) -> None:
+def test_only_the_requested_bytes_are_copied(method: str, theirs: int) -> None:
     memory, region = on_gpu(SIZE)
     transfers = Transfers([region], method)
     blocks = [Read(0, (block * 7 % 64) * MIB, block * MIB, MIB) for block in range(0, 64, 2)]

@@ -49,6 +49,7 @@ from engine.transfer.shared_bytes import (
 )
 from engine.types import GenerateRequest, SamplingParams, TokenLogprobs
 from tests.support.encode import arena
+from tests.support.engine_cases import rounded
 from tests.support.vision_models import TOKENS, build_llava, image_bytes
 from tests.support.vision_prompts import text
 
@@ -82,7 +83,7 @@ def test_another_process_reads_them_when_their_owner_has_let_go() -> None:
     assert out.strip() == blake3(CONTENT).hexdigest(), err
 
 
-def test_nothing_else_is_taken_for_them(tmp_path: Path) -> None:
+def test_other_files_are_not_taken_for_shared_bytes(tmp_path: Path) -> None:
     memory, other = SharedBytes.of(CONTENT), (tmp_path / "file").open("w+b")
     reference, before = memory.reference, descriptors()
     wrong = [
@@ -101,7 +102,7 @@ def test_nothing_else_is_taken_for_them(tmp_path: Path) -> None:
     other.close()
 
 
-def test_what_a_reader_writes_is_its_own_and_what_it_has_mapped_stays() -> None:
+def test_a_readers_writes_are_private_and_its_mapping_outlives_the_owner() -> None:
     memory, before = SharedBytes.of(CONTENT), mappings()
     one, other = opened(memory.reference), memory.read()
     one[:4] = b"1234"
@@ -165,7 +166,7 @@ def request_of(*images: Data, **fields: object) -> GenerateRequest:
     )
 
 
-def test_on_the_wire_they_are_references_only_for_those_who_can_open_them() -> None:
+def test_messages_have_references_only_where_the_reader_can_open_them() -> None:
     request = request_of(b"few", SharedBytes.of(CONTENT), b"more", SharedBytes.of(CONTENT[::-1]))
     bare, parts = request.detach()
     for shares, count in ((True, 2), (False, 4)):
@@ -225,7 +226,7 @@ async def encoder(folder: Path) -> AsyncIterator[EmbeddedEncoder]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(folder: Path) -> AsyncIterator[EngineClient]:
     options = {"dtype": "float32", "num_blocks": 60, "max_seq_len": 512, "threads": 1, "enable_block_reuse": False}
-    process = EngineProcess(EmbeddedConfig(model=str(folder), device="cpu", **options))  # type: ignore[arg-type]
+    process = EngineProcess(EmbeddedConfig(model=str(rounded(folder)), device="cpu", **options))  # type: ignore[arg-type]
     await process.start()
     client = EngineClient(process.address, process.wait_failed)
     await client.start()
@@ -255,7 +256,7 @@ async def test_from_the_encoder_to_the_engine(encoder: EmbeddedEncoder, engine: 
 
 
 @in_one_loop
-async def test_what_cannot_be_opened_fails_alone(
+async def test_a_call_whose_memory_cannot_be_opened_fails_alone(
     encoder: EmbeddedEncoder, engine: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded = await encoder.encode(FILES)

@@ -64,9 +64,7 @@ def expected(reads: list[Read]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_what_is_read_is_equal_and_the_rest_untouched(
-    owner: Owner, transfers: Transfers, memory: Memory, seed: int
-) -> None:
+def test_only_the_requested_bytes_are_copied(owner: Owner, transfers: Transfers, memory: Memory, seed: int) -> None:
     reads = random_reads(seed)
     ended(transfers.read(owner.offers, reads))
     assert [memory.bytes(region) for region in range(len(SIZES))] == expected(reads)
@@ -168,7 +166,7 @@ def test_tcp_serves_nobody_without_the_secret() -> None:
             assert stranger.recv(1) == b""
 
 
-def test_a_port_that_is_asked_for_is_taken_or_missed_aloud() -> None:
+def test_a_requested_port_is_used_or_its_number_is_in_the_error() -> None:
     memory = Memory(MIB)
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
@@ -210,7 +208,7 @@ def test_tcp_does_not_trust_another_process_at_the_peers_address() -> None:
     transfers.close()
 
 
-def test_auto_offers_the_best_first_and_goes_on_to_the_next() -> None:
+def test_auto_offers_the_best_transport_first_and_falls_back() -> None:
     memory = Memory(*SIZES)
     transfers = Transfers(memory.regions)
     with owning("auto", *SIZES) as owner:

@@ -65,7 +65,7 @@ def test_every_object_of_theirs_is_followed() -> None:
     assert all(held.keys() <= adapter()[file].held for file, held in HELD_IN.items())
 
 
-def test_what_syntax_cannot_judge_is_what_the_other_tests_here_run() -> None:
+def test_names_that_syntax_cannot_check_are_covered_by_other_tests() -> None:
     for name, expected in {
         "starred": {"LLM", "MultimodalEncoder", "SamplingParams", "GuidedDecodingParams", "DisaggregatedParams"},
         "dynamic": {"DisaggregatedParams"},
@@ -88,6 +88,8 @@ def test_no_other_file_imports_the_package_and_none_does_so_by_a_string() -> Non
     for folder in ("server", "routers", "multimodal", "engine", "protocol"):
         for path in (ROOT / folder).rglob("*.py"):
             source = path.read_text(encoding="utf-8")
+            if "tensorrt_llm" not in source:
+                continue
             calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
             by_string = [ast.unparse(call) for call in calls if "import" in ast.unparse(call.func)]
             assert not any("tensorrt_llm" in call for call in by_string), path

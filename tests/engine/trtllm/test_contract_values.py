@@ -234,7 +234,7 @@ def test_arguments_of_any_settings(
 
 @pytest.mark.parametrize("context_only", [False, True])
 @pytest.mark.parametrize("source", ["prompt", "encoding", "media", "handoff", "expanded"])
-def test_what_a_request_is_submitted_with(context_only: bool, source: str) -> None:
+def test_arguments_with_which_requests_are_submitted(context_only: bool, source: str) -> None:
     request = GenerateRequest(
         request_id="r", prompt_token_ids=(5, 6), sampling=SamplingParams(max_tokens=4), cache_salt="salt"
     )

@@ -294,7 +294,7 @@ def test_events_of_mains_kv_cache_manager_v2() -> None:
 
 
 @pytest.mark.parametrize("data", [{"type": "exploded"}, {"type": "removed"}, {}])
-def test_what_is_no_event_is_refused(data: dict[str, Any]) -> None:
+def test_malformed_events_are_refused(data: dict[str, Any]) -> None:
     with pytest.raises(msgspec.ValidationError):
         kv_event(raw(data))
 
@@ -309,7 +309,7 @@ def test_what_is_no_event_is_refused(data: dict[str, Any]) -> None:
         {"kvCacheStats": [1]},
     ],
 )
-def test_what_are_no_statistics_are_refused(broken: dict[str, Any]) -> None:
+def test_malformed_statistics_are_refused(broken: dict[str, Any]) -> None:
     with pytest.raises((msgspec.ValidationError, AttributeError, TypeError, ValueError)):
         iteration_stats(broken)
 

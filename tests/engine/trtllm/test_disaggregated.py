@@ -1,4 +1,4 @@
-"""Prefill, decode and encode on TensorRT-LLM's stand-in: what one engine hands over another goes on from."""
+"""Prefill, decode and encode on TensorRT-LLM's stand-in, with handoffs between engines."""
 
 import asyncio
 import contextlib
@@ -93,7 +93,7 @@ def tokens(deltas: list[Delta]) -> list[int]:
 
 
 async def expected(wanted: GenerateRequest) -> list[Delta]:
-    """What one engine says to the same request."""
+    """The answer of a single engine to the same request."""
     alone = FakeEngine(FakeConfig())
     await alone.start()
     try:
@@ -299,7 +299,7 @@ def handles_of(encoding: Encoding) -> tuple[Any, Any]:
     return keywords["multimodal_embedding_handles"], keywords.get("multimodal_hashes")
 
 
-def test_each_of_several_images_has_its_handle_and_the_single_one_is_for_want_of_them() -> None:
+def test_each_image_has_its_own_handle_where_the_version_has_them() -> None:
     """Of two images there is one `mm_embedding_handle`.
 
     A handle for both goes without hashes, of which 1.2.1 wants as many as handles.
@@ -315,7 +315,7 @@ def test_each_of_several_images_has_its_handle_and_the_single_one_is_for_want_of
     assert handles_of(disaggregation.encoding_of(_Result(shared, (), first), "")) == ([first], None)
 
 
-def test_results_without_what_is_to_be_handed_over_are_failures() -> None:
+def test_results_without_a_context_for_the_handoff_are_failures() -> None:
     empty = found("tensorrt_llm.llmapi.DisaggregatedParams")()
     without_a_token = found("tensorrt_llm.llmapi.DisaggregatedParams")(ctx_request_id=7, opaque_state=b"state")
     without_an_id = found("tensorrt_llm.llmapi.DisaggregatedParams")(first_gen_tokens=[1], opaque_state=b"state")
@@ -347,7 +347,7 @@ def test_every_field_of_disaggregated_params_has_its_place(trt: Any) -> None:  #
         (handoff.encode(Encoding(version=1, backend="trtllm", prompt="", state=b"")), "cannot be read"),
     ],
 )
-def test_what_is_no_handoff_is_refused(data: bytes, message: str) -> None:
+def test_malformed_handoffs_are_refused(data: bytes, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
         handoff.decode_handoff(data)
     assert caught.value.param == "handoff"
@@ -406,7 +406,7 @@ def test_fields_that_are_not_known_here_are_carried_by_name() -> None:
             disaggregation.generation_keywords(changed(handed, others=others), VERSION, Logprob)
 
 
-def test_what_cannot_be_sent_fails_where_it_is_made() -> None:
+def test_a_handoff_that_cannot_be_encoded_fails_at_prefill() -> None:
     with pytest.raises(EngineFailure, match="hands over what cannot be sent"):
         disaggregation.held_of(
             _Result(LaterParams(another=object()), ()), Delta((3,), finish_reason="length"), request(), VERSION

@@ -77,7 +77,7 @@ async def test_a_missing_package_is_told_with_a_cure(folder: Path, monkeypatch: 
         await engine.start()
 
 
-async def test_what_a_call_raises_at_once_is_one_requests_while_the_executor_runs(
+async def test_errors_at_submission_fail_one_request_while_the_executor_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(folder) as engine:
@@ -92,7 +92,7 @@ async def test_what_a_call_raises_at_once_is_one_requests_while_the_executor_run
         assert engine.healthy and (await anext(other)).token_ids and await tokens(engine, request())
 
 
-async def test_what_a_call_raises_at_once_is_the_engines_end_once_the_executor_is_gone(folder: Path) -> None:
+async def test_errors_at_submission_end_the_engine_once_the_executor_has_gone(folder: Path) -> None:
     async with running(folder) as engine:
         found("tensorrt_llm._test").kill_executors()
         with pytest.raises(EngineDied, match="shutting down"):
@@ -218,7 +218,7 @@ async def test_a_response_that_cannot_be_understood_ends_its_request_here_and_th
         assert engine.healthy and await tokens(engine, request())
 
 
-async def test_polls_go_on_past_what_cannot_be_read_and_say_so_once_in_a_while(
+async def test_polling_continues_after_malformed_reports_and_logs_them_rarely(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     broken: list[Any] = [{"iter": "seven"}, {"kvCacheStats": {"maxNumBlocks": "x"}}, None]
@@ -290,9 +290,7 @@ async def test_a_task_that_ends_is_the_engines_end(
         monkeypatch.undo()
 
 
-async def test_an_executor_that_cannot_say_whether_it_runs_does_not(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_executor_whose_health_check_fails_is_unhealthy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "HEALTH_SECONDS", 0.05)
     async with running(folder) as engine:
         assert engine.healthy

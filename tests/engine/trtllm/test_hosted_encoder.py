@@ -47,7 +47,7 @@ def hashes(encoding: Encoding) -> list[list[int]]:
     return state.multimodal_hashes
 
 
-async def test_it_encodes_as_the_encoder_itself(config: TrtllmEncoderConfig) -> None:
+async def test_the_hosted_encoder_encodes_as_the_encoder_itself(config: TrtllmEncoderConfig) -> None:
     itself = TrtllmEncoder(config)
     await itself.start()
     expected = hashes(await itself.encode(IMAGES, TEXT))
@@ -95,7 +95,7 @@ async def test_several_api_processes_share_one(config: TrtllmEncoderConfig) -> N
         await process.close()
 
 
-async def test_one_that_cannot_load_says_why(config: TrtllmEncoderConfig) -> None:
+async def test_an_encoder_that_cannot_load_reports_the_reason(config: TrtllmEncoderConfig) -> None:
     with pytest.raises(EngineFailure, match="cannot load"):
         await HostedEncoder(msgspec.structs.replace(config, arguments={"no_such": 1})).start()
 

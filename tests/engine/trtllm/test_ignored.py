@@ -29,7 +29,7 @@ def extra(tmp_path: Path) -> Path:
     return path
 
 
-def test_autodeploy_knows_its_own_names_and_is_spared_what_it_refuses(
+def test_autodeploy_gets_its_own_arguments_and_none_that_it_refuses(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`config` shows what is left, and the start says of each of the others that it is ignored."""

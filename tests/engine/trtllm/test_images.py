@@ -263,7 +263,7 @@ async def test_events_name_the_images_of_blocks(trt: Any, folder: Path, manager:
     ],
     ids=["bytes", "truncated", "another format", "a bomb"],
 )
-async def test_what_cannot_be_decoded_is_the_requests_fault_and_never_begins(
+async def test_images_that_cannot_be_decoded_are_refused_before_submission(
     folder: Path, calls: list[Any], data: bytes, message: str
 ) -> None:
     async with running(folder) as engine:
@@ -280,7 +280,9 @@ async def test_the_limit_of_pixels_is_the_configurations(folder: Path) -> None:
             await all_of(engine, showing(RED, BLUE))
 
 
-async def test_one_without_memory_for_its_images_fails_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_without_memory_for_its_images_fails_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def too_large(images: Sequence[MediaInput], max_pixels: int) -> list[Any]:
         raise MemoryError
 
@@ -292,7 +294,7 @@ async def test_one_without_memory_for_its_images_fails_alone(folder: Path, monke
         assert engine.healthy and await all_of(engine, showing(RED, BLUE))
 
 
-async def test_one_that_is_closed_while_images_are_decoded_never_begins(folder: Path, calls: list[Any]) -> None:
+async def test_a_request_closed_during_decoding_is_never_submitted(folder: Path, calls: list[Any]) -> None:
     async with running(folder) as engine:
         submitted = len(calls)
         stream = engine.generate(showing(RED, BLUE))
@@ -303,7 +305,7 @@ async def test_one_that_is_closed_while_images_are_decoded_never_begins(folder: 
         assert len(calls) == submitted and [delta async for delta in stream] == []
 
 
-async def test_one_that_is_closed_later_is_aborted(folder: Path) -> None:
+async def test_a_request_closed_after_submission_is_aborted(folder: Path) -> None:
     async with running(folder) as engine:
         stream = engine.generate(showing(RED, BLUE, max_tokens=3000))
         await anext(stream)

@@ -81,7 +81,7 @@ async def test_its_own_tracer_sends_spans_of_our_trace(folder: Path) -> None:
     assert sent.spans == [] and sent.untraced > 0
 
 
-def test_what_the_engine_measured_feeds_histograms() -> None:
+def test_the_engines_measurements_reach_the_histograms() -> None:
     registry = CollectorRegistry()
     timer = ChoiceTimer(GenerationMetrics(registry, "m"))
     timer.measured(Performance(0.2, 0.02, 1.0, 0.05, 1 << 20, 30, 12))

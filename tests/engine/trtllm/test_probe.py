@@ -277,7 +277,7 @@ def test_errors_of_the_gpu(
     assert examined("device", folder)["A4"] == verdict
 
 
-def test_a_gpu_that_cannot_be_made_to_fail_says_nothing(folder: Path) -> None:
+def test_a_gpu_fault_that_cannot_be_provoked_gives_no_verdict(folder: Path) -> None:
     assert examined("device", folder)["A4"] == "not run"
 
 

@@ -1,4 +1,4 @@
-"""What our logits processor in TensorRT-LLM makes of logits: the same as the embedded engine does."""
+"""Our logits processor in TensorRT-LLM edits logits as the embedded engine does."""
 
 import pickle
 from typing import Any

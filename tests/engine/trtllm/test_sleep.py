@@ -1,4 +1,4 @@
-"""Sleep with TensorRT-LLM: what 1.2.1 can release, how it has to be started for that, and what is said otherwise."""
+"""Sleep with TensorRT-LLM: the memory that 1.2.1 can release, the arguments that it needs, and errors without them."""
 
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ async def test_with_ray_it_releases_memory_and_computes_the_same_afterwards(fold
 
 
 @pytest.mark.parametrize("missing", ABLE)
-async def test_what_it_was_not_started_with_is_named_and_nothing_is_aborted(missing: str, folder: Path) -> None:
+async def test_sleep_names_the_missing_argument_and_aborts_nothing(missing: str, folder: Path) -> None:
     engine = engine_of(folder, SleepConfig(), **{name: value for name, value in ABLE.items() if name != missing})
     await engine.start()
     with pytest.raises(NotSupported, match=missing):

@@ -89,7 +89,7 @@ def test_dataclasses_have_the_stated_fields(name: str) -> None:
         "llmapi.PARDDecodingConfig", "disaggregated_params.DisaggScheduleStyle", "llmapi.Nonsense",
     ],
 )  # fmt: skip
-def test_what_the_contract_lacks_does_not_exist(name: str) -> None:
+def test_the_stand_in_has_only_names_of_the_contract(name: str) -> None:
     with pytest.raises(AttributeError):
         found(f"tensorrt_llm.{name}")
 

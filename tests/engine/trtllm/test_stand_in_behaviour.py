@@ -211,7 +211,7 @@ def test_construction_can_fail_and_take_time() -> None:
 
 
 @BOTH_VERSIONS
-async def test_what_main_does_otherwise_besides_handoffs(trt: Any) -> None:  # noqa: F811
+async def test_differences_of_the_main_branch_other_than_handoffs(trt: Any) -> None:  # noqa: F811
     newest = trt.__version__ == NEWEST
     with llm(enable_iter_perf_stats=True) as engine:
         output = (await engine.generate_async(PROMPT, sampling(logprobs=0))).outputs[0]

@@ -109,7 +109,7 @@ def test_the_reason_names_what_decides() -> None:
     assert "disable_overlap_scheduler" in reason({}, processors=("name",))
 
 
-def test_what_changes_nothing_is_not_refused() -> None:
+def test_parameters_without_effect_are_not_refused() -> None:
     """Greedy requests with the parameters of a draw, and neutral values."""
     for fields in ({"seed": 3, "min_p": 0.5, "top_p": 0.1}, {"temperature": 0.7, "top_k": 1, "seed": 3}, {}):
         assert split(Support({}), **fields) == (params(**fields), None)
@@ -139,7 +139,7 @@ def test_the_torch_sampler_does_more_than_it_says() -> None:
         ({"min_p": 0.4, "temperature": 1.0, "guide": Guide("json_object")}, "min_p"),
     ],
 )
-def test_what_a_processor_cannot_combine_is_refused(fields: dict[str, Any], param: str) -> None:
+def test_combinations_that_processors_cannot_do_are_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         split(Support({"disable_overlap_scheduler": True}, processors=True), **fields)
     assert caught.value.param == param

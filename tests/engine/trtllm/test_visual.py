@@ -93,7 +93,7 @@ def test_a_picture_to_change_is_a_reference(library: Any) -> None:
     assert [params.image_reference for _, params in library.VisualGen.submitted] == [b"picture", b"first"]
 
 
-def test_what_the_pipeline_does_not_take_is_refused(library: Any) -> None:
+def test_parameters_that_the_pipeline_lacks_are_refused(library: Any) -> None:
     made = pipeline("plain")
     made.load()
     with pytest.raises(InvalidRequest, match="guidance_scale"):

@@ -1,4 +1,4 @@
-"""What TensorRT-LLM does not notice: workers that are killed, engines that hang, and aborts without an answer."""
+"""Faults that TensorRT-LLM does not notice: killed workers, hanging engines, and aborts without an answer."""
 
 import asyncio
 import os

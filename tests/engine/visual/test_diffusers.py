@@ -158,12 +158,12 @@ def test_pictures_are_changed(unet: Path, pixart: Path) -> None:
     assert not loaded(pixart).load().edits
 
 
-def test_what_the_pipeline_refuses_is_said(unet: Path) -> None:
+def test_refusals_of_the_pipeline_reach_the_client(unet: Path) -> None:
     with pytest.raises(InvalidRequest, match="divisible by 8"):
         drawn(loaded(unet), picture(width=20))
 
 
-def test_one_step_is_refused_where_the_pipeline_needs_more(pixart: Path) -> None:
+def test_a_single_step_is_refused_where_the_pipeline_needs_more(pixart: Path) -> None:
     with pytest.raises(InvalidRequest, match="more than one step") as refused:
         drawn(loaded(pixart), picture(steps=1))
     assert refused.value.param == "num_inference_steps"

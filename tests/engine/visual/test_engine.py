@@ -1,4 +1,4 @@
-"""The queue in front of a pipeline: what is computed together, whose turn it is, what ends early, and what fails."""
+"""The queue in front of a pipeline: batches, turns, aborts and failures."""
 
 import asyncio
 import io
@@ -20,7 +20,7 @@ from engine.visual.files import encode
 from engine.visual.types import VisualConfig, VisualRequest, VisualStats
 from tests.support.waiting import slowness, until
 
-CONFIG = VisualConfig(backend="fake", model="fake", max_batch=4, max_waiting=8)
+CONFIG = VisualConfig(backend="fake", model="fake", max_batch=4, max_queue=8)
 
 
 def asked(prompt: str = "a red circle", *seeds: int, **fields: Any) -> VisualRequest:

@@ -12,7 +12,7 @@ from tests.engine.visual.test_engine import asked, files
 
 
 async def test_in_a_process_of_its_own() -> None:
-    """Files to change go there, news and files come back, closing aborts, and a death is reported."""
+    """Files to change are sent, reports and files come back, closing aborts, and a death is reported."""
     process = ServiceProcess(VISUAL, VisualConfig(backend="fake", model="fake", step_seconds=0.01))
     await process.start()
     client = VisualClient(process.address, process.wait_failed)

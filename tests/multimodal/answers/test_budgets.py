@@ -1,4 +1,4 @@
-"""Budgets of reasoning: what engines are told of a family's markers, against the parser that reads the text."""
+"""Budgets of reasoning: a family's markers as token ids, compared with the parser that reads the text."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Grammars of requests with tools: what a model may write, by xgrammar itself."""
+"""Grammars of requests with tools, checked by xgrammar itself."""
 
 import json
 from dataclasses import replace

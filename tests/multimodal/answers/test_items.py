@@ -1,4 +1,4 @@
-"""Items of answers: any split of a model's parts gives the same items, and what happens to them adds up to them."""
+"""Items of answers: any split of a model's parts gives the same items, and their events add up to the items."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -78,7 +78,7 @@ def test_any_split_gives_the_same_items(
 
 @settings(max_examples=50)
 @given(RUNS, st.lists(st.integers(0, 20), max_size=4), st.integers(1, 5))
-def test_what_happens_adds_up_to_the_items(runs: list[tuple[str, str]], cuts: list[int], size: int) -> None:
+def test_events_add_up_to_the_items(runs: list[tuple[str, str]], cuts: list[int], size: int) -> None:
     reducer, found = happenings(parts_of(runs, cuts), size, "stop")
     assert isinstance(found.pop(), Ended)
     texts: list[str] = []
@@ -122,7 +122,7 @@ def test_items_have_ids_of_their_own_and_a_call_its_name() -> None:
     assert (end.usage.prompt, end.usage.cached, end.usage.output, end.usage.reasoning) == (5, 4, 3, 2)
 
 
-def test_what_breaks_off_is_not_complete() -> None:
+def test_items_that_break_off_are_incomplete() -> None:
     text, _ = happenings([Text("Once upon")], 1, "length")
     call, _ = happenings([ToolCall(0, "call-1", "find", '{"a": ')], 1, "stop")
     whole, _ = happenings([ToolCall(0, "call-1", "find", "{}")], 1, "length")

@@ -115,7 +115,7 @@ async def test_a_call_alone_has_no_content() -> None:
     assert all("content" not in chunk["choices"][0]["delta"] for chunk in chunks[1:])
 
 
-async def test_what_a_parser_holds_back_comes_at_the_end() -> None:
+async def test_text_that_a_parser_holds_back_comes_at_the_end() -> None:
     script: list[list[Part]] = [[] for _ in range(6)]
     whole, chunks = await answers([*script, [Text("late")]])
     assert whole["choices"][0]["message"]["content"] == "late"

@@ -70,7 +70,7 @@ steps = st.lists(st.tuples(st.sampled_from("abcdefgh"), st.none() | images), max
 
 
 @given(st.integers(0, 150), steps)
-def test_it_does_what_the_obvious_one_does(capacity: int, done: list[tuple[str, EncodedMedia | None]]) -> None:
+def test_the_cache_equals_a_simple_one(capacity: int, done: list[tuple[str, EncodedMedia | None]]) -> None:
     cache, obvious = EmbeddingCache(capacity, HIDDEN), Obvious(capacity)
     for key, image in done:
         if image is None:
@@ -82,7 +82,7 @@ def test_it_does_what_the_obvious_one_does(capacity: int, done: list[tuple[str, 
         assert 0 <= stats.bytes <= capacity and stats.utilisation == (stats.bytes / capacity if capacity else 0)
 
 
-def test_what_is_too_large_is_refused_and_evicts_nothing() -> None:
+def test_media_larger_than_the_cache_evict_nothing() -> None:
     cache = EmbeddingCache(40, HIDDEN)
     assert cache.put("a", encoded(1, "four")) and cache.put("b", encoded(2))
     before = cache.stats

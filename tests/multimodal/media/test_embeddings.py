@@ -1,4 +1,4 @@
-"""Embeddings as clients bring them: what safetensors writes is read, and nothing else is, nor ever run."""
+"""Embeddings from clients: only files that safetensors could write are read, and nothing in them is executed."""
 
 import json
 import pickle
@@ -36,7 +36,7 @@ def entry(dtype: str = "F32", shape: Any = (1, HIDDEN), offsets: Any = (0, 32)) 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("shape", [(5, HIDDEN), (1, 5, HIDDEN)])
-def test_one_tensor_may_have_any_name(dtype: str, shape: tuple[int, ...]) -> None:
+def test_a_single_tensor_may_have_any_name(dtype: str, shape: tuple[int, ...]) -> None:
     values = VALUES.astype(dtype).reshape(shape)
     found = read_embeddings(save({"whatever": values}, {"format": "np"}), HIDDEN)
     assert (found.rows, found.dtype, found.data, found.grid) == (5, dtype, values.tobytes(), (0, 0, 0))
@@ -149,7 +149,7 @@ def test_broken_files_are_refused(name: str) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_whatever_is_read_the_library_reads_too(data: st.DataObject) -> None:
+def test_accepted_files_are_read_alike_by_safetensors(data: st.DataObject) -> None:
     file = bytearray(save({"mm_embeddings": VALUES, "image_grid_thw": GRID}))
     for _ in range(data.draw(st.integers(1, 3))):
         file[data.draw(st.integers(0, 199))] = data.draw(st.sampled_from(b'0123456789{}[]",:-FIU\0\xff'))

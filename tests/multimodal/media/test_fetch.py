@@ -1,4 +1,4 @@
-"""Fetching over HTTP: what is dialled, and what is followed. Real connections, invented names."""
+"""Fetching over HTTP: dialled addresses and followed redirects, with real connections and invented names."""
 
 import asyncio
 import shutil

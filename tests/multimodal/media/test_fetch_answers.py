@@ -1,4 +1,4 @@
-"""What servers may answer: every limit ends a fetch, and every broken answer is the request's error."""
+"""Answers of file servers: every limit ends a fetch, and a broken answer is an error of the request."""
 
 import asyncio
 import gzip

@@ -1,4 +1,4 @@
-"""What one chat with images may cost others: turns, time, memory, and work for requests that will be refused."""
+"""Bounds on what a chat with images costs other requests: turns, time, memory, and work for refused requests."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -60,7 +60,7 @@ def chat(*urls: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": parts}], **fields}
 
 
-async def test_images_that_servers_hold_back_are_in_nobody_elses_way() -> None:
+async def test_images_from_slow_servers_do_not_delay_other_requests() -> None:
     async with world(concurrency=1) as w:
         asked, going_on = asyncio.Event(), asyncio.Event()
 

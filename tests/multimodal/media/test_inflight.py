@@ -1,4 +1,4 @@
-"""Work that several wait for is done once, whoever of them goes away."""
+"""Work with several waiters is done once, also if some of them leave."""
 
 import asyncio
 
@@ -30,7 +30,7 @@ async def waiting(shared: InFlight[str, str], work: Work, count: int) -> list[as
     return tasks
 
 
-async def test_it_runs_once_and_all_get_the_result() -> None:
+async def test_shared_work_runs_once_and_all_waiters_get_the_result() -> None:
     shared, work = InFlight[str, str](), Work()
     tasks = await waiting(shared, work, 3)
     work.gate.set_result("done")

@@ -1,4 +1,4 @@
-"""Requests that share fetches, and how much the event loop feels of it all."""
+"""Requests that share fetches, and a responsive event loop meanwhile."""
 
 import asyncio
 import os
@@ -98,7 +98,7 @@ async def test_the_last_waiter_to_go_ends_the_fetch() -> None:
         assert len(w.loader._fetches) == 0
 
 
-async def test_failures_reach_all_who_wait_each_by_its_own_name_and_are_not_kept() -> None:
+async def test_failures_reach_every_waiter_and_are_not_cached() -> None:
     async with world() as w:
         gate = w.server.answers["/a.png"] = Gate(status(503))
         loads = [asyncio.create_task(w.loader.load(URL, f"messages.{n}")) for n in range(3)]
@@ -206,7 +206,7 @@ async def test_the_event_loop_goes_on_while_many_large_images_are_loaded(file_se
     assert min(tails) < 0.02, tails
 
 
-async def test_one_host_and_one_request_take_a_quarter_of_the_places() -> None:
+async def test_a_host_and_a_request_get_at_most_a_quarter_of_the_places() -> None:
     async with world(concurrency=8) as w:
         w.names |= {f"{n}.test": [PUBLIC] for n in range(8)}
         gates = {f"/{place}{n}": Gate(ok(PNG)) for place in ("host", "request") for n in range(4)}

@@ -52,7 +52,7 @@ def test_a_wav_that_was_streamed_is_as_long_as_its_file() -> None:
         (file("WAV", 0.1, rate=1000), "1000 samples a second"),
     ],
 )
-def test_what_is_wrong_is_said(data: bytes, message: str) -> None:
+def test_invalid_headers_are_refused_with_the_reason(data: bytes, message: str) -> None:
     with pytest.raises((UnsupportedMedia, InvalidMedia), match=message):
         check_audio(data, 60)
 

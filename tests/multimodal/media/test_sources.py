@@ -74,7 +74,7 @@ def test_bad_data_urls_are_refused_and_never_repeated(url: str, error: type[Medi
     ("data", "message"),
     [("@@@", "not base64"), ("@@@@", "not base64"), ("AA A", "not base64"), ("AAAAA", "cut off"), ("", "is empty")],
 )
-def test_what_is_no_base64_is_not_called_cut_off(data: str, message: str) -> None:
+def test_invalid_base64_has_messages_of_its_own(data: str, message: str) -> None:
     with pytest.raises(InvalidMedia, match=message):
         decode_data_url(f"data:image/png;base64,{data}", 1 << 20)
 

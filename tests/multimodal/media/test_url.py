@@ -64,7 +64,7 @@ def test_plain_urls_have_one_spelling(text: str, canonical: str) -> None:
 
 
 @given(st.text("htps:/[]@.#?%\\0127.ax\t ", max_size=30).map("http://".__add__))
-def test_what_is_parsed_means_the_same_when_it_is_parsed_again(text: str) -> None:
+def test_parsing_a_parsed_url_changes_nothing(text: str) -> None:
     try:
         url = parse_url(text)
     except MediaError:
@@ -153,7 +153,7 @@ def test_public_addresses_are_allowed(text: str) -> None:
 
 
 @given(st.ip_addresses())
-def test_what_is_allowed_is_global(address: IPv4Address | IPv6Address) -> None:
+def test_addresses_that_may_be_fetched_are_global(address: IPv4Address | IPv6Address) -> None:
     assert not may_fetch(address, allow_private=False) or address.is_global
 
 

@@ -1,4 +1,4 @@
-"""Transcripts: cut as transformers cuts long recordings, tried again where they are bad, and their words."""
+"""Transcripts: windows as in transformers' long-form generation, repeated attempts, and words."""
 
 import threading
 from collections.abc import Callable
@@ -56,7 +56,7 @@ class Recording:
 
 @dataclass
 class Scripted:
-    """An engine that says what it is told, one answer after the other; an exception is raised. Also the reader."""
+    """An engine with scripted answers, in order; exceptions are raised. It is the reader, too."""
 
     answers: list[Any]
     seconds: float = 2.0

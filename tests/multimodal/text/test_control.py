@@ -156,7 +156,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize(("source", "parts"), TEXTS)
-def test_whatever_a_template_does_with_a_text_it_makes_no_control_token(source: str, parts: list[str]) -> None:
+def test_no_template_makes_a_control_token_of_a_clients_text(source: str, parts: list[str]) -> None:
     tokenizer = byte_tokenizer()
     control = ControlTokens(tokenizer, tokenizer.special_texts)
     source = "<|im_start|>{% set parts = messages[0].content %}" + source + "{{ '<|im_end|>' }}"

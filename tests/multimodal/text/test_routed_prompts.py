@@ -1,4 +1,4 @@
-"""What a router makes of requests: the tokens that a replica would compute, as far as it can know them."""
+"""Prompts in a router: the tokens that a replica would compute, as far as a router can know them."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ async def test_chats_have_the_tokens_that_a_replica_gives_them(fields: dict[str,
         ({"model": "adapter"}, ("", "adapter")),
     ],
 )
-async def test_who_shares_blocks(fields: dict[str, Any], namespace: tuple[str, str]) -> None:
+async def test_requests_share_blocks_within_a_namespace(fields: dict[str, Any], namespace: tuple[str, str]) -> None:
     assert (await chat(**fields)).namespace == namespace
 
 
@@ -76,7 +76,7 @@ async def test_images_end_what_is_known() -> None:
         {"messages": [{"role": "user", "content": "x" * (1 << 21)}]},
     ],
 )
-async def test_what_cannot_be_known_is_left_to_replicas(fields: dict[str, Any]) -> None:
+async def test_prompts_that_a_router_cannot_know_are_left_to_replicas(fields: dict[str, Any]) -> None:
     assert await chat(**fields) == RoutedPrompt()
 
 

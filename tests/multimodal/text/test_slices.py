@@ -118,7 +118,7 @@ def test_tokenizers_that_may_join_over_a_space_are_not_cut(expression: str) -> N
     assert cuts_of(byte_level([expression])) is None
 
 
-def test_nor_are_those_whose_normalizer_or_tokens_depend_on_the_place() -> None:
+def test_tokenizers_whose_tokens_depend_on_the_place_are_not_cut() -> None:
     assert cuts_of(byte_tokenizer()) is not None
     for normalizer in (normalizers.Prepend("▁"), normalizers.Strip(), normalizers.Replace(Regex("a b"), "c")):
         tokenizer = byte_tokenizer()
@@ -148,13 +148,13 @@ async def test_the_work_ends_with_its_waiter(monkeypatch: pytest.MonkeyPatch) ->
     assert next(count) - done < 10
 
 
-async def test_it_stops_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tokenising_stops_when_there_are_too_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_tokenizer()
     assert 50 < len(await encoded(tokenizer, "long text " * 1000, most=50)) < 70
     assert len(await encoded(tokenizer, "long text " * 1000, last=50)) < 70
 
 
-async def test_what_cannot_be_cut_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_texts_that_cannot_be_cut_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_tokenizer, "MAX_WHOLE_CHARACTERS", 100)
     tokenizer = byte_tokenizer()
     assert len(await encoded(tokenizer, "x" * 100)) == 100

@@ -142,6 +142,45 @@ def test_templates_render_as_transformers_renders_them(name: str, prompts: bool)
     assert template.render(MESSAGES, add_generation_prompt=prompts, enable_thinking=False) == expected
 
 
+_SAY = "{{ m.role[0] }}:{{ m.content }};"
+TALK = [
+    {"role": role, "content": text}
+    for role, text in (
+        *(("system", "A"), ("developer", "B"), ("user", "C"), ("user", "D")),
+        *(("assistant", "E"), ("developer", "F"), ("user", "G")),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (f"{{% for m in messages %}}{_SAY}{{% endfor %}}", "s:A;s:B;u:C;u:D;a:E;s:F;u:G;"),
+        (  # as Qwen3.5's
+            "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+            "{{ raise_exception('System message must be at the beginning.') }}{% endif %}" + _SAY + "{% endfor %}",
+            "s:A\n\nB;u:C;u:D;a:E;u:F;u:G;",
+        ),
+        (  # as gpt-oss's
+            "{% if messages[0].role in ('developer', 'system') %}{% set m = messages[0] %}" + _SAY + "{% endif %}"
+            "{% for m in messages if m.role in ('user', 'assistant') %}" + _SAY + "{% endfor %}",
+            "s:A\n\nB;u:C;u:D;a:E;u:F;u:G;",
+        ),
+        (  # as Gemma's
+            "{% if messages[0].role == 'system' %}{{ messages[0].content }};"
+            "{% set messages = messages[1:] %}{% endif %}{% for m in messages %}"
+            "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+            "{{ raise_exception('Conversation roles must alternate') }}{% endif %}" + _SAY + "{% endfor %}",
+            "A\n\nB;u:C\n\nD;a:E;u:F\n\nG;",
+        ),
+    ],
+)
+def test_templates_get_the_roles_that_they_show(source: str, expected: str) -> None:
+    template = ChatTemplate(source, {})
+    assert template.render(TALK) == expected
+    assert template.render(TALK[2:3]) == "u:C;"
+
+
 def test_the_final_message_can_be_continued() -> None:
     template = ChatTemplate(CHATML, {})
     text = template.render(MESSAGES, continue_final_message=True, add_generation_prompt=False)

@@ -1,4 +1,4 @@
-"""From Dynamo's requests to the engine's and back, by what Dynamo 1.6.1's frontend was seen to send."""
+"""Conversion of Dynamo's requests and outputs, with requests as recorded from the frontend of Dynamo 1.6.1."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def converted(
     return engine_requests(asked, info, limits or Limits(), "r", prefill_only=prefill_only)
 
 
-def test_what_is_not_said_has_our_defaults() -> None:
+def test_missing_fields_take_our_defaults() -> None:
     (request,) = converted()
     assert request.prompt_token_ids == (5, 6, 7)
     assert (request.sampling.max_tokens, request.sampling.temperature, request.sampling.top_p) == (8, 1.0, 1.0)
@@ -55,7 +55,7 @@ def test_what_is_not_said_has_our_defaults() -> None:
     assert (request.group, request.dp_rank, request.cache_salt) == ("", None, "")
 
 
-def test_what_is_not_said_is_sampled_as_the_model_says() -> None:
+def test_missing_sampling_fields_take_the_models_defaults() -> None:
     defaults = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20, min_p=0.1, repetition_penalty=1.1)
     asked = read_request(body(sampling_options={"top_p": 1.0}))
     (request,) = engine_requests(asked, INFO, Limits(), "r", defaults=defaults)
@@ -139,7 +139,7 @@ def test_prefill_computes_a_token_whatever_decode_may_do() -> None:
         ({"prompt_embeds": "AAAA"}, "embeddings"),
     ],
 )
-def test_what_cannot_be_done_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_unsupported_requests_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         converted(**changes)
 

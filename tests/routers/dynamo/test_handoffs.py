@@ -114,7 +114,7 @@ async def test_a_sequence_of_one_token_ends_with_the_first() -> None:
         await until(lambda: workers.holding == 0)
 
 
-async def test_nothing_is_read_before_the_lease_is_there() -> None:
+async def test_blocks_are_read_only_under_a_lease() -> None:
     """Blocks that are no longer held may be those of another prompt by now: the prompt is computed here."""
     async with pair() as workers:
         params = await workers.hand_over(request())
@@ -177,7 +177,7 @@ async def test_a_worker_that_differs_is_not_believed() -> None:
 
 
 @pytest.mark.parametrize("value", ["%%%", ["%%%"], ["AAAA"], [5], 5])
-def test_what_is_no_handoff_is_refused(value: object) -> None:
+def test_malformed_handoffs_are_refused(value: object) -> None:
     with pytest.raises(InvalidRequest, match="handoff"):
         unpacked({FIELD: value})
 

@@ -121,7 +121,7 @@ async def test_images_are_encoded_once(inline_bytes: int) -> None:
         assert embeddings(again.media) == embeddings(found.media), "known by their keys"
 
 
-async def test_what_prefill_has_encoded_serves_decode() -> None:
+async def test_decode_reads_the_images_that_prefill_has_encoded() -> None:
     async with worker() as prefill, worker() as decode:
         decode.giver = prefill.offered
         _, encoded = await prefill.images.prompt(asked(encoder_result={ENCODING: "AAAA"}))
@@ -130,7 +130,7 @@ async def test_what_prefill_has_encoded_serves_decode() -> None:
         assert (prefill.encoder.encoded, decode.encoder.encoded) == (2, 0)  # type: ignore[attr-defined]
 
 
-async def test_what_cannot_be_read_is_encoded_here(caplog: pytest.LogCaptureFixture) -> None:
+async def test_images_that_cannot_be_read_are_encoded_here(caplog: pytest.LogCaptureFixture) -> None:
     async with worker() as there, worker(rows=5) as other, worker(arena=False) as blind, worker() as here:
         media = await there.images.load(refs())
         for reader, result in (
@@ -147,7 +147,7 @@ async def test_what_cannot_be_read_is_encoded_here(caplog: pytest.LogCaptureFixt
         assert caplog.text.count("images are encoded here") == 5
 
 
-async def test_what_nobody_reads_is_freed() -> None:
+async def test_embeddings_that_nobody_reads_are_freed() -> None:
     async with worker(seconds=0.01) as there:
         await there.offered.offer(await there.images.load(refs()))
         await until(lambda: not there.store.held)

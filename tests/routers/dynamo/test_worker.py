@@ -1,4 +1,4 @@
-"""What of a worker needs Dynamo's package, but no graph."""
+"""Parts of a worker that need Dynamo's package but no graph."""
 
 import asyncio
 from contextlib import nullcontext
@@ -15,7 +15,8 @@ from engine.errors import ContextOverflow, EngineDied, EngineError, EngineFailur
 from engine.kv_events import Created, KvEvent, Removed, Stored, StoredBlock, UniqueToken
 from routers.dynamo.convert import CANCELLED
 from routers.dynamo.encode_worker import EncodeWorker
-from routers.dynamo.worker import _EventRank, reasoning_parser, tool_parser, translated
+from routers.dynamo.engine_worker import _EventRank
+from routers.dynamo.worker import reasoning_parser, tool_parser, translated
 from routers.state import ReplicaState
 from tests.routers.dynamo.test_handoffs import StandInContext
 from tests.support.waiting import slowness

@@ -1,4 +1,4 @@
-"""/v1/images on a fake pipeline: what is asked for and what comes, whom files belong to, and what is refused."""
+"""/v1/images on a fake pipeline: requests and answers, owners of files, and refusals."""
 
 import asyncio
 import io

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.routers.test_proxy import available
+from tests.routers.proxy.test_http import available
 from tests.routers.visual.test_images import NEW, picture
 from tests.support.disaggregated import replica
 from tests.support.routing import router

@@ -1,4 +1,4 @@
-"""/v1/videos on a fake pipeline: the life of a job, over restarts, and who sees it."""
+"""/v1/videos on a fake pipeline: the life of a job, across restarts, and its visibility."""
 
 import asyncio
 import io
@@ -215,7 +215,7 @@ async def test_a_video_begins_with_a_picture(tmp_path: Path) -> None:
         assert await database.run(lambda db: db.execute(left).fetchone()) == (0,)
 
 
-async def test_pictures_for_models_that_take_none_and_none_for_those_that_need_one(client: httpx.AsyncClient) -> None:
+async def test_reference_pictures_must_fit_the_model(client: httpx.AsyncClient) -> None:
     given = BODY | {"input_reference": {"image_url": "data:image/png;base64,iVBORw0KGgo="}}
     answers = []
     for info, body in ((FREE, given), (replace(FREE, animates=True, needs_image=True), BODY)):
@@ -336,7 +336,7 @@ async def test_a_job_that_kills_the_engine_is_given_up(tmp_path: Path) -> None:
     assert b"engine_died" in (found.error or b"")
 
 
-async def test_a_job_beside_one_that_kills_the_engine_is_done(tmp_path: Path) -> None:
+async def test_a_job_that_kills_the_engine_does_not_fail_others(tmp_path: Path) -> None:
     running: list[VisualStream] = []
 
     def answer(prompt: str) -> VisualStream:

@@ -1,4 +1,4 @@
-"""The commands beside `serve`, against a running server, and the start beside other people's modules."""
+"""The commands other than `serve`, against a running server."""
 
 import io
 import json

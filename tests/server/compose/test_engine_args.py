@@ -123,7 +123,7 @@ def test_the_defaults_are_valid_and_unknown_names_are_not() -> None:
         ({"model_kwargs": {}}, "model_kwargs"),
     ],
 )
-def test_what_1_2_1_would_refuse_is_named(arguments: dict[str, Any], named: str) -> None:
+def test_arguments_that_1_2_1_refuses_are_named(arguments: dict[str, Any], named: str) -> None:
     found = problems(arguments)
     assert found and all(line.startswith(named) for line in found)
 
@@ -137,7 +137,7 @@ mappings = st.dictionaries(st.sampled_from("abc"), trees, max_size=3)
 
 @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(mappings, max_size=4))
-def test_layers_merge_deeply_and_the_last_to_say_something_wins(layers: list[dict[str, Any]]) -> None:
+def test_layers_merge_deeply_and_the_last_one_wins(layers: list[dict[str, Any]]) -> None:
     before = json.dumps(layers)
     found = merge([ArgumentLayer(str(index), values) for index, values in enumerate(layers)])
     assert json.dumps(layers) == before, "layers are not changed"
@@ -194,7 +194,7 @@ def test_roles_and_publishing_have_the_last_word() -> None:
         ({"kv_transfer_timeout_ms": 5}, {"backend": "DEFAULT"}),
     ],
 )
-def test_what_a_layer_says_of_the_transceiver_wins_over_the_roles_defaults(
+def test_transceiver_settings_of_a_layer_override_the_roles_defaults(
     said: dict[str, Any], added: dict[str, Any] | None
 ) -> None:
     decode = merge(list(forced({"cache_transceiver_config": said}, moves_kv_blocks=True))).arguments

@@ -1,4 +1,4 @@
-"""Which parsers a model gets, and how it is sampled."""
+"""Parsers and default sampling parameters of a model."""
 
 import json
 from pathlib import Path

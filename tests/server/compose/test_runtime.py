@@ -1,4 +1,4 @@
-"""What a replica says of how it runs: /v1/models, /server_info, and no secret in either."""
+"""Facts of a running replica: /v1/models and /server_info, without secrets."""
 
 from typing import Any
 

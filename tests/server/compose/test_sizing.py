@@ -1,4 +1,4 @@
-"""Sizes that nobody set fit the machine."""
+"""Default sizes fit the machine."""
 
 import json
 from dataclasses import replace
@@ -10,7 +10,7 @@ import pytest
 from server.cli import main, run
 from server.compose import sizing
 from server.compose.config import embedded_config
-from server.compose.sizing import GIB, MIB, Machine, api_processes, sizes
+from server.compose.sizing import GIB, MIB, Machine, api_processes, sizes, standby
 from server.process.gpus import Gpu, parse_gpus
 from server.settings import Settings
 
@@ -60,11 +60,31 @@ def test_a_driver_that_does_not_answer_has_a_gpu_of_unknown_memory(
     assert chosen(machine, device="cuda")["max_batch_size"] == 64
 
 
-def test_without_a_gpu_or_a_build_that_uses_it_they_are_a_cpus(folder: Path) -> None:
+def test_sizes_without_a_usable_gpu_are_those_of_a_cpu(folder: Path) -> None:
     assert chosen(replace(H200, torch="2.13.0+cpu"))["max_num_tokens"] == 1024
     assert chosen(H200, device="cpu")["max_batch_size"] == 256, "sixteen cores"
     assert chosen(LAPTOP)["max_batch_size"] == 64
     assert chosen(replace(LAPTOP, cores=1))["max_batch_size"] == 16
+
+
+@pytest.mark.parametrize(
+    ("machine", "settings", "expected"),
+    [
+        (LAPTOP, {}, ("imports", GIB)),
+        (LAPTOP, {"engine_standby": "imports"}, ("imports", 0)),
+        (LAPTOP, {"engine_standby": True}, ("model", 0)),
+        (LAPTOP, {"engine_standby": False}, ("", 0)),
+        (LAPTOP, {"engine_on_death": "exit"}, ("", 0)),
+        (LAPTOP, {"engine": "fake"}, ("", 0)),
+        (H200, {}, ("", 0)),
+        (H200, {"memory_service": "/run/memory.sock"}, ("imports", 0)),
+        (H200, {"device": "cpu"}, ("imports", GIB)),
+    ],
+)
+def test_on_a_cpu_another_process_has_imported(
+    machine: Machine, settings: dict[str, Any], expected: tuple[str, int]
+) -> None:
+    assert standby(Settings(**{"engine_standby": "auto", **settings}), machine) == expected
 
 
 def test_the_kv_cache_follows_free_memory_and_what_the_batch_can_use(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A tokenizer with more tokens than the model has is of another model, and the replica does not start with it."""
+"""A replica does not start with a tokenizer of another model, which has more tokens than its own."""
 
 from pathlib import Path
 

@@ -229,7 +229,7 @@ def test_pipelined_requests_are_all_answered(replica: ServerThread) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_came_before_garbage_is_answered(server: ServerThread, stream: bool) -> None:
+def test_requests_before_garbage_are_answered(server: ServerThread, stream: bool) -> None:
     with connect(server) as connection:
         connection.sendall(post({**BRIEF, "stream": stream}) + GET + b"\x00garbage\r\n\r\n")
         answers = Answers(connection)

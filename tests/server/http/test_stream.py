@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from tests.support.servers import CHAT, ServerProcess, serving
+from tests.support.waiting import slowness
 
 MESSAGES: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 LONG = {**CHAT, "max_tokens": 20000, "ignore_eos": True}
@@ -157,15 +158,17 @@ def test_client_gone_frees_the_engine(slow: ServerProcess, stream: bool) -> None
 @pytest.mark.slow
 def test_client_gone_before_the_first_token() -> None:
     """Its sequence waits in the queue, since another has the engine's only place."""
-    with serving("--fake-token-delay-ms", "200", "--engine-process", "false", "--queue-timeout-seconds", "2") as server:
+    seconds = 2 * slowness()
+    flags = ("--fake-token-delay-ms", "200", "--engine-process", "false", "--queue-timeout-seconds", str(seconds))
+    with serving(*flags) as server:
         with contextlib.ExitStack() as running:
             for _ in range(8):
                 running.enter_context(request(server, {**LONG, "max_tokens": 500, "stream": True, "n": 128}))
             server.wait_metric("trtllm_num_requests_running", 1024)
             with request(server, {**LONG, "stream": True}):
                 server.wait_metric("trtllm_num_requests_waiting", 1)
-            server.wait_metric("trtllm_num_requests_waiting", 0, timeout=1.5)
-            late = httpx.post(f"{server.url}/v1/chat/completions", json={**LONG, "stream": True}, timeout=20)
+            server.wait_metric("trtllm_num_requests_waiting", 0, timeout=0.75 * seconds)
+            late = httpx.post(f"{server.url}/v1/chat/completions", json={**LONG, "stream": True}, timeout=10 * seconds)
             assert (late.status_code, late.json()["error"]["code"]) == (503, "queue_timeout")
             assert late.headers["retry-after"]
         server.wait_metric("trtllm_num_requests_running", 0)
@@ -215,7 +218,9 @@ def test_headers_too_large(slow: ServerProcess) -> None:
         (b"GET / HTTP/1.1\r\na: " + b"x" * 70_000, 431, "headers_too_large"),
     ],
 )
-def test_what_is_no_request_gets_the_envelope(slow: ServerProcess, sent: bytes, status: int, code: str | None) -> None:
+def test_malformed_requests_get_the_error_envelope(
+    slow: ServerProcess, sent: bytes, status: int, code: str | None
+) -> None:
     with connected(slow) as connection:
         connection.sendall(sent)
         head, _, body = until(connection, b"never").partition(b"\r\n\r\n")

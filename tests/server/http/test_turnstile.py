@@ -36,7 +36,7 @@ async def test_alone_nobody_waits() -> None:
             raise AssertionError("waited")
 
 
-async def test_who_gives_up_takes_nobodys_place() -> None:
+async def test_a_cancelled_caller_takes_no_place() -> None:
     turnstile = Turnstile(1)
     tasks = [asyncio.create_task(turnstile.enter()) for _ in range(5)]
     await asyncio.sleep(0)

@@ -1,6 +1,5 @@
 """The names, units and buckets of metrics: Prometheus' conventions, and vLLM's names if they are asked for."""
 
-import asyncio
 import json
 import re
 from itertools import pairwise
@@ -11,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from multimodal.request import Limits
 from tests.server.metrics.test_page import ROLES, check_page, page_of
-from tests.support.servers import CHAT, ROOT, application
+from tests.support.servers import CHAT, ROOT, application, page_with_stats
 
 VLLM: dict[str, dict[str, Any]] = json.loads((ROOT / "tests/contract/vllm_metrics.json").read_text())["metrics"]
 EXPECTED = {
@@ -75,10 +74,7 @@ async def test_buckets_reach_the_longest_request_and_tell_common_times_apart() -
 async def test_vllms_names_are_those_of_its_source() -> None:
     async with application(vllm_metrics=True) as (client, _):
         await client.post("/v1/chat/completions", json=CHAT)
-        page = ""
-        while "vllm:num_requests_running{" not in page:  # the engine's statistics come later
-            await asyncio.sleep(0.02)
-            page = (await client.get("/metrics")).text
+        page = await page_with_stats(client)
     check_page(page)
     families = {family.name: family for family in text_string_to_metric_families(page)}
     theirs = {name: family for name, family in families.items() if name.startswith("vllm:")}

@@ -179,7 +179,7 @@ def test_end_of_the_grace_period_is_an_error_event() -> None:
         assert server.wait() == 0
 
 
-def test_an_image_that_does_not_come_cannot_stop_the_end() -> None:
+def test_a_pending_image_does_not_delay_the_shutdown() -> None:
     flags = ("--media-allow-private", "true", "--shutdown-grace-seconds", "0.5")
     with serving(*flags) as server, socket.create_server(("127.0.0.1", 0)) as images:
         image = {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{images.getsockname()[1]}/"}}
@@ -329,7 +329,7 @@ def test_banner_and_logs() -> None:
     assert (access["request_id"], access["path"], access["status"]) == ("mine", "/a b", 404)
 
 
-def test_what_runs_on_a_websocket_gets_its_last_event() -> None:
+def test_responses_on_a_websocket_get_their_last_event_at_shutdown() -> None:
     """Also where the grace period is over at once."""
     create = {"type": "response.create", "model": "fake", "input": "hi", "max_output_tokens": 20000, "ignore_eos": True}
     with serving("--fake-token-delay-ms", "5", "--shutdown-grace-seconds", "0") as server:

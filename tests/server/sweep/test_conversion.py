@@ -106,7 +106,7 @@ def test_sizes_are_set_in_one_role_or_all_and_gpus_follow() -> None:
     ("text", "said"),
     [("a: [", "not YAML"), ("a: 1", "no roles"), ("roles: {prefill: {}}", "no role decode")],
 )
-def test_what_cannot_be_converted_is_named(text: str, said: str) -> None:
+def test_values_that_cannot_be_converted_are_named(text: str, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         to_aggregated(read_values(text))
     with pytest.raises(SettingsError, match="engine: trtllm"):

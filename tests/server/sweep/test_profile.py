@@ -59,7 +59,7 @@ def test_the_smallest_that_was_measured_wins() -> None:
     assert choice is not None and choice.deployment.name == "two" and "measured: 3.4" in choice.why
 
 
-def test_what_more_replicas_would_do_is_marked_as_predicted(tmp_path: Path) -> None:
+def test_figures_for_more_replicas_are_marked_as_predictions(tmp_path: Path) -> None:
     more = Targets(300, 20, 100, 10, rate=5.0)
     one = plan({"name": "one", "gpus": 2, "settings": {"max_batch_size": 8}})
     found = capacities(ONE, more)

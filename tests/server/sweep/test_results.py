@@ -87,7 +87,7 @@ def test_a_folder_resumes_and_what_failed_is_measured_again(tmp_path: Path) -> N
     assert (one.repeats, one.error, two.repeats, two.error) == (2, "", 0, "it ended")
 
 
-def test_what_was_measured_before_the_settings_changed_does_not_count() -> None:
+def test_measurements_with_earlier_settings_do_not_count() -> None:
     (result,) = summarised([record(repeat=0), record(repeat=1), record(repeat=0, digest="new")], Slo())
     assert result.repeats == 1
 

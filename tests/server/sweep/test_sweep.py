@@ -1,19 +1,26 @@
 """`trellis sweep` against a running server on the fake engine."""
 
+import asyncio
 import json
 import os
 import random
 import re
+import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from engine.process.sockets import free_port
 from server.bench.client import LoadRun, Target, exchange
 from server.cli import main
+from server.commands.sweep import end_as_by_ctrl_c
 from server.sweep.results import ResultFolder
 from tests.support.servers import ServerThread
 
@@ -131,3 +138,25 @@ def test_aiperf_runs_in_its_own_environment(
     flags = ["--url", server.url, "--api-key", "secret", "--lengths", "40:4", "--tokenizer", "missing"]
     assert sweep(*flags, "--client", "aiperf", "-c", "1", "--output", str(tmp_path / "bad")) == 1
     assert "aiperf ended with exit code 1: no tokenizer" in capsys.readouterr().err
+
+
+def test_a_signal_during_a_callback_of_the_loop_ends_the_command(request: pytest.FixtureRequest) -> None:
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        request.addfinalizer(partial(signal.signal, signum, signal.getsignal(signum)))
+    end_as_by_ctrl_c()
+
+    class Terminated(asyncio.Protocol):
+        def data_received(self, data: bytes) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0)  # the signal's handler runs here
+
+    async def receive() -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        transport, _ = await asyncio.get_running_loop().create_connection(Terminated, sock=ours)
+        with theirs, closing(transport):
+            theirs.send(b"x")
+            await asyncio.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(receive())

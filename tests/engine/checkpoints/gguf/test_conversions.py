@@ -130,7 +130,7 @@ def test_a_killed_conversion_is_begun_again(tmp_path: Path) -> None:
         ({"tokenizer": {"token_type": [1, 1]}}, "has a damaged vocabulary"),
     ],
 )  # fmt: skip
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+def test_unsupported_files_are_refused_by_name(tmp_path: Path, changes: dict[str, object], said: str) -> None:
     file = write_gguf(tmp_path / "mine.gguf", **changes)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match=said) as refusal:
         resolve_model(str(file), tmp_path / "cache")

@@ -112,7 +112,7 @@ REFUSED: list[tuple[GuideKind, Any, str]] = [
 
 
 @pytest.mark.parametrize(("kind", "spec", "reason"), REFUSED, ids=lambda value: json.dumps(value)[:50])
-async def test_what_cannot_be_enforced_is_refused(
+async def test_guides_that_cannot_be_enforced_are_refused(
     compiler: GrammarCompiler, kind: GuideKind, spec: Any, reason: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=reason) as caught:

@@ -1,4 +1,4 @@
-"""The grammar worker and the cache in front of it: nothing a user writes can hang or end the engine."""
+"""The grammar worker and the cache in front of it: no guide can hang or end the engine."""
 
 import asyncio
 import json
@@ -14,6 +14,7 @@ from engine.embedded.grammar.compiler import GrammarCompiler
 from engine.errors import EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.types import Guide, GuideKind
 from tests.support.grammar import EOS, VOCAB, accepts, compiler, tokenizer, tokenizer_folder
+from tests.support.servers import running
 from tests.support.waiting import until
 
 __all__ = ["compiler", "tokenizer", "tokenizer_folder"]  # fixtures
@@ -75,8 +76,13 @@ async def test_a_timeout_refuses_the_guide_and_is_remembered(tokenizer_folder: P
 
 
 def workers() -> list[psutil.Process]:
-    running = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in running if "engine.embedded.grammar.worker" in child.cmdline()]
+    return running(psutil.Process(), "engine.embedded.grammar.worker")
+
+
+async def suspend(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        process.suspend()
+    await until(lambda: all(process.status() == psutil.STATUS_STOPPED for process in processes))
 
 
 class Own:
@@ -149,8 +155,7 @@ async def test_a_worker_that_is_killed_at_work_costs_one_retry_and_then_503(toke
     async with Own(tokenizer_folder) as own:
         stopped = own.processes()
         assert len(stopped) == 2
-        for process in stopped:
-            process.suspend()
+        await suspend(stopped)
         task = asyncio.create_task(own.compiler.compile(Guide("regex", "a")))
         first = await own.busy(stopped)
         first.kill()
@@ -164,8 +169,7 @@ async def test_a_worker_that_is_killed_at_work_costs_one_retry_and_then_503(toke
 async def test_the_last_caller_that_leaves_ends_the_compilation(tokenizer_folder: Path) -> None:
     async with Own(tokenizer_folder) as own:
         stopped = own.processes()
-        for process in stopped:
-            process.suspend()
+        await suspend(stopped)
         tasks = [asyncio.create_task(own.compiler.compile(Guide("regex", "a"))) for _ in range(2)]
         process = await own.busy(stopped)
         tasks[0].cancel()

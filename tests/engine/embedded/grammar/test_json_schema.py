@@ -221,7 +221,7 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("schema", "reason"), REFUSED, ids=lambda value: json.dumps(value)[:50])
-async def test_what_cannot_be_enforced_is_refused(compiler: GrammarCompiler, schema: Any, reason: str) -> None:
+async def test_schemas_that_cannot_be_enforced_are_refused(compiler: GrammarCompiler, schema: Any, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason) as caught:
         await compiler.compile(Guide("json_schema", schema if isinstance(schema, str) else json.dumps(schema)))
     assert caught.value.param == "guide"
@@ -229,9 +229,7 @@ async def test_what_cannot_be_enforced_is_refused(compiler: GrammarCompiler, sch
     assert "llguidance" not in str(caught.value) and "failed to compile" not in str(caught.value)
 
 
-async def test_what_random_tokens_write_under_the_masks_is_valid(
-    compiler: GrammarCompiler, tokenizer: Tokenizer
-) -> None:
+async def test_random_tokens_under_the_masks_make_valid_json(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     """Whenever the output ends by itself; those that do not end are few."""
     ended = 0
     for schema, *_ in SCHEMAS:
@@ -277,7 +275,7 @@ def combinations() -> list[dict[str, Any]]:
     ]
 
 
-async def test_what_is_told_apart_is_told_apart_rightly(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+async def test_combined_schemas_hold_for_all_output(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     accepted = 0
     for schema in combinations():
         try:

@@ -1,6 +1,5 @@
-"""Handoffs that fail.
-
-Transfers break, hang or come late, requests are aborted at every stage, handoffs lie, and blocks run out.
+"""Handoffs that fail: transfers break, hang or come late, requests are aborted at every stage, handoffs have wrong
+contents, and blocks run out.
 """
 
 import shutil
@@ -102,7 +101,7 @@ def test_the_end_of_a_transfer_that_was_given_up_may_be_an_error(pair: Pair) -> 
     assert failures(pair) == (0, 0) and pair.decode.stats().num_aborted_requests == 1
 
 
-def test_what_was_broken_is_not_reused(pair: Pair, expected: list[int]) -> None:
+def test_blocks_of_a_broken_transfer_are_not_reused(pair: Pair, expected: list[int]) -> None:
     _, transfer = fetching(pair)
     transfer.scribble()
     pair.decode.abort("a")
@@ -115,7 +114,7 @@ def test_what_was_broken_is_not_reused(pair: Pair, expected: list[int]) -> None:
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
 @pytest.mark.parametrize("aborted", [False, True])
-def test_what_is_read_after_the_lease_is_neither_decoded_from_nor_reused(
+def test_blocks_read_after_the_lease_ended_are_discarded(
     tiny_model: Path, expected: list[int], overlap: str, aborted: bool
 ) -> None:
     options = {**SMALL, "overlap_scheduler": overlap}
@@ -170,7 +169,7 @@ def test_an_abort_frees_everything_at_every_stage(pair: Pair, abort: Callable[[P
     pair.check_clean()
 
 
-def test_others_wait_for_a_shared_prefix_only_as_long_as_it_may_come(pair: Pair, expected: list[int]) -> None:
+def test_sequences_wait_for_a_shared_prefix_only_while_it_is_being_read(pair: Pair, expected: list[int]) -> None:
     _, transfer = fetching(pair)
     pair.decode.add(sequence_of(pair.decode, replace(REQUEST, request_id="b")))
     assert step(pair.decode) == [] and not pair.decode.ready
@@ -197,7 +196,7 @@ def test_a_fetching_sequence_is_no_victim(tiny_model: Path) -> None:
         assert tokens([delta for _, delta in deltas] + rest["old"]) == tokens(alone(tiny_model, [old])["old"])
 
 
-def test_what_is_held_makes_others_wait_without_turning_in_circles(tiny_model: Path) -> None:
+def test_sequences_wait_for_held_blocks_without_busy_steps(tiny_model: Path) -> None:
     with pair_of(tiny_model, {**SMALL, "num_blocks": 10}) as pair:
         pair.hand_over(REQUEST)
         other = replace(request_of("b", prompt_of(40)), prefill_only=True)
@@ -272,7 +271,7 @@ def test_a_handoff_that_lies_is_refused(tiny_model: Path, said: str) -> None:
     "beyond",
     [{"tables": ((block,) * 7,)} for block in (-1, 300, 1 << 39, 1 << 62)] + [{"lease": LeaseWord(1 << 40, 1)}],
 )
-def test_what_is_beyond_the_peers_memory_is_not_read(
+def test_addresses_beyond_the_peers_memory_are_not_read(
     tiny_model: Path, expected: list[int], beyond: dict[str, Any]
 ) -> None:
     with pair_of(tiny_model, SMALL) as pair:

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from engine.embedded.kv.blocks import BlockKey
 from engine.embedded.kv.groups import Table
 from engine.embedded.kv.source import Reading
-from engine.embedded.scheduler import Fetch
+from engine.embedded.scheduler import Fetch, Scheduler
 from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.types import GenerateRequest, SamplingParams
 from tests.engine.embedded.test_scheduler import SIZE, UNDER_PRESSURE, Machine, Step, Windows, expected, machine, make
@@ -89,6 +89,7 @@ class Replica(Machine):
     def turn(self) -> None:
         """A step, if there is something to do, and whatever else happens."""
         previous, self.launched = self.launched, self.launch()
+        self.scheduler.store_fetched()
         self.finish(previous)
         if not self.overlap:
             self.finish(self.launched)
@@ -231,6 +232,43 @@ def test_a_tier_offers_a_part_of_a_prompt_and_the_rest_is_computed() -> None:
     assert (sequence.status, sequence.computed, sequence.cached_tokens) == (SequenceStatus.RUNNING, 12, 12)
     replica.run()
     assert sequence.tokens == expected(prompt, 3)
+
+
+def fetched(*others: Sequence) -> tuple[Scheduler, Sequence]:
+    """A sequence for which a tier's two blocks have been read, while `others` wait."""
+    tier = Tier(random.Random(0))
+    scheduler = machine(blocks=24, seqs=4, budget=64, sources=(tier,)).scheduler
+    sequence = make("first", [0] * 10, 3)
+    tier.keys.update(sequence.extend_keys(SIZE)[:2])
+    scheduler.add(sequence)
+    assert scheduler.schedule() == []
+    for other in others:
+        scheduler.add(other)
+    [fetch] = scheduler.take_fetches()
+    scheduler.fetched(fetch)
+    return scheduler, sequence
+
+
+def test_what_was_read_becomes_reusable_while_the_device_computes() -> None:
+    scheduler, sequence = fetched()
+    [pool], key = scheduler.blocks.pools, sequence.keys[1]
+    assert scheduler.schedule()[0].start == 8 and key not in pool
+    scheduler.store_fetched()
+    assert key in pool and sequence.stored == 2
+
+
+def test_what_was_read_becomes_reusable_at_once_if_others_wait() -> None:
+    scheduler, _ = fetched(other := make("other", [0] * 11, 3))
+    starts = {chunk.sequence: chunk.start for chunk in scheduler.schedule()}
+    assert starts[other] == 8
+
+
+def test_what_was_read_for_a_sequence_that_has_ended_is_not_reusable() -> None:
+    scheduler, sequence = fetched()
+    scheduler.remove(sequence)
+    scheduler.store_fetched()
+    assert sequence.keys[1] not in scheduler.blocks.pools[0]
+    scheduler.audit()
 
 
 def test_blocks_that_are_here_are_not_read_again() -> None:

@@ -1,6 +1,5 @@
-"""Prefill and decode by two cores of the embedded engine, with real transfers.
-
-Together they generate what one core alone generates, token for token.
+"""Prefill and decode by two cores of the embedded engine, with real transfers. Together they generate the same tokens
+as one core.
 """
 
 import random
@@ -221,7 +220,7 @@ def test_equal_prompts_at_once_are_read_once(tiny_model: Path) -> None:
         assert tokens(said) == tokens(expected[name])[-len(tokens(said)) :]
 
 
-def test_of_a_window_only_its_blocks_are_read(tmp_path: Path) -> None:
+def test_only_blocks_within_the_attention_window_are_read(tmp_path: Path) -> None:
     """24 tokens back from position 100: blocks 9 to 12 of 8 tokens; of the full layers all 13."""
     folder = save("gemma3_text", tmp_path)
     with pair_of(folder, SMALL) as pair:
@@ -233,7 +232,7 @@ def test_of_a_window_only_its_blocks_are_read(tmp_path: Path) -> None:
         assert pair.decode.stats().kv_transfer_bytes == 14 * full + 5 * window
 
 
-def test_what_was_read_is_stored_for_others(tiny_model: Path) -> None:
+def test_blocks_read_from_a_peer_can_be_reused(tiny_model: Path) -> None:
     prompt = prompt_of(45)
     with pair_of(tiny_model, SMALL) as pair:
         pair.serve([request_of("a", prompt, max_tokens=2)])

@@ -1,7 +1,4 @@
-"""The block pool by property.
-
-Whatever the order of calls, the books balance and a key always finds its own contents.
-"""
+"""Properties of the block pool: for any order of calls, counts are consistent and a key finds its own contents."""
 
 import pytest
 from hypothesis import settings

@@ -1,4 +1,4 @@
-"""The disk tier: what is written is read back, by this or another tier on the folder, and nothing else ever is."""
+"""The disk tier: written blocks are read back, by this or another tier on the folder, and never other bytes."""
 
 import ctypes
 import errno
@@ -184,6 +184,15 @@ def test_unfinished_files_of_a_killed_process_are_deleted(opened: Opened, tmp_pa
     os.utime(old, (1, 1))
     Opened(tmp_path).tier.close()
     assert not old.exists() and new.exists()
+
+
+def test_unfinished_files_of_a_process_of_the_same_number_are_left_alone(opened: Opened) -> None:
+    """Processes of containers often have equal numbers, and share the folder."""
+    other = opened.tier.folder / f".{os.getpid()}-1.tmp"
+    other.write_bytes(b"half")
+    opened.write(NAMES[0])
+    assert opened.done == [True] and opened.tier.failures == 0 and opened.read(NAMES[0]) == block(NAMES[0])
+    assert other.read_bytes() == b"half"
 
 
 def failing(code: int):

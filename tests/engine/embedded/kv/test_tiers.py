@@ -4,12 +4,14 @@ contents, and KV events say where each one is."""
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from blake3 import blake3
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec.structs import replace
@@ -17,10 +19,10 @@ from msgspec.structs import replace
 from engine.config import EmbeddedConfig
 from engine.embedded.kv.blocks import BlockKey, BlockPool, EventData, event_hash
 from engine.embedded.kv.groups import MISSING, BlockGroups
-from engine.embedded.kv.host_tier import HostTier
+from engine.embedded.kv.host_tier import Device, HostTier
 from engine.embedded.kv.layout import Attends
 from engine.embedded.kv.memory import KvMemory
-from engine.embedded.kv.tiers import Speeds, Tiers, open_tiers
+from engine.embedded.kv.tiers import ABSENT, DEVICE, DISK, HOST, Speeds, Tiers, open_tiers, weigh
 from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.errors import EngineFailure
 from engine.kv_events import Cleared, EventDiff, Removed, Stored, Updated
@@ -305,13 +307,33 @@ def test_blocks_are_kept_once_enough_requests_have_asked(tmp_path: Path) -> None
         pytest.param(Speeds(1.0, (0.5, 0.4), (9.0, 9.0)), 8, id="loading is faster"),
     ],
 )
-def test_what_is_faster_is_chosen(store: Store, speeds: Speeds, tokens: int) -> None:
+def test_loading_or_computing_is_chosen_by_speed(store: Store, speeds: Speeds, tokens: int) -> None:
     store.tiers.speeds = speeds
     store.ask(store.sequence(PROMPT))
     store.settle()
     store.forget()
     assert store.ask(store.sequence(PROMPT)) == tokens
     assert store.tiers.stats()[0].avoided_blocks == (0 if tokens else 4)
+
+
+@given(
+    st.lists(st.sampled_from([DEVICE, DEVICE, HOST, HOST, DISK, ABSENT]), max_size=12),
+    st.sampled_from([0.0, 0.001, 0.004, 0.02]),
+    st.sampled_from([0.0, 0.003, 0.05]),
+)
+def test_of_a_prefix_as_much_is_loaded_as_saves_most(levels: list[int], host: float, disk: float) -> None:
+    """By the definition: every end that all levels have, and what it saves beside computing."""
+    usable = [*levels, ABSENT].index(ABSENT)
+    present = next((index for index, level in enumerate(levels) if level != DEVICE), len(levels))
+    seconds = {DEVICE: 0.0, HOST: host, DISK: disk}
+
+    def saved(end: int) -> float:
+        return (end - present) * 0.01 - sum(seconds[level] for level in levels[:end]) - 0.002
+
+    best = max(range(present, usable + 1), key=lambda end: saved(end) if end > present else 0.0, default=present)
+    found = weigh(levels, Speeds(0.01, (host,), (disk,)))
+    assert (found.usable, found.present) == (usable, present)
+    assert saved(found.offered) == pytest.approx(saved(best)) or found.offered == best == present
 
 
 def test_a_load_that_took_too_long_is_not_offered_again(store: Store) -> None:
@@ -334,6 +356,21 @@ def test_a_load_that_took_too_long_is_not_offered_again(store: Store) -> None:
     sequence.status = SequenceStatus.FINISHED
     store.tiers.release(sequence)
     assert store.tiers.offer(store.sequence(PROMPT)) == 8
+
+
+def test_a_copy_that_cannot_even_begin_is_a_failure_of_the_tier(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.ask(store.sequence(PROMPT))
+    store.settle()
+    store.forget()
+
+    @contextmanager
+    def no_stream(self: Device) -> Iterator[None]:
+        raise TransferError("no stream")
+        yield
+
+    monkeypatch.setattr(Device, "copies", no_stream)
+    assert store.ask(store.sequence(PROMPT)) == 0
+    assert store.tiers.stats()[0].failures == 1
 
 
 def test_measuring_keeps_the_contents_and_finds_speeds(store: Store) -> None:

@@ -1,7 +1,6 @@
-"""What every model runner does with a `StepInput`.
-
-It computes the logits of transformers' own forward, however prompts are cut and steps are filled. The CUDA runner runs
-here in Triton's interpreter, where Triton is installed; `cuda/test_cuda_engine.py` runs it on a GPU.
+"""Conformance of every model runner: from a `StepInput` it computes the logits of transformers' own forward, however
+prompts are divided and steps are filled. The CUDA runner runs here in Triton's interpreter, where Triton is installed;
+`cuda/test_cuda_engine.py` runs it on a GPU.
 """
 
 import contextlib
@@ -110,7 +109,7 @@ def part(index: int, start: int, length: int, sampled: int = 1) -> Part:
     return Part([A, B, C, D][index], TABLES[index], start, length, slot=index, sampled=sampled)
 
 
-def test_it_says_what_it_is(runner: ModelRunner) -> None:
+def test_a_runner_describes_itself(runner: ModelRunner) -> None:
     assert (runner.vocab_size, runner.context_length, runner.takes_images) == (VOCAB, 128, None)
     assert (runner.device.type, runner.dtype) == ("cpu", torch.float32)
     assert [(group.window, group.layers, group.num_blocks) for group in runner.groups] == [(None, (0, 1), 40)]
@@ -150,7 +149,9 @@ def test_only_the_rows_wanted_come_back_in_their_order(runner: ModelRunner, refe
     near(logits, torch.stack([logits_of(reference, D)[4], logits_of(reference, B)[2], logits_of(reference, B)[32]]))
 
 
-def test_nothing_wanted(runner: ModelRunner, reference: LlamaForCausalLM) -> None:
+def test_a_step_without_wanted_rows_writes_its_keys_and_values(
+    runner: ModelRunner, reference: LlamaForCausalLM
+) -> None:
     """The middle of a prompt: its keys and values are there afterwards."""
     assert runner.forward(step_of([part(0, 0, 24, sampled=0)], [])).shape == (0, VOCAB)
     near(runner.forward(step_of([part(0, 24, 16)])), logits_of(reference, A)[24:])

@@ -1,4 +1,4 @@
-"""The sampler against a slow and obvious twin, against the exact distribution, and against itself in other company."""
+"""The sampler against a slow reference, against the exact distribution, and in different batches."""
 
 import math
 from collections.abc import Sequence

@@ -25,7 +25,7 @@ def sequence(prompt: list[int], prediction: tuple[int, ...] = (), salt: str = ""
     return Sequence(request=request, sampler=state, rank=0.0, arrival=0.0, tokens=list(prompt))
 
 
-def test_what_followed_the_longest_match_is_proposed() -> None:
+def test_lookup_proposes_the_tokens_after_the_longest_match() -> None:
     lookup = Lookup(2)
     one = sequence([1, 2, 3, 4, 9, 2, 3, 5, 9, 1, 2, 3])
     assert lookup.draft([one], [2])[0].tokens == [4, 9], "1, 2, 3 is longer than the later 2, 3"
@@ -35,7 +35,7 @@ def test_what_followed_the_longest_match_is_proposed() -> None:
     assert lookup.draft([one], [4]) == [NOTHING]
 
 
-def test_a_match_that_has_failed_is_found_again_behind_the_edit() -> None:
+def test_a_failed_match_is_found_again_after_the_edit() -> None:
     """Both places have the same 2 tokens before them; the one behind the last match is the better guess."""
     lookup = Lookup(2)
     first, second = [5, 6, 7], [5, 6, 8]
@@ -113,7 +113,7 @@ def test_earlier_answers_are_proposed_to_those_of_the_same_salt() -> None:
         assert answers.draft([one], [4])[0].tokens == expected
 
 
-def test_of_what_has_followed_the_most_frequent_is_proposed() -> None:
+def test_answers_propose_the_most_frequent_continuation() -> None:
     answers = Answers(2, 1000)
     for last in (7, 8, 8, 9):
         earlier = sequence([1])

@@ -234,7 +234,7 @@ def test_layers_are_counted_as_each_project_does(folder: Path, head_folder: Path
         assert (read.taken, read.norm_before_residual) == (taken, "norm_before_residual" in changed)
 
 
-def test_what_waits_to_be_read_is_bounded() -> None:
+def test_hidden_states_that_wait_for_the_head_are_bounded() -> None:
     reader = HeadReading(1, 0, BLOCK)
     for start in range(0, 2000, 100):
         reader.keep(start, torch.arange(start, start + 100)[:, None])
@@ -247,7 +247,7 @@ def test_what_waits_to_be_read_is_bounded() -> None:
     assert (reader.first, reader.end, reader.count) == (3000, 3000, 1)
 
 
-def test_what_waits_does_not_keep_whole_steps_in_memory() -> None:
+def test_waiting_hidden_states_do_not_keep_whole_steps_in_memory() -> None:
     reader = HeadReading(1, 0, BLOCK)
     for start in range(400):
         step = torch.zeros(1000, 4)

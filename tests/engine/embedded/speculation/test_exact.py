@@ -1,4 +1,4 @@
-"""Whatever is drafted, a sequence gets the tokens, log-probabilities and ends that it gets without drafts."""
+"""With any drafts, a sequence gets the same tokens, log-probabilities and end as without drafts."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -298,7 +298,7 @@ def test_a_sequence_can_be_aborted_at_any_step(folder: Path, answers: dict[str, 
         assert core.stats().kv_cache_stats.used_num_blocks == 0 and not guesser.known
 
 
-def test_what_a_choice_had_drafted_comes_with_its_end(folder: Path, answers: dict[str, list[int]]) -> None:
+def test_the_last_delta_counts_the_drafted_tokens_of_a_choice(folder: Path, answers: dict[str, list[int]]) -> None:
     core = make_core(folder, Guesser(answers, [4], [2]))
     add(core, "greedy")
     deltas = run(core)["greedy"]

@@ -1,4 +1,4 @@
-"""How many tokens are drafted: what acceptance and the times of steps make of it."""
+"""The number of drafted tokens, which depends on acceptance and the times of steps."""
 
 from collections.abc import Sequence as Many
 
@@ -112,7 +112,7 @@ def test_a_draft_ends_where_the_answer_does() -> None:
     assert not speculator(Repeating(), min_speedup=0, context_length=3).plan([decoding("full")])
 
 
-def test_a_drafter_that_costs_is_asked_only_where_it_is_worth_it() -> None:
+def test_a_costly_drafter_is_used_only_where_it_pays_off() -> None:
     drafter = Repeating(free=False)
     drafter.right = False
     one, sequences = speculator(drafter), [decoding("a")]

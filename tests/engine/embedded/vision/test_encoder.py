@@ -1,4 +1,4 @@
-"""The encoder's process: its death, its hanging, its end; what is cancelled; and that the loop does not feel it."""
+"""The encoder's process: death, hangs, shutdown and cancellation, while the event loop stays responsive."""
 
 import asyncio
 import io
@@ -43,7 +43,8 @@ async def encoder(folder: Path) -> AsyncIterator[EmbeddedEncoder]:
 
     Closed while it has much to do, it leaves nothing behind.
     """
-    encoder = EmbeddedEncoder(EncoderConfig(model=str(folder), dtype="float32", threads=1, timeout_seconds=3.0))
+    seconds = 3.0 * slowness()
+    encoder = EmbeddedEncoder(EncoderConfig(model=str(folder), dtype="float32", threads=1, timeout_seconds=seconds))
     await encoder.start()
     yield encoder
     await until_healthy(encoder)
@@ -51,7 +52,7 @@ async def encoder(folder: Path) -> AsyncIterator[EmbeddedEncoder]:
     await asyncio.sleep(0.1)
     pid, started = encoder.pid, time.monotonic()
     await encoder.close()
-    assert pid is not None and not psutil.pid_exists(pid) and time.monotonic() - started < 3 * slowness()
+    assert pid is not None and not psutil.pid_exists(pid) and time.monotonic() - started < 5 * slowness()
     with pytest.raises(EngineNotReady):
         await task
     with pytest.raises(EngineNotReady):
@@ -117,12 +118,12 @@ async def test_the_loop_does_not_feel_it(encoder: EmbeddedEncoder) -> None:
             lags.append(time.perf_counter() - started - 0.002)
         results: list[EncodedMedia] = await encoding
         assert len(results) == 20 and len(lags) > 50
-        if sorted(lags)[int(0.99 * len(lags))] < 0.02:
+        if sorted(lags)[int(0.99 * len(lags))] < 0.02 * slowness():
             return
     pytest.fail(f"the loop stood still for {max(lags):.3f} s")
 
 
-async def test_what_is_cancelled_is_skipped(encoder: EmbeddedEncoder) -> None:
+async def test_cancelled_images_are_skipped(encoder: EmbeddedEncoder) -> None:
     slow = MediaInput(image_bytes(2000, 2000))
     started = time.monotonic()
     await encoder.encode([slow] * 4)
@@ -184,7 +185,7 @@ async def test_death_is_followed_by_a_restart_and_costs_nothing(encoder: Embedde
 
 
 async def test_an_image_that_kills_the_process_fails_alone(encoder: EmbeddedEncoder) -> None:
-    """The process is killed each time that it has begun with the first image, which takes a while."""
+    """The process is killed each time it has begun with the first image, which takes a while."""
     pids = set[int]()
     fatal = asyncio.create_task(encoder.encode([MediaInput(image_bytes(2000, 2000))]))
     others: list[asyncio.Task[list[EncodedMedia]]] = []
@@ -209,13 +210,13 @@ async def test_a_hanging_image_fails_alone(encoder: EmbeddedEncoder) -> None:
     hanging = asyncio.create_task(encoder.encode([GOOD]))
     await asyncio.sleep(0.1)
     others = [asyncio.create_task(encoder.encode([GOOD, GOOD])) for _ in range(6)]
-    with pytest.raises(EngineFailure, match="longer than 3 seconds"):
+    with pytest.raises(EngineFailure, match=r"longer than \d.* seconds"):
         await hanging
     assert not psutil.pid_exists(pid)
     assert [len(images) for images in await asyncio.gather(*others)] == [2] * 6
 
 
-async def test_of_a_hanging_batch_each_image_is_tried_alone(encoder: EmbeddedEncoder) -> None:
+async def test_images_of_a_hanging_batch_are_retried_one_by_one(encoder: EmbeddedEncoder) -> None:
     pid = encoder.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Images become what transformers makes of them: the same pixels, the same tokens in a prompt, the same embeddings."""
+"""Processing of images gives transformers' results: the same pixels, tokens in a prompt, and embeddings."""
 
 import logging
 import threading
@@ -254,7 +254,7 @@ def test_a_damaged_tokenizer_is_refused_with_the_folder(tmp_path: Path) -> None:
         new_encoder(tmp_path)
 
 
-def test_there_is_room_for_so_many_pixels_and_a_large_image_is_not_overtaken_for_ever() -> None:
+def test_pixels_in_process_are_bounded_and_large_images_get_their_turn() -> None:
     room, order, most = PixelRoom(100), [], []
 
     def take(count: int) -> None:

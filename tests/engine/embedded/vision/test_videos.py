@@ -1,4 +1,4 @@
-"""Videos become what transformers makes of them: the same pixels, the same text, the same positions."""
+"""Processing of videos gives transformers' results: the same pixels, text and positions."""
 
 from collections.abc import Callable
 from pathlib import Path

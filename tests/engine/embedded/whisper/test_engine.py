@@ -163,7 +163,7 @@ async def test_a_seed_repeats_what_a_temperature_draws(folder: Path) -> None:
     assert not set(first) & {*range(TOKENS["<|startoftranscript|>"], FIRST_TIMESTAMP)}, "never generated"
 
 
-async def test_when_tokens_are_spoken_is_what_the_plain_algorithm_finds() -> None:
+async def test_times_of_tokens_equal_those_of_a_plain_algorithm() -> None:
     """OpenAI's way, cell by cell, as transformers has it."""
     noise = np.random.default_rng(3)
     for shape in ((5, 40), (1, 7), (9, 9), (6, 3)):
@@ -201,7 +201,7 @@ async def test_requests_that_leave_make_room(folder: Path) -> None:
         assert stats.num_aborted_requests >= 2
 
 
-async def test_what_it_cannot_do_is_refused(folder: Path) -> None:
+async def test_requests_other_than_transcription_are_refused(folder: Path) -> None:
     async with engine_of(folder) as engine:
         with pytest.raises(InvalidRequest, match="transcribes speech and does nothing else"):
             await collect(engine, request_for((1, 2), None))
@@ -215,7 +215,7 @@ async def test_what_it_cannot_do_is_refused(folder: Path) -> None:
         await collect(engine, request_for(GERMAN, window(0)))
 
 
-async def test_it_computes_the_same_after_a_sleep(folder: Path) -> None:
+async def test_the_engine_computes_the_same_after_a_sleep(folder: Path) -> None:
     prompt = (*GERMAN, TEXT)
     async with engine_of(folder) as engine:
         wanted = (await collect(engine, request_for(prompt, window(0)))).token_ids

@@ -1,4 +1,4 @@
-"""The process that reads audio files: it may crash or hang, and others get theirs."""
+"""The process that reads audio files: it may crash or hang without an effect on other files."""
 
 import asyncio
 import os
@@ -63,11 +63,11 @@ async def test_a_file_that_ends_the_process_twice_is_refused(monkeypatch: pytest
     assert asked == 2
 
 
-async def test_files_that_were_read_beside_it_are_read_again_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_files_read_beside_a_fatal_one_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     running: list[asyncio.Future[None]] = []
 
     async def call(self: HostedReader, method: str, file: AudioFile) -> Recording:
-        """Read what is not bad, which ends the process with all that it reads."""
+        """Read a file; a bad one ends the process with all its files."""
         died = asyncio.get_running_loop().create_future()
         running.append(died)
         for _ in range(5):
@@ -100,7 +100,7 @@ async def test_a_recording_may_be_as_long_as_a_message(monkeypatch: pytest.Monke
 
 
 async def test_a_file_that_takes_too_long_makes_the_process_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host ends a service that is not."""
+    """The host ends an unhealthy service."""
     release = threading.Event()
 
     def hang(*_: object) -> np.ndarray:
@@ -159,7 +159,7 @@ async def test_long_recordings_wait_for_memory_and_short_ones_pass_them(monkeypa
     await here.close()
 
 
-def test_it_needs_no_torch() -> None:
+def test_the_reader_does_not_import_torch() -> None:
     code = "import sys, engine.embedded.whisper.reader; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert done.returncode == 0

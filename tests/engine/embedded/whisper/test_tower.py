@@ -1,4 +1,4 @@
-"""What a language model hears equals what transformers computes, and damaged models and files are refused."""
+"""The audio tower computes transformers' embeddings, and damaged models and files are refused."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_embeddings_equal_those_of_transformers(folder: Path, encoder: BatchEnco
         torch.testing.assert_close(rows, theirs, atol=2e-4, rtol=2e-4)
 
 
-def test_what_cannot_be_heard_is_refused_and_others_are_not(encoder: BatchEncoder) -> None:
+def test_only_invalid_recordings_of_a_batch_are_refused(encoder: BatchEncoder) -> None:
     assert encoder.info.audio and encoder.info.placeholder == "<sound>"
     outcomes = encoded(encoder, b"nothing", sound_bytes(0.02), sound_bytes(7), sound_bytes(1))
     assert [type(outcome) for outcome in outcomes] == [InvalidRequest] * 3 + [EncodedMedia]

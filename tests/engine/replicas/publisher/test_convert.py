@@ -1,4 +1,4 @@
-"""KV-cache events to the wire format: what is said of which event, byte by byte."""
+"""Conversion of KV-cache events to the wire format, byte by byte."""
 
 import msgspec
 import pytest
@@ -25,7 +25,7 @@ CREATED = KvEvent(0, Created((8, 0)), 512)
 
 
 def converted(*events: KvEvent) -> list[WireEvent]:
-    """What is said after the greeting of a new engine."""
+    """The messages for an event, after the first message of a new engine."""
     converter = Converter(BLOCK)
     said = [one for event in (CREATED, *events) for one in converter.convert(event)]
     assert said[0] == AllBlocksCleared()
@@ -58,7 +58,7 @@ def test_the_bytes_of_a_message() -> None:
     assert decode(payload) == EventBatch(1.5, events, 3)
 
 
-def test_what_some_blocks_have_is_told_of_them() -> None:
+def test_media_keys_and_salts_of_blocks_are_published() -> None:
     keys = (
         {"type": "mm_key", "hash": "ff" * 32, "start_offset": 0},
         {"type": "mm_key", "hash": "0a" * 32, "start_offset": 3},
@@ -79,7 +79,7 @@ def test_what_some_blocks_have_is_told_of_them() -> None:
     }
 
 
-def test_the_salt_is_told_as_vllm_does_and_understood_by_our_router() -> None:
+def test_the_salt_is_published_as_by_vllm_and_read_by_our_router() -> None:
     """In `extra_keys` of a sequence's first block alone, and only for those who do not read `cache_salt`."""
     salted = [*converted(KvEvent(1, Stored(None, (block(1), block(2)), "tenant"), 512))]
     (first,) = [event for event in salted if isinstance(event, BlockStored)]
@@ -193,7 +193,7 @@ def test_a_new_engine_may_have_a_narrower_window() -> None:
     assert [type(one) for one in said] == [BlockStored, AllBlocksCleared, BlockStored]
 
 
-def test_lost_events_are_counted_whether_or_not_they_are_told() -> None:
+def test_lost_events_are_counted_by_gaps_in_their_ids() -> None:
     converter = Converter(BLOCK)
     for event in (CREATED, stored(1, 1), stored(4, 2, window=128), stored(5, 3), stored(10, 4), CREATED, stored(1, 1)):
         list(converter.convert(event))

@@ -80,7 +80,7 @@ async def test_a_message_has_three_frames(engine: Any) -> None:
             assert event["parent_block_hash"] == events[0]["block_hashes"][-1]
 
 
-async def test_who_joins_late_or_misses_some_catches_up(engine: Any) -> None:
+async def test_followers_that_join_late_or_miss_messages_catch_up(engine: Any) -> None:
     async with publishing(engine) as publisher, followers(publisher) as (early,):
         for number in range(20):
             await generate(engine, str(number), [number + 10] * 9)
@@ -120,7 +120,7 @@ async def test_replay_begins_where_it_is_asked_to_and_with_what_is_kept() -> Non
         channel.close()
 
 
-async def test_who_comes_when_messages_are_kept_no_more_learns_everything_still(engine: Any) -> None:
+async def test_a_follower_that_is_later_than_the_buffer_gets_the_whole_state(engine: Any) -> None:
     async with publishing(engine, buffer=10) as publisher:
         channel, books = publisher.zmq.channels[0], Books()
         await generate(engine, "hot", range(10, 50))

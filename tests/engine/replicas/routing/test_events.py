@@ -133,7 +133,7 @@ async def sender(request: pytest.FixtureRequest) -> AsyncIterator[Sender]:
     await sender.close()
 
 
-async def test_what_was_said_before_is_asked_for(sender: Sender) -> None:
+async def test_earlier_messages_are_requested_again(sender: Sender) -> None:
     for number in range(5):
         await sender.send(stored([number]))
     async with following(sender) as seen:

@@ -38,7 +38,7 @@ class Changing(Addresses):
 @asynccontextmanager
 async def running(addresses: Addresses, sources: EventSources | None = None) -> AsyncIterator[tuple[Fleet, Seen]]:
     seen = Seen()
-    fleet = Fleet(addresses, sources or EventSources(port=0), Policy("kv", seed=1), seen)
+    fleet = Fleet(addresses, sources or EventSources(), Policy("kv", seed=1), seen)
     await fleet.start()
     try:
         yield fleet, seen
@@ -66,7 +66,7 @@ async def test_responses_push_no_session_out() -> None:
     async with Bare(OK) as one, Bare(OK) as two:
         seen, session = Seen(), Affinity(session="a")
         tables = (Sessions(1, 60.0), Sessions(1, 60.0))
-        fleet = Fleet(Changing([one.url, two.url]), EventSources(port=0), Policy("kv", seed=1), seen, (), 3, *tables)
+        fleet = Fleet(Changing([one.url, two.url]), EventSources(), Policy("kv", seed=1), seen, (), 3, *tables)
         await fleet.start()
         await until(lambda: all(replica.available for replica in fleet.replicas))
         home, work = next(fleet.assign(PROMPT, session))
@@ -78,7 +78,7 @@ async def test_responses_push_no_session_out() -> None:
         await fleet.close()
 
 
-async def test_what_a_replica_is_at_when_its_address_is_gone_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_finish_on_a_replica_whose_address_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that drains is in no DNS any more."""
     monkeypatch.setattr(pool_module, "RESOLVE_SECONDS", 0.05)
     async with Bare(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{", hang_up=False) as bare:
@@ -101,9 +101,9 @@ async def test_what_a_replica_is_at_when_its_address_is_gone_may_end(monkeypatch
 @pytest.mark.parametrize(
     ("sources", "place", "expected"),
     [
-        (EventSources(), None, ("tcp://host:5557", "")),
-        (EventSources(replay_port=5560), 0, ("tcp://host:5557", "tcp://host:5560")),
-        (EventSources(port=0, replay_port=5560), 0, ("", "")),
+        (EventSources(port=5557), None, ("tcp://host:5557", "")),
+        (EventSources(port=5557, replay_port=5560), 0, ("tcp://host:5557", "tcp://host:5560")),
+        (EventSources(replay_port=5560), 0, ("", "")),
         (EventSources(("tcp://a:1", "tcp://b:2"), ("tcp://a:3", "tcp://b:4")), 1, ("tcp://b:2", "tcp://b:4")),
         (EventSources(("tcp://a:1",), replay_port=5560), 0, ("tcp://a:1", "")),
     ],
@@ -113,10 +113,10 @@ def test_where_events_come_from(sources: EventSources, place: int | None, expect
 
 
 def test_addresses_of_version_six_stay_whole() -> None:
-    assert EventSources(replay_port=9).of("http://[::1]:8000", None) == ("tcp://[::1]:5557", "tcp://[::1]:9")
+    assert EventSources(port=5557, replay_port=9).of("http://[::1]:8000", None) == ("tcp://[::1]:5557", "tcp://[::1]:9")
 
 
-async def test_what_a_replica_has_draws_requests_until_it_has_it_no_more() -> None:
+async def test_cached_blocks_attract_requests_until_they_are_removed() -> None:
     sender = Sender()
     async with Bare(OK) as one, Bare(OK) as two:
         sources = EventSources((sender.endpoint, "tcp://127.0.0.1:9"), (sender.replay, "tcp://127.0.0.1:9"))
@@ -182,7 +182,7 @@ async def test_numbers_of_ranks_are_used_again(monkeypatch: pytest.MonkeyPatch) 
             assert {rank.number for replica in fleet.replicas for rank in replica.ranks} == {0, 1}
 
 
-async def test_who_fails_again_and_again_is_left_out_for_longer() -> None:
+async def test_repeated_failures_lengthen_the_pause_of_a_replica() -> None:
     async with Bare(b"") as bare, running(Addresses((bare.url,))) as (fleet, _):
         pauses = []
         for _ in range(2):

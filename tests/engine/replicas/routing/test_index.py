@@ -1,4 +1,4 @@
-"""The index of blocks against a slow obvious one, and against the fake engine's own books by way of real messages."""
+"""The index of blocks against a slow reference, and against the fake engine's blocks by real messages."""
 
 import asyncio
 import random
@@ -79,7 +79,7 @@ EVENTS = stored_events() | st.builds(RemovedEvent, st.lists(HASHES, max_size=4).
     NAMESPACES,
     st.integers(0, 3),
 )
-def test_it_says_what_a_slow_one_says(
+def test_the_index_equals_a_slow_one(
     said: list[tuple[int, CacheEvent]], prompt: list[int], namespace: tuple[str, str], forgotten: int
 ) -> None:
     index, slow = PrefixIndex(), SlowIndex()
@@ -96,7 +96,7 @@ def test_it_says_what_a_slow_one_says(
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), EVENTS), max_size=30))
-def test_nothing_is_left_of_replicas_that_are_gone(said: list[tuple[int, CacheEvent]]) -> None:
+def test_removed_replicas_leave_nothing_in_the_index(said: list[tuple[int, CacheEvent]]) -> None:
     index = PrefixIndex()
     for replica, event in said:
         index.apply(replica, event)
@@ -179,7 +179,7 @@ def test_its_memory_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_it_agrees_with_the_engine_after_many_requests(seed: int) -> None:
+async def test_the_index_agrees_with_the_engine_after_many_requests(seed: int) -> None:
     """Prompts with shared starts, far more than the blocks can hold; then every prefix is asked of both."""
     rng = random.Random(seed)
     config = FakeConfig(block_size=4, num_blocks=60, max_num_seqs=8, context_length=256)

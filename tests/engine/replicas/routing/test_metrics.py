@@ -1,4 +1,4 @@
-"""What a router says of itself."""
+"""A router's metrics."""
 
 import re
 

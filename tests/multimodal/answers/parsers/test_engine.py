@@ -1,4 +1,4 @@
-"""The incremental engine: what is streamed when, where a parser starts, and what special tokens mean."""
+"""The incremental engine: when text is streamed, the state in which a parser starts, and special tokens."""
 
 import json
 import time
@@ -178,19 +178,28 @@ def test_tokens_of_reasoning_are_counted(reasoning: str, written: str) -> None:
         ('"{\\"text\\": \\"a\\"}"', {"text": "a"}),
         ("null", {}),
         ('{"text": "\\ud83d\\ude00"}', {"text": "😀"}),
+        ('{"text": "\\ud83d \\ude00\\n", "\\udc00": 1}', {"text": "\ufffd \ufffd\n", "\ufffd": 1}),
     ],
 )
 def test_mistakes_of_models_are_mended(written: str, read_as: dict[str, Any]) -> None:
-    parts = read(parser(), f'<tool_call>{{"name": "write", "arguments": {written}}}</tool_call>')
+    output = f'<tool_call>{{"name": "write", "arguments": {written}}}</tool_call>'
+    parts = read(parser(), *output)
+    assert names_and_arguments(read(parser(whole_calls=True), output)) == [
+        ("write", "".join(arguments for _, arguments in names_and_arguments(parts)))
+    ]
     (call,) = {part.index for part in parts if isinstance(part, ToolCall)}
     assert call == 0
     assert json.loads("".join(part.arguments for part in parts if isinstance(part, ToolCall))) == read_as
 
 
 @pytest.mark.parametrize(
-    "arguments", ['{"text": }', '{"text" "a"}', '{"times": 01}', "[1]", "{1: 2}", '{"a": [1}', '{"times": NaN}', '"x"']
+    "arguments",
+    [
+        *('{"text": }', '{"text" "a"}', '{"times": 01}', "[1]", "{1: 2}", '{"a": [1}', '{"times": NaN}', '"x"'),
+        '{"a": ' + "[" * 512 + "]" * 512 + "}",
+    ],
 )
-def test_what_is_no_object_of_json_is_no_call(arguments: str) -> None:
+def test_arguments_that_are_not_a_json_object_make_no_call(arguments: str) -> None:
     output = f'<tool_call>{{"name": "write", "arguments": {arguments}}}</tool_call>'
     assert read(parser(whole_calls=True), output) == [Text(output)]
 

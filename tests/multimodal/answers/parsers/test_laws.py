@@ -1,4 +1,4 @@
-"""What holds for every family and every output: it does not matter how a stream is cut, and nothing is lost."""
+"""Properties of every family and output: results do not depend on how a stream is cut, and no text is lost."""
 
 import json
 import re
@@ -145,7 +145,7 @@ def test_cuts_do_not_matter(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=12)
 @given(data=st.data())
-def test_nothing_is_lost_and_calls_are_json(name: str, data: st.DataObject) -> None:
+def test_parsers_lose_no_text_and_make_json_of_calls(name: str, data: st.DataObject) -> None:
     family = FAMILIES[name]
     text = data.draw(outputs(family))
     parts = parse(family, [text], True)
@@ -208,7 +208,7 @@ def test_values_that_json_lacks_break_nothing(name: str, data: st.DataObject) ->
         ),
     ],
 )
-def test_what_json_lacks_is_replaced_or_makes_no_call(
+def test_values_that_json_lacks_are_replaced_or_make_no_call(
     name: str, text: str, call: tuple[str, dict[str, object]] | None
 ) -> None:
     found = parse(FAMILIES[name], [text], True)

@@ -132,6 +132,19 @@ def test_patterns_that_match_nothing_stop_nothing() -> None:
     assert read(template, "A:", ["a b ", "b"])["content"] == "abb"
 
 
+def test_a_string_may_have_any_characters() -> None:
+    calls = {
+        "open_pattern": r"<call (?P<name>\w+)>",
+        "close": "</call>",
+        "content": "json",
+        "content_args": {"unquoted_keys": True, "string_delims": [["<q>", "</q>"]]},
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+    }
+    template = {"start_anchor": "A:", "fields": {"content": {}, "tool_calls": calls}}
+    found = read(template, "A:", ["<call f>{s:<q>\ue0007\ue001 {n:</q>}</call>"])
+    assert found["calls"] == [("f", {"s": "\ue0007\ue001 {n:"})]
+
+
 def test_a_cut_call_is_text() -> None:
     output = "<tool_call>\n<function=f>\n<parameter=s>\n5"
     assert read(QWEN_XML, "<|im_start|>assistant\n", [output], whole_calls=True)["content"] == output

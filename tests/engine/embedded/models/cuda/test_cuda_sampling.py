@@ -225,7 +225,7 @@ def test_guided_rows_are_drawn_by_their_masks(temperature: float) -> None:
 
 
 @torch.inference_mode()
-def test_nothing_is_computed_from_numbers_that_are_none() -> None:
+def test_nan_and_infinite_logits_are_ignored() -> None:
     logits = random_logits(3, 9)
     logits[0, 5] = float("nan")
     logits[1] = float("-inf")

@@ -76,7 +76,7 @@ def test_a_graph_computes_what_the_tower_does(kind: str, tmp_path: Path) -> None
     assert len(tower.graphs) == (3 if kind == "llava" else 0)
 
 
-def test_what_fits_no_graph_is_computed_without() -> None:
+def test_code_that_cannot_be_captured_runs_without_a_graph() -> None:
     def compute(pixels: torch.Tensor) -> torch.Tensor:
         return pixels * 2 if pixels.sum().item() > 0 else pixels
 

@@ -150,7 +150,7 @@ def test_where_int8_cannot_be_used_it_is_refused(
         load_runner(config)
 
 
-def test_what_int8_computes_with_is_known_before(tmp_path: Path) -> None:
+def test_the_forecast_names_the_compute_path_of_int8(tmp_path: Path) -> None:
     config = EmbeddedConfig(model=str(make_folder(tmp_path, dtype=torch.float32)), device="cpu", quantization="int8")
     said = dict(forecast(config))
     assert (said["compute_path"], said["quantization"]) == ("native", "int8")

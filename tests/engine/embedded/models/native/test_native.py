@@ -193,7 +193,7 @@ Logits here are up to 60.
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
-def test_the_engine_runs_it_and_says_what_the_slow_twin_says(
+def test_the_engine_generates_the_tokens_of_the_torch_runner(
     folder: Path, overlap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(OPTIONS, "overlap_scheduler", overlap)
@@ -334,7 +334,7 @@ def test_the_type_chosen_does_not_depend_on_the_processor(monkeypatch: pytest.Mo
     ("options", "path"),
     [({}, "native"), ({"attention": "sdpa"}, "transformers"), ({"dtype": "bfloat16"}, "transformers")],
 )
-def test_what_a_start_computes_with_is_known_before_and_after(
+def test_the_forecast_of_the_compute_path_equals_the_loaded_one(
     tmp_path: Path, options: dict[str, Any], path: str
 ) -> None:
     config = EmbeddedConfig(model=str(make_folder(tmp_path)), device="cpu", num_blocks=4, cpu_isa="portable", **options)

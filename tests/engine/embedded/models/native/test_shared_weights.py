@@ -82,7 +82,7 @@ async def test_memory_that_cannot_be_shared_is_left_to_the_next_engine(
     assert torch.equal(logits(first), logits(second)), "what is mapped stays"
 
 
-async def test_without_its_service_an_engine_loads_by_itself_and_says_so_once(
+async def test_without_the_service_an_engine_loads_its_own_weights_and_logs_it_once(
     tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)

@@ -1,4 +1,4 @@
-"""What replaces a model's linears, norms and layers on a CPU computes what they do."""
+"""Replacements of a model's linears, norms and layers on a CPU compute the same results."""
 
 from typing import Any
 

@@ -15,7 +15,7 @@ from websockets.sync.server import ServerConnection, serve
 
 from engine.replicas import client as clients
 from engine.replicas.routing import replica as replicas
-from routers.proxy import target_of
+from routers.proxy.http import target_of
 from routers.responses import websocket as sessions
 from routers.state import RouterService
 from tests.routers.test_responses_websocket import LONG, PATH, ask, opened, wait_for

@@ -1,5 +1,5 @@
-"""Answers between replicas: signs of life while something is computed, one frame with the result, and then, open and
-silent, the lease of what is held for the reader.
+"""Answers between replicas: signs of life during the computation, one frame with the result, and then the open, silent
+answer as the lease of the resources that are held for the reader.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from routers.state import HttpOptions, State
 GRACE_SECONDS = 2.0
 """Seconds from the end of an answer, and so of its lease, until the memory that it held is freed.
 
-The reader discards what it has not read by the end of the answer.
+The reader discards anything that it has not read by the end of the answer.
 """
 
 log = logging.getLogger(__name__)
@@ -32,20 +32,20 @@ class LeasedWork(Protocol):
 
     @property
     def held(self) -> str:
-        """Name of what is held, for the log: the KV blocks of a request, say."""
+        """Name of the held resource for the log, such as the KV blocks of a request."""
 
     @property
     def healthy(self) -> bool:
         """Whether a result can still be expected."""
 
     async def compute(self) -> tuple[bytes, bool]:
-        """Return the payload, and whether anything is held for its reader."""
+        """Return the payload, and whether a resource is held for its reader."""
 
     async def lost(self) -> str:
-        """Return the reason when what is held is lost; mostly never."""
+        """Wait until the held resource is lost, if that can happen, and return the reason."""
 
     async def close(self) -> None:
-        """Give everything back. Called once nothing else runs."""
+        """Release all resources. Called once nothing else runs."""
 
 
 async def read_message(request: Request, options: HttpOptions, max_bytes: int) -> bytes:
@@ -119,7 +119,7 @@ class LeasedAnswer(Response):
             await self._hold(send)
 
     async def _hold(self, send: Send) -> None:
-        """Wait until the lease is over, or the held resource is lost. Cancelled when the client no longer needs it."""
+        """Wait until the lease has ended or the held resource is lost. Cancelled when the client no longer needs it."""
         lost = asyncio.create_task(self._work.lost())
         try:
             await asyncio.wait({lost}, timeout=self._lease_seconds)

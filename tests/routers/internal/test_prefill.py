@@ -13,7 +13,7 @@ from engine import handoff
 from engine.handoff import decode_handoff
 from protocol.frames import FrameReader
 from protocol.internal import MEDIA_TYPE, VERSION, PrefillInfo, PrefillRequest, pieces
-from routers import leased
+from routers.internal import leased
 from tests.support.disaggregated import BEARER, INFO, SECRET, busy, nothing, request, stats_with
 from tests.support.servers import application
 
@@ -66,7 +66,7 @@ async def test_profiles_are_for_operators_and_a_backend_without_one_says_why(tmp
         assert Path(trace).parent == tmp_path / "profiles"
 
 
-async def test_without_a_secret_nobody_uses_them_and_without_keys_the_rest_is_open() -> None:
+async def test_internal_routes_need_a_secret_and_public_ones_only_configured_keys() -> None:
     async with application() as (client, _):
         assert (await client.post("/prefill", headers={"Authorization": "Bearer "})).status_code == 401
         assert (await client.get("/v1/models")).status_code == 200
@@ -124,7 +124,7 @@ async def test_a_prefill_replica_hands_over_and_has_no_public_routes() -> None:
         (bytes(2 << 20), 413, "exceeds 1048576 bytes"),
     ],
 )
-async def test_what_cannot_be_prefilled_is_refused_by_name(body: bytes, status: int, message: str) -> None:
+async def test_invalid_prefill_requests_are_refused_by_name(body: bytes, status: int, message: str) -> None:
     async with application(disaggregation_mode="prefill", internal_secret=SECRET, max_body_mb=1, max_images=0) as (
         client,
         state,
@@ -160,7 +160,7 @@ async def test_signs_of_life_and_an_error_after_them(monkeypatch: pytest.MonkeyP
         await stats_with(engine, nothing)
 
 
-async def test_what_is_too_large_to_be_read_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_handoff_that_is_too_large_to_be_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handoff, "MAX_BYTES", 20)
     async with application(disaggregation_mode="prefill", internal_secret=SECRET) as (client, state):
         refused = await post(client, body_of())
@@ -178,10 +178,11 @@ async def test_an_engine_without_a_sign_of_life_ends_the_wait(monkeypatch: pytes
     ):
         stream = await busy(state["replica"].engine)
         asking = asyncio.create_task(post(client, body_of()))
+        waiting = f'trtllm_prefill_tokens_waiting{{model_name="fake"}} {len(request().prompt_token_ids)}.0'
+        while waiting not in (await client.get("/metrics")).text:  # noqa: ASYNC110 - what autoscalers go by
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         assert not asking.done()
-        waiting = f'trtllm_prefill_tokens_waiting{{model_name="fake"}} {len(request().prompt_token_ids)}.0'
-        assert waiting in (await client.get("/metrics")).text, "what autoscalers go by"
         monkeypatch.setattr(type(state["replica"].engine), "healthy", False)
         answer = await asyncio.wait_for(asking, 20)
         assert 'trtllm_prefill_tokens_waiting{model_name="fake"} 0.0' in (await client.get("/metrics")).text

@@ -1,4 +1,4 @@
-"""A router before replicas on real sockets: answers as they are without it, and what it does when replicas fail."""
+"""A router before replicas on real sockets: unchanged answers, and failures of replicas."""
 
 import asyncio
 import json

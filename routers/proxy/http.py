@@ -1,7 +1,6 @@
-"""The router's own route: everything under /v1 is forwarded to a replica, and its answer passed on as it comes.
-
-Until the first bytes of a stream, or all of another answer, have come, the client has seen nothing and another replica
-may be asked. Of a stream that breaks off later, the client gets its whole lines and an error event.
+"""The router's own route: everything under /v1 is forwarded to a replica, and its answer passed on as it arrives. Until
+the first bytes of a stream, or the whole of another answer, have arrived, the client has seen nothing and another
+replica may be asked. If a stream breaks off later, the client gets its complete lines and an error event.
 """
 
 import asyncio
@@ -33,7 +32,6 @@ from routers.batches.routes import PATH as BATCHES_PATH
 from routers.body import converted, disconnect, parsed, read_body, while_connected
 from routers.endpoint import OPENAI, Framing
 from routers.endpoints import ENDPOINTS
-from routers.errors import WrongReplica
 from routers.messages import COUNT_PATH
 from routers.responses import routes as responses
 from routers.responses.convert import conversation_of
@@ -51,15 +49,21 @@ _PATH_SAFE = "/:@!$&'()*+,;=~-._"
 _MAX_SESSION = 1 << 10
 REFUSALS = frozenset({429, 503})
 """Statuses at which another replica is asked."""
-ELSEWHERE = ("response_not_found", "previous_response_not_found", "item_not_found", "video_not_found", "file_not_found")
-"""Codes of errors about what is stored, if it is, at another replica."""
-_ELSEWHERE = tuple(b'"code":"%b"' % code.encode() for code in ELSEWHERE)
+ELSEWHERE = (
+    *("response_not_found", "previous_response_not_found", "item_not_found"),
+    *("video_not_found", "file_not_found", "batch_not_found"),
+)
+"""Codes of errors about stored objects, which another replica may have."""
+_ELSEWHERE = tuple(b'code":"%b"' % code.encode() for code in ELSEWHERE)  # `code`, and Anthropic's `error_code`
 _ASLEEP = b'"code":"asleep"'
-_STORED = re.compile(rf"(?:{responses.PATH}/(?=resp_)|{videos.PATH}/(?=video_)|{images.FILES_PATH}/)([^/]+)")
-"""A path that names a stored response, a video or the file of a picture."""
-_ID = re.compile(rb'"id":"((?:resp|video)_[0-9a-f]+)"')
+_STORED = re.compile(
+    rf"(?:{responses.PATH}/(?=resp_)|{videos.PATH}/(?=video_)|{BATCHES_PATH}/(?=msgbatch_)|{images.FILES_PATH}/)([^/]+)"
+)
+"""A path that names a stored response, a video, a batch or the file of a picture."""
+_ID = re.compile(rb'"id":"((?:resp|video|msgbatch)_[0-9a-f]+)"')
 _ID_WITHIN = 1 << 10
-"""Bytes of an answer, or of the first event, in which the id of the response or video is."""
+"""Bytes of an answer, or of the first event, that contain the id of the response, video or batch."""
+_RESULTS = re.compile(rf'(?<="results_url":")[^"]*(?={BATCHES_PATH}/)'.encode())
 _FILE = re.compile(rf'"url":"[^"]*{images.FILES_PATH}/([^"/]+)"'.encode())
 _FILES_WITHIN = 1 << 16
 """Bytes of an answer with the URLs of pictures; one with the pictures themselves is larger."""
@@ -68,7 +72,7 @@ _BODIES: dict[str, tuple[type[BaseModel], Callable[[Any], Ask] | None]] = {
     responses.PATHS[0]: (InputTokensRequest, None),
     responses.PATHS[1]: (CompactRequest, None),
 }
-"""Bodies that the router reads and, if they ask for tokens, how it makes the neutral request of them."""
+"""Bodies that the router reads, and the conversion into the neutral request for those that generate tokens."""
 _REPLICA_HEADER = b"x-trellis-replica"
 _HOP_BY_HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"}
@@ -85,13 +89,8 @@ _MAX_ANSWER = 256 << 20
 log = logging.getLogger(__name__)
 
 
-async def keep_no_batches() -> None:
-    """Refuse batches: each of several replicas would keep its own."""
-    raise WrongReplica("A router keeps no batches: send them to a replica.")
-
-
 async def forward(request: Request, service: RouterServiceDep) -> Response:
-    """Answer as a replica does."""
+    """Answer with the answer of a replica."""
     body = await read_body(request, state_of(request)["http"]) if request.method == "POST" else b""
     return await while_connected(request, _Exchange(request, service, body).answer())
 
@@ -107,8 +106,6 @@ for _path in (
     videos.SYNC_PATH,
 ):  # added first, so that metrics and traces name them
     router.add_api_route(_path, forward, methods=["POST"], include_in_schema=False)
-for _path in (BATCHES_PATH, f"{BATCHES_PATH}/{{path:path}}"):
-    router.add_api_route(_path, keep_no_batches, methods=["GET", "POST", "DELETE"], include_in_schema=False)
 router.add_api_route("/v1/{path:path}", forward, methods=["GET", "POST", "DELETE"], include_in_schema=False)
 
 
@@ -146,13 +143,14 @@ class _Exchange:
         raise EngineNotReady(self._fleet.missing or "No replica is ready any more.")
 
     async def _read(self) -> tuple[RoutedPrompt, Affinity]:
-        """Return the prompt of a request that generates, an empty one for others, and what ties it to a replica."""
+        """Return the prompt of a request, empty unless it generates, and its affinity to a replica."""
         scope = self._request.scope
         if self._path in _BODIES:
             return await read(self._router, state_of(self._request), scope, self._body, *_BODIES[self._path])
         named = _STORED.match(self._path)
+        listed = f"{scope['state'].get('owner', '')} batches" if self._path == BATCHES_PATH else ""
         session = session_of(self._router, scope)
-        return RoutedPrompt(count=1), Affinity((named[1],) if named is not None else (), session=session)
+        return RoutedPrompt(count=1), Affinity((named[1],) if named is not None else (), listed, session)
 
     async def _ask(self, rank: RoutedRank, work: Assignment, attempt: int) -> Response:
         """Send the request to a replica. Raises ConnectionFailed."""
@@ -184,6 +182,8 @@ class _Exchange:
             if self._path in images.PATHS and len(content) < _FILES_WITHIN:
                 url = f'"url":"{self._request.base_url}{images.FILES_PATH[1:]}/'.encode()
                 content = _FILE.sub(lambda found: b'%b%b"' % (url, found[1]), content)
+            elif self._path.startswith(BATCHES_PATH) and not self._path.endswith("/results"):
+                content = _RESULTS.sub(str(self._request.base_url).rstrip("/").encode(), content)
             return _WholeAnswer(connection.status, headers, content)
         except ConnectionFailed as error:
             outcome = "unreachable"
@@ -194,7 +194,7 @@ class _Exchange:
                 self._end(replica, work, connection, outcome)
 
     def _note(self, replica: RoutedReplica, status: int, content: bytes) -> None:
-        if self._path in (responses.PATH, videos.PATH) and status in (200, 202):
+        if self._path in (responses.PATH, videos.PATH, BATCHES_PATH) and status in (200, 202):
             noted(self._fleet, replica, content)
         elif self._path in images.PATHS and status == 200 and len(content) < _FILES_WITHIN:
             for name in _FILE.findall(content):
@@ -203,7 +203,7 @@ class _Exchange:
     def _end(
         self, replica: RoutedReplica, work: Assignment, connection: ReplicaConnection | None, outcome: str
     ) -> None:
-        """End the work at a replica."""
+        """Note the end of the work at a replica."""
         work.end()
         if connection is not None:
             replica.client.release(connection)
@@ -247,7 +247,7 @@ async def read(
 
 
 def _affinity(body: ContextFields | CompactRequest, scope: Scope, session: str) -> Affinity:
-    """Return the affinity of a request of Responses: the responses that it continues or quotes."""
+    """Return the affinity of a request to Responses: the responses that it continues or refers to."""
     items = body.input if isinstance(body.input, list) else []
     quoted = dict.fromkeys(response_of(item.id or "") for item in items if is_reference(item))
     continued = (body.previous_response_id,) if body.previous_response_id is not None else ()
@@ -257,7 +257,7 @@ def _affinity(body: ContextFields | CompactRequest, scope: Scope, session: str) 
 
 
 def noted(fleet: Fleet, replica: RoutedReplica, content: bytes) -> None:
-    """Note where the response or video that begins with `content` was made: it may be stored there."""
+    """Note the replica of the response, video or batch that begins with `content`: it may be stored there."""
     if (found := _ID.search(content, 0, _ID_WITHIN)) is not None:
         fleet.stored(found[1].decode(), replica)
 
@@ -293,12 +293,12 @@ def headers_for(router: RouterService, rank: RoutedRank, scope: Scope) -> list[H
 
 
 def _is_elsewhere(response: Response) -> bool:
-    """Tell whether a replica lacks a stored response, which another may have."""
+    """Return whether a replica lacks a stored response, which another may have."""
     return response.status_code in (400, 404) and any(code in response.body for code in _ELSEWHERE)
 
 
 def _is_sane(header: Header) -> bool:
-    """Return whether every parser takes it for one header: the one that read it is more lenient than others."""
+    """Return whether every parser would read one header here: the parser that read it is more lenient than others."""
     name, value = header
     return bool(_NAME.fullmatch(name) and _VALUE.fullmatch(value))
 

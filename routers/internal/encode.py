@@ -1,6 +1,5 @@
-"""/encode, for replicas whose prompts have images: one frame with their embeddings, or with where those are in memory.
-
-In the second case the open answer is the lease of the memory.
+"""/encode, for replicas whose prompts have images: one frame with their embeddings, or with the location of embeddings
+in memory. In that case the open answer is the lease of the memory.
 """
 
 import asyncio
@@ -18,7 +17,7 @@ from multimodal.errors import RequestError
 from protocol.internal import MAX_MEDIA, MAX_MEDIA_BYTES, MEDIA_TYPE, EncodeRequest, head_of, parts_of
 from routers.body import converted
 from routers.errors import WrongReplica
-from routers.leased import LeasedAnswer, check_fits, read_message
+from routers.internal.leased import LeasedAnswer, check_fits, read_message
 from routers.state import EncodingDep, HttpOptions, PrefillService, ReplicaDep, RequestId, StateDep
 
 router = APIRouter(include_in_schema=False)
@@ -30,7 +29,7 @@ _media = msgspec.msgpack.Decoder(list[MediaInput])
 
 @router.get("/encode")
 async def describe(replica: ReplicaDep, encoding: EncodingDep) -> Response:
-    """Describe the encoder of this replica; 503 while it would take no images."""
+    """Describe the encoder of this replica; 503 while it accepts no images."""
     service = _service(encoding)
     if not (replica.ready and service.healthy):
         raise EngineNotReady("The encoder is not ready, or closing.")
@@ -39,7 +38,7 @@ async def describe(replica: ReplicaDep, encoding: EncodingDep) -> Response:
 
 @router.post("/encode")
 async def encode(request: Request, state: StateDep, encoding: EncodingDep, request_id: RequestId) -> Response:
-    """Encode images, and hold the embeddings that are not in the answer while it is open, within the lease."""
+    """Encode images. Embeddings that are not in the answer are held while it is open, within the lease."""
     options = state["http"]
     model = state["replica"].model_name
     service = _service(encoding)

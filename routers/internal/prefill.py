@@ -1,32 +1,22 @@
-"""/prefill, for decode replicas: one frame with the handoff, after which the open answer is the lease of the KV blocks.
-And /reset_prefix_cache, /start_profile and /stop_profile, for operators.
+"""/prefill, for decode replicas: one frame with the handoff; the open answer is then the lease of the KV blocks."""
 
-Nothing here is in the OpenAPI document, and the middleware admits only clients with the internal secret.
-"""
-
-import asyncio
-import time
 from dataclasses import dataclass
-from pathlib import Path
-from uuid import uuid4
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
 from engine import handoff, trace
 from engine.base import DeltaStream
-from engine.errors import EngineError, EngineFailure, EngineNotReady, NotSupported
+from engine.errors import EngineError, EngineFailure, EngineNotReady
 from engine.types import GenerateRequest
 from multimodal.errors import RequestError
 from protocol.internal import MAX_EMBEDDING_BYTES, MEDIA_TYPE, PrefillRequest, head_of, parts_of
 from routers.body import converted
 from routers.errors import WrongReplica
-from routers.leased import LeasedAnswer, check_fits, read_message
-from routers.state import EngineServiceDep, PrefillService, PrefillServiceDep, ReplicaDep, State, StateDep
+from routers.internal.leased import LeasedAnswer, check_fits, read_message
+from routers.state import PrefillService, PrefillServiceDep, ReplicaDep, StateDep
 
 router = APIRouter(include_in_schema=False)
-operator_router = APIRouter(include_in_schema=False)
-"""Routes of every replica with an engine."""
 
 _envelopes = msgspec.msgpack.Decoder(PrefillRequest)
 _requests = msgspec.msgpack.Decoder(GenerateRequest)
@@ -35,7 +25,7 @@ _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
 
 @router.get("/prefill")
 async def describe(replica: ReplicaDep, service: PrefillServiceDep) -> Response:
-    """Describe the model and cache that this replica prefills with; 503 while it would take no request."""
+    """Describe the model and cache of this prefill replica; 503 while it accepts no requests."""
     if not replica.ready:
         raise EngineNotReady("The engine is not ready, or closing.")
     info = handoff.prefill_info(replica.model_name, service.engine.info)
@@ -44,7 +34,7 @@ async def describe(replica: ReplicaDep, service: PrefillServiceDep) -> Response:
 
 @router.post("/prefill")
 async def prefill(request: Request, state: StateDep, service: PrefillServiceDep) -> Response:
-    """Compute a prompt and its first token, and hold the KV blocks while the answer is open, within the lease."""
+    """Compute a prompt and its first token. The KV blocks are held while the answer is open, within the lease."""
     options = state["http"]
     images = options.max_images * max(MAX_EMBEDDING_BYTES, options.max_image_bytes)
     body = await read_message(request, options, options.max_body_bytes + images)
@@ -53,40 +43,8 @@ async def prefill(request: Request, state: StateDep, service: PrefillServiceDep)
     return LeasedAnswer(_PrefillWork(wanted, service), state)
 
 
-@operator_router.post("/reset_prefix_cache")
-async def reset_prefix_cache(service: EngineServiceDep) -> Response:
-    """Forget every KV block that could be reused, on the device, the host and the disk."""
-    await service.engine.reset_prefix_cache()
-    return Response()
-
-
-@operator_router.post("/start_profile")
-async def start_profile(state: StateDep, service: EngineServiceDep) -> Response:
-    """Record what the engine computes until /stop_profile."""
-    _profile_folder(state)
-    await service.engine.start_profile()
-    return Response()
-
-
-@operator_router.post("/stop_profile")
-async def stop_profile(state: StateDep, service: EngineServiceDep) -> dict[str, str]:
-    """Write what was recorded into PROFILE_DIR, for chrome://tracing or Perfetto, and return the file's path."""
-    name = f"trellis-{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:8]}.json.gz"
-    trace_file = _profile_folder(state) / name
-    await asyncio.to_thread(trace_file.parent.mkdir, parents=True, exist_ok=True)
-    await service.engine.stop_profile(str(trace_file))
-    return {"trace": str(trace_file)}
-
-
-def _profile_folder(state: State) -> Path:
-    folder = state["profile_dir"]
-    if folder is None:
-        raise NotSupported("there is no folder for profiles: set PROFILE_DIR")
-    return folder
-
-
 def no_public_routes(what: str) -> APIRouter:
-    """Return a router that refuses /v1 on `what` serves other replicas only."""
+    """Return a router that refuses /v1; `what` describes this replica, which serves other replicas only."""
     refusing = APIRouter(include_in_schema=False)
 
     @refusing.api_route("/v1/{path:path}", methods=_METHODS)

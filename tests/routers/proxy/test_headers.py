@@ -1,4 +1,4 @@
-"""What of a request's head reaches a replica, and of an answer's the client."""
+"""Headers that a router passes on to replicas and clients."""
 
 import asyncio
 

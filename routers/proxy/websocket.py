@@ -1,7 +1,7 @@
 """The router's WebSocket of /v1/responses: a connection to one replica, which its first message chooses.
 
-Until the replica has sent an event, the client has seen nothing, and another one may be asked. From then on the
-connection stays there, since the replica has what the connection remembers. If one side closes it, so does the other.
+Until the replica has sent an event, the client has seen nothing, and another one may be asked. After that the
+connection stays with this replica, which remembers its responses. If one side closes it, so does the other.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from engine.replicas.routing.load import UNKNOWN_TOKENS, Assignment
 from engine.replicas.routing.replica import RoutedRank
 from engine.replicas.routing.sessions import Affinity
 from protocol.responses import ResponseCreate
-from routers.proxy import ELSEWHERE, REFUSALS, headers_for, noted, read, target_of
+from routers.proxy.http import ELSEWHERE, REFUSALS, headers_for, noted, read, target_of
 from routers.responses.convert import convert
 from routers.responses.routes import PATH
 from routers.responses.websocket import check_room, error_event, in_lane
@@ -50,16 +50,16 @@ async def connect(websocket: WebSocket) -> None:
 
 @dataclass(eq=False)
 class _OpenTurn:
-    """A message of the client whose last event has not come yet."""
+    """A message of the client whose last event is pending."""
 
     lane: str | None
     clock: MessageClock
     work: Assignment | None = None
-    """The load that it is for its replica, once it has been sent there."""
+    """The load that it puts on its replica, once it has been sent there."""
 
 
 class _Named(msgspec.Struct):
-    """The part of messages and events that the router reads."""
+    """The fields of messages and events that the router reads."""
 
     stream_id: Any = None
 
@@ -101,7 +101,7 @@ class _WebSocketRelay:
                 await self._upstream.close(*self._closed)
 
     async def _read(self) -> None:
-        """Pass on what the client sends, until the connection ends."""
+        """Pass on the client's messages until the connection ends."""
         while (message := await self._websocket.receive())["type"] != "websocket.disconnect":
             text: str | None = message.get("text")
             payload: str | bytes = message["bytes"] if text is None else text
@@ -120,7 +120,7 @@ class _WebSocketRelay:
         self._closed = _GOING_AWAY if code in (_NO_CODE, _ABNORMAL) else code, message.get("reason") or ""
 
     def _begin(self, turn: _OpenTurn, payload: str | bytes) -> None:
-        """Take a message in. Raises EngineNotReady during a shutdown, and RequestError if too many wait."""
+        """Accept a message. Raises EngineNotReady during a shutdown, and RequestError if too many wait."""
         if self._unanswered is not None:
             check_room(self._state, map(len, self._unanswered), len(payload))
         self._state["replica"].enter()
@@ -132,7 +132,7 @@ class _WebSocketRelay:
             self._assign(turn)
 
     async def _serve(self) -> None:
-        """Find a replica that answers, and pass on what it sends, until it closes the connection."""
+        """Find a replica that answers, and pass on its messages until it closes the connection."""
         while self._unanswered is not None:
             await self._asked.wait()
             first = self._unanswered[0]
@@ -218,8 +218,8 @@ class _WebSocketRelay:
             await self._websocket.close(code, reason.encode()[:_MOST_REASON].decode(errors="ignore"))
 
     async def _refuse(self, refusal: dict[str, Any] | None, error: EngineError, affinity: Affinity) -> None:
-        """Say that all replicas have refused the first message that waits, or that none answers any; the connection
-        stays open.
+        """Send the error of the first waiting message, which all replicas have refused, or that no replica answers; the
+        connection stays open.
         """
         assert self._unanswered is not None
         refused = self._turns[:1] if refusal is not None else list(self._turns)
@@ -237,7 +237,7 @@ class _WebSocketRelay:
                 await self._send(in_lane(orjson.dumps(shown), turn.lane))
 
     def _take(self, event: str, rank: RoutedRank) -> None:
-        """Note what an event says about the responses that run."""
+        """Note the effect of an event on the running responses."""
         if event.startswith(_CREATED):
             noted(self._fleet, rank.replica, event.encode())
         if not event.startswith(_LAST):
@@ -255,7 +255,7 @@ class _WebSocketRelay:
         turn.work = Assignment(self._rank.load, UNKNOWN_TOKENS, 0)
 
     def _unassign(self, outcome: str) -> None:
-        """End the work of a replica that has not answered."""
+        """Note that a replica has not answered, which ends its work."""
         assert self._rank is not None
         for turn in self._turns:
             if turn.work is not None:
@@ -306,12 +306,12 @@ def _lane_of(message: str | bytes) -> str | None:
 
 
 def _may_differ(refusal: dict[str, Any]) -> bool:
-    """Tell whether another replica may answer what this one refuses."""
+    """Return whether another replica may accept a message that this one refuses."""
     return refusal["status"] in REFUSALS or refusal["error"].get("code") in ELSEWHERE
 
 
 def _event_of(refused: WebSocketRefused) -> dict[str, Any]:
-    """Return the event that says what a replica has answered to the handshake."""
+    """Return the event for a replica's answer to the handshake."""
     try:
         error = orjson.loads(refused.body)["error"]
     except (orjson.JSONDecodeError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""What /encode answers and refuses, and that what it holds for a reader is freed whichever way the reader ends."""
+"""Answers and refusals of /encode, and embeddings that are freed however the reader ends."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from engine.transfer.base import TransferError
 from multimodal.text.tokenizer import byte_tokenizer
 from protocol.frames import FrameReader
 from protocol.internal import MAX_MEDIA, MEDIA_TYPE, VERSION, EncodeInfo
-from routers import leased as leased_answers
+from routers.internal import leased as leased_answers
 from routers.state import ReplicaState
 from tests.support.disaggregated import BEARER, SECRET, replica
 from tests.support.encode import SIZE, arena, body_of, expected, image, leased, pages
@@ -93,7 +93,7 @@ async def test_a_prefill_replica_encodes_too_and_others_do_not() -> None:
         assert (await client.get("/encode", headers=BEARER)).status_code == 404
 
 
-async def test_a_model_that_takes_no_images_has_nobody_to_encode_them(tmp_path: Path) -> None:
+async def test_a_model_without_images_has_no_encoder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     async with application(wait=False, model=str(tmp_path), **ALONE) as (_, state):
         await until(lambda: state["replica"].failure)
@@ -124,7 +124,7 @@ NO_IMAGE = [MediaInput(b"GIF? no")]
         (bytes(34 << 20), 413, "exceeds"),
     ],
 )
-async def test_what_cannot_be_encoded_is_refused_by_name(body: bytes, status: int, message: str) -> None:
+async def test_invalid_encode_requests_are_refused_by_name(body: bytes, status: int, message: str) -> None:
     async with application(max_image_mb=1, max_video_mb=1, max_audio_mb=1, max_body_mb=1, **ALONE) as (client, state):
         refused = await post(client, body)
         assert refused.status_code == status and message in refused.json()["error"]["message"]
@@ -160,7 +160,7 @@ async def test_embeddings_are_read_from_the_replicas_memory_and_freed_with_the_a
         assert not mine.taken
 
 
-async def test_small_ones_and_those_asked_for_come_within_the_answer() -> None:
+async def test_small_embeddings_and_requested_ones_come_within_the_answer() -> None:
     async with replica("encode", encode_inline_kb=2 * SIZE >> 10) as (url, life):
         for count, inline, offered in ((2, False, False), (3, False, True), (3, True, False)):
             async with leased(url, pages(count), inline=inline) as lease:
@@ -189,7 +189,7 @@ async def test_a_reader_that_dies_frees_what_was_held() -> None:
         await until(lambda: not held(life) and not life.running)
 
 
-async def test_a_client_that_goes_while_its_images_are_encoded_ends_that(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_encoding_ends_when_its_client_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leased_answers, "ALIVE_SECONDS", 0.05)
     async with replica("encode", fake_token_delay_ms=60_000) as (url, life), httpx.AsyncClient(headers=BEARER) as http:
         request = http.build_request(
@@ -241,7 +241,7 @@ async def test_a_bug_after_a_sign_of_life_is_a_frame_of_its_own(monkeypatch: pyt
         ({"offers": (msgspec.convert(["smoke", b""], embeddings.Offer),)}, "offers smoke"),
     ],
 )
-async def test_what_was_read_wrong_is_not_taken(wrong: dict[str, Any], complaint: str) -> None:
+async def test_embeddings_that_were_read_wrong_are_rejected(wrong: dict[str, Any], complaint: str) -> None:
     async with replica("encode", encode_inline_kb=0) as (url, _), leased(url, pages(1)) as lease, arena() as mine:
         with pytest.raises(TransferError, match=complaint):
             await fetch(msgspec.structs.replace(lease.handoff, **wrong), mine, 5.0)

@@ -1,0 +1,1 @@
+"""The role router: requests and WebSockets, forwarded to replicas."""
