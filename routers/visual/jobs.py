@@ -129,8 +129,7 @@ class VideoJobs:
     async def take(self) -> VideoRecord | None:
         """Return the next waiting job and mark it as in progress; None if none waits.
 
-        Owners take turns: first come those with the fewest jobs in progress, then those whose last job ended the longest
-        ago.
+        Owners take turns: the next has the fewest jobs in progress, and among these has waited the longest.
         """
 
         def work(db: sqlite3.Connection) -> VideoRecord | None:

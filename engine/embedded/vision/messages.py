@@ -33,12 +33,12 @@ class Batch(msgspec.Struct, frozen=True, tag="batch"):
     """Lanes do not wait for each other, except for the tower, one call at a time: 0 is for small images."""
     media: list[MediaInput]
     numbers: list[int]
-    """Number of each file, for `Dropped`."""
+    """Number of each file, for `GivenUp`."""
     sizes: list[int]
     """Bytes of each file."""
 
 
-class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
+class GivenUp(msgspec.Struct, frozen=True, tag="given_up"):
     """Files for which nobody waits any more. Their decoding ends; answers still name them."""
 
     numbers: list[int]

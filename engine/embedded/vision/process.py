@@ -11,7 +11,7 @@ from typing import Self
 import msgspec
 from msgspec.structs import replace
 
-from engine.embedded.vision.messages import Answer, Batch, Dropped, EncoderReady, Options
+from engine.embedded.vision.messages import Answer, Batch, EncoderReady, GivenUp, Options
 from engine.encoder import EncoderInfo
 from engine.errors import EngineError, EngineFailure
 from engine.media import EncodedMedia, MediaInput, detach_media
@@ -80,7 +80,7 @@ class EncoderProcess:
     async def drop(self, numbers: Sequence[int]) -> bool:
         """Say that nobody waits for some of the files any more; return False if the process has gone."""
         try:
-            await self._write(packed(Dropped([*numbers])))
+            await self._write(packed(GivenUp([*numbers])))
         except ConnectionError:
             return False
         return True

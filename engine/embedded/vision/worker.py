@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 import msgspec
 from msgspec.structs import replace
 
-from engine.embedded.vision.messages import LANES, Answer, Batch, Dropped, EncoderReady, Options
+from engine.embedded.vision.messages import LANES, Answer, Batch, EncoderReady, GivenUp, Options
 from engine.errors import EngineError, EngineFailure
 from engine.kit import logs
 from engine.media import EncodedMedia, attach_media
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class _Wanted:
+class _Awaited:
     """Whether somebody waits for a file; it lives as long as the file's decoding."""
 
     still = True
@@ -64,16 +64,16 @@ def main() -> NoReturn:
         loaded: Future[BatchEncoder] = Future()
         lanes: list[Batches] = [queue.SimpleQueue() for _ in range(LANES)]
         threading.Thread(target=_serve, args=(options, channel, loaded, lanes), daemon=True).start()
-        wanted: WeakValueDictionary[int, _Wanted] = WeakValueDictionary()
+        wanted: WeakValueDictionary[int, _Awaited] = WeakValueDictionary()
         while True:
-            message = msgspec.msgpack.decode(_receive_message(channel), type=Batch | Dropped)
-            if isinstance(message, Dropped):
+            message = msgspec.msgpack.decode(_receive_message(channel), type=Batch | GivenUp)
+            if isinstance(message, GivenUp):
                 for number in message.numbers:
                     if (one := wanted.get(number)) is not None:
                         one.still = False
                 continue
             media = attach_media(message.media, [_receive(channel, size) for size in message.sizes])
-            waiters = [_Wanted() for _ in media]
+            waiters = [_Awaited() for _ in media]
             wanted.update(zip(message.numbers, waiters, strict=True))
             lanes[message.lane].put(loaded.result().prepare(media, message.lane, waiters))
     except (EOFError, ConnectionError):
