@@ -1,12 +1,12 @@
-"""Measure the way of an image's embeddings from an encode replica's GPU to a prefill replica's, on one host.
+"""Measure the way of an image's embeddings from an encode replica's encoder to an engine's device, on one host.
 
     python -m benchmarks.embeddings                        # a GPU or two: shared memory against CUDA IPC
-    python -m benchmarks.embeddings --device cpu           # shared memory alone
+    python -m benchmarks.embeddings --device cpu           # shared memory in both ways
 
-Shared memory is the way that replicas take: to pinned memory of the host, into the arena, with a digest, into the other
-replica's arena, to bytes that its engine maps, and to the GPU. CUDA IPC copies from one GPU's memory into the other's,
-or within one, as KV blocks move; what would cache such embeddings is left out. Times are those of the reader, with the
-message that asks for them and its answer.
+*Through the front* (EMBEDDING_TRANSFER=front): to memory of the host, into the encode replica's arena, with a digest,
+into the other replica's arena, to bytes that its engine maps, and to its device. *Direct* (EMBEDDING_TRANSFER=direct):
+they stay in the encoder's memory, from where the engine reads them: by CUDA IPC from a GPU, else by shared memory.
+Times are those of the reader, with the message that asks for them and its answer; encoding is left out.
 """
 
 import argparse
@@ -22,12 +22,11 @@ import msgspec
 import torch
 
 from benchmarks.report import table
-from engine.media import EncodedMedia
+from engine.embedded.vision.kept import KeptRows, RowsReader
+from engine.media import EncodedMedia, RemoteRows
 from engine.replicas.encode_answers import EmbeddingStore, decode_answer, fetch
 from engine.transfer.arena import Arena
-from engine.transfer.base import Offer, Read, Region
 from engine.transfer.shared_bytes import readable, shared_or_copied
-from engine.transfer.transfers import Transfers
 from server.bench.machine import describe_machine
 
 ROWS = (64, 256, 1024, 4096, 16384)
@@ -53,7 +52,7 @@ def main() -> None:
     for key, value in {**describe_machine(), "device": args.device, "hidden size": HIDDEN_SIZE}.items():
         print(f"- {key}: {value}")
     rows = asyncio.run(measure(args))
-    print(f"\n{table(['rows', 'KiB', 'shared memory, ms', 'CUDA IPC, ms', 'times'], rows)}\n")
+    print(f"\n{table(['rows', 'KiB', 'through the front, ms', 'direct, ms', 'times'], rows)}\n")
     print(f"Medians of {args.repeats}.")
 
 
@@ -67,38 +66,29 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def gpu_memory(device: torch.device) -> tuple[torch.Tensor, Transfers]:
-    """Return memory of a GPU, and its transfers."""
-    memory = torch.full((MOST,), 7, dtype=torch.uint8, device=device)
-    torch.cuda.synchronize(device)
-    return memory, Transfers([Region(memory.data_ptr(), MOST, device.index)], "cuda_ipc")
-
-
 async def own(args: argparse.Namespace) -> None:
     """Encode on demand, until standard input ends: a line with the way and a number of rows is answered by one."""
     cuda = args.device == "cuda"
     device = torch.device("cuda", int(torch.cuda.device_count() > 1)) if cuda else torch.device("cpu")
     source = torch.randn((max(ROWS), HIDDEN_SIZE), device=device).to(TYPE)
     staging = torch.empty_like(source, device="cpu", pin_memory=cuda)
-    store, place = EmbeddingStore(Arena(4 * MOST, "shared_memory"), 0, Uncounted()), None
-    offers: tuple[Offer, ...] = ()
-    if cuda:
-        memory, transfers = gpu_memory(device)
-        offers = transfers.offers()
-    print(msgspec.msgpack.encode(offers).hex(), flush=True)
+    store, held = EmbeddingStore(Arena(4 * MOST, "shared_memory"), 0, Uncounted()), None
+    kept, remote = KeptRows(4 * MOST, device, 60.0), None
+    print("ready", flush=True)
     for line in sys.stdin:
         way, count = line.split()
         rows = source[: int(count)]
-        if way == "ipc":
-            memory[: rows.nbytes].copy_(rows.flatten().view(torch.uint8))
-            torch.cuda.synchronize(device)
-            print(flush=True)
+        if way == "direct":
+            if remote is not None:
+                kept.release(remote)
+            remote = kept.put(rows)
+            print(msgspec.msgpack.encode(remote).hex(), flush=True)
             continue
         staged = staging[: int(count)].copy_(rows)  # waits for the device
         data = shared_or_copied(staged.view(torch.uint8).numpy().data)
-        if place is not None:
-            store.free(place)
-        answer, place = await store.put([EncodedMedia(text="", rows=len(rows), dtype="bfloat16", data=data)], False)
+        if held is not None:
+            store.free(held)
+        answer, held = await store.put([EncodedMedia(text="", rows=len(rows), dtype="bfloat16", data=data)], False)
         print(answer.hex(), flush=True)
 
 
@@ -110,47 +100,45 @@ def owner(args: argparse.Namespace) -> Iterator[Callable[[str, int], bytes]]:
         assert process.stdin is not None and process.stdout is not None
         sent, received = process.stdin, process.stdout
 
-        def ask(way: str = "", rows: int = 0) -> bytes:
-            if way:
-                sent.write(f"{way} {rows}\n")
-                sent.flush()
+        def ask(way: str, rows: int) -> bytes:
+            sent.write(f"{way} {rows}\n")
+            sent.flush()
             return bytes.fromhex(received.readline())
 
+        assert received.readline() == "ready\n"
         yield ask
 
 
 async def measure(args: argparse.Namespace) -> list[list[str]]:
-    cuda = args.device == "cuda"
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    arena = Arena(4 * MOST, "shared_memory")
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+    arena, reader = Arena(4 * MOST, "shared_memory"), RowsReader(2 * MOST, 10.0)
     found = []
     with owner(args) as ask:
-        offers = msgspec.msgpack.decode(ask(), type=tuple[Offer, ...])
-        memory, transfers = gpu_memory(device) if cuda else (None, None)
 
-        async def by_shared_memory(rows: int) -> None:
-            (media,) = await fetch(decode_answer(ask("shared", rows)), arena, 10.0)
-            data = readable(media.data)
-            torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=TYPE).to(device)
-            settle(device)
+        async def through_the_front(rows: int) -> None:
+            (media,) = await fetch(decode_answer(ask("front", rows)), arena, 10.0)
+            to_device(readable(media.data), device)
 
-        async def by_ipc(rows: int) -> None:
-            assert transfers is not None
-            ask("ipc", rows)
-            transfer = transfers.read(offers, [Read(0, 0, 0, rows * HIDDEN_SIZE * TYPE.itemsize)])
-            while not transfer.done():  # noqa: ASYNC110 - it is polled
-                await asyncio.sleep(0)
+        async def direct(rows: int) -> None:
+            remote = msgspec.msgpack.decode(ask("direct", rows), type=RemoteRows)
+            to_device(readable(await reader.read(remote, device)), device)
 
         for rows in ROWS:
-            shared = await timed(by_shared_memory, rows, args.repeats)
-            ipc = await timed(by_ipc, rows, args.repeats) if cuda else float("nan")
+            by_front = await timed(through_the_front, rows, args.repeats)
+            directly = await timed(direct, rows, args.repeats)
             size = rows * HIDDEN_SIZE * TYPE.itemsize
-            found.append([str(rows), str(size >> 10), f"{shared * 1e3:.2f}", f"{ipc * 1e3:.2f}", f"{shared / ipc:.1f}"])
-        if transfers is not None:
-            transfers.close()
+            seconds = [f"{by_front * 1e3:.2f}", f"{directly * 1e3:.2f}", f"{by_front / directly:.1f}"]
+            found.append([str(rows), str(size >> 10), *seconds])
     await arena.close()
-    del memory
+    await reader.close()
     return found
+
+
+def to_device(data: bytes | memoryview, device: torch.device) -> None:
+    """Do what an engine does with the embeddings of an image."""
+    torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=TYPE).to(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 async def timed(way: Callable[[int], Awaitable[None]], rows: int, repeats: int) -> float:
@@ -160,11 +148,6 @@ async def timed(way: Callable[[int], Awaitable[None]], rows: int, repeats: int) 
         await way(rows)
         seconds.append(time.perf_counter() - start)
     return median(seconds[2:])
-
-
-def settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

@@ -128,6 +128,8 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     """Transport of KV blocks between replicas; empty for none."""
     kv_transfer_port: int = 0
     """TCP port on which KV blocks are served; 0 takes a free one."""
+    embedding_memory_mb: int = 256
+    """Memory of the host into which embeddings are read that stay with their encoder."""
     transfer_timeout_seconds: float = 5.0
     """Seconds that reading a prompt's KV blocks may take before the prompt is computed here."""
     kv_memory_later: bool = False
@@ -154,6 +156,14 @@ class EncoderConfig(_ModelConfig, frozen=True, kw_only=True):
     """Overrides of the configuration of the model's image processor, by the processor's own names."""
     videos: VideoOptions = VideoOptions()
     max_audio_seconds: float = MAX_AUDIO_SECONDS
+    keep: Literal["auto", "direct", "front"] = "front"
+    """Whether embeddings may stay on the device until engines have read them; with `auto`, on a GPU."""
+    keep_mb: int = 256
+    """Memory of the device for them."""
+    keep_from: int = 0
+    """Bytes from which embeddings of an image stay."""
+    keep_seconds: float = 0.0
+    """Seconds for which they are leased to their first readers, unless these release them."""
     timeout_seconds: float = 60.0
     """Seconds that an image, or on a GPU a small batch, may take before the process that encodes them is replaced."""
 

@@ -5,7 +5,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from engine.media import EncodedMedia, Encoding, MediaInput
+from engine.media import EncodedMedia, Encoding, MediaInput, RemoteRows
 
 Encoded: TypeAlias = list[EncodedMedia] | Encoding
 """One `EncodedMedia` for each file, in order; or all media of a prompt together, from an encoder that needs the
@@ -73,6 +73,11 @@ class Encoder(Protocol):
         Raises InvalidRequest (param `image` or `audio`) for files that cannot be decoded or exceed the limits,
         EngineUnavailable and EngineFailure. Cancelling aborts.
         """
+        ...
+
+    def release(self, rows: RemoteRows, *, lost: bool = False) -> None:
+        """Give up embeddings that stayed with the encoder, because they have been read, or were `lost`: an engine could
+        not read them. Idempotent; does nothing for an encoder with which none stay."""
         ...
 
     async def close(self) -> None:

@@ -8,6 +8,7 @@
     │   ├── EngineNotReady    starting, restarting or closing
     │   │   └── EngineAsleep  asleep, or about to be, until it is woken
     │   ├── EngineDied        the engine was lost while the request ran
+    │   ├── EmbeddingsLost    those of an image cannot be read where they are: encode it again
     │   ├── QueueFull         too many requests wait already
     │   └── QueueTimeout      the request waited too long for the engine
     ├── EngineWoken           a sleep was cancelled: the engine was woken before its last request had ended
@@ -65,6 +66,10 @@ class EngineAsleep(EngineNotReady):
 
 class EngineDied(EngineUnavailable):
     """The engine process was lost while this request ran."""
+
+
+class EmbeddingsLost(EngineUnavailable):
+    """Embeddings of the prompt's media could not be read where they were left."""
 
 
 class QueueFull(EngineUnavailable):

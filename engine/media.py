@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 from msgspec.structs import replace
 
+from engine.transfer.base import LeaseWord, Offer
 from engine.transfer.shared_bytes import Data
 
 MediaKind = Literal["image", "video", "audio"]
@@ -33,6 +34,20 @@ ANY_FRAMES = FrameSampling()
 """No choice: the settings of the server or the model decide."""
 
 
+class RemoteRows(msgspec.Struct, frozen=True, array_like=True):
+    """Embeddings that stay in the memory of the process that made them until an engine reads them there.
+
+    Any number of engines of its host may, while its lease word is there: at least as long as the answer that brought
+    this is open, and after that until the memory is needed for others.
+    """
+
+    offers: tuple[Offer, ...]
+    offset: int
+    size: int
+    """Bytes from `offset` of the offered region 0: contiguous [rows, hidden size]."""
+    lease: LeaseWord
+
+
 class MediaInput(msgspec.Struct, frozen=True, omit_defaults=True):
     """The bytes of one file as they came, checked to be of its kind and within the limits, not yet decoded.
 
@@ -49,6 +64,10 @@ class MediaInput(msgspec.Struct, frozen=True, omit_defaults=True):
     """Number of pixels of an image, read from its header; 0 if it has not been read."""
     sampling: FrameSampling = ANY_FRAMES
     """Frames to take of a video."""
+    stay: bool = False
+    """Leave the embeddings where they are made, if the encoder can and has room."""
+    kept: RemoteRows | None = None
+    """Instead of a file, embeddings that stayed with the encoder: they are copied, not made."""
 
 
 class EncodedMedia(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -63,11 +82,18 @@ class EncodedMedia(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     dtype: Dtype
     data: Data = b""
     """The embeddings: contiguous [rows, hidden size of the language model] of `dtype`; empty while they travel
-    beside this record."""
+    beside this record, and if they are `remote`."""
+    remote: RemoteRows | None = None
+    """Location of the embeddings, if they stay there."""
     grid: tuple[int, int, int] = (0, 0, 0)
     """Patches in time, height and width, for models whose positions depend on them (mRoPE); zeros for others."""
     interval: float = 1.0
     """Positions from one patch to the next in time, for such models."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the embeddings, wherever they are."""
+        return len(self.data) if self.remote is None else self.remote.size
 
 
 class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -83,8 +109,10 @@ class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Media tokens in the span."""
     dtype: str
     data: Data = b""
-    """Contiguous [rows, hidden size] of `dtype`; empty where the prompt's keys and values come from elsewhere
-    (`handoff`)."""
+    """Contiguous [rows, hidden size] of `dtype`; empty if it is `remote`, and where the prompt's keys and values come
+    from elsewhere (`handoff`)."""
+    remote: RemoteRows | None = None
+    """The same as in `EncodedMedia`."""
     grid: tuple[int, int, int] = (0, 0, 0)
     """The same as in `EncodedMedia`."""
     interval: float = 1.0

@@ -21,7 +21,7 @@ from engine.config import SleepConfig, Tag
 from engine.encoder import Encoded, Encoder, EncoderInfo
 from engine.errors import EngineAsleep, EngineError, EngineFailure, EngineNotReady, EngineWoken, NotSupported
 from engine.kit.tasks import cancel
-from engine.media import MediaInput
+from engine.media import MediaInput, RemoteRows
 from engine.types import CANARY_SALT, GenerateRequest
 
 TAGS: tuple[Tag, ...] = get_args(Tag)
@@ -183,7 +183,7 @@ class _SleepControl(ABC):
         """Set while calls wait for their turn to wake the backend."""
         self._wakers = 0
         """The number of these calls."""
-        self._held: dict[_Resumable, None] = {}
+        self._waiting: dict[_Resumable, None] = {}
         self._orders: set[asyncio.Task[None]] = set()
         self._idle: asyncio.Task[None] | None = None
         self._active_at = 0.0
@@ -207,15 +207,15 @@ class _SleepControl(ABC):
         if self._idle is not None:
             await cancel([self._idle])  # first, since it would try again when its order has ended
         await cancel(self._orders)
-        self._fail_held(EngineNotReady("the engine is closing"))
+        self._fail_waiting(EngineNotReady("the engine is closing"))
         self._states.close()
 
-    def _hold(self, waiting: _Resumable) -> None:
+    def _queue(self, waiting: _Resumable) -> None:
         """Queue a request until the backend is awake, and wake it."""
         if self._closed:
             waiting.fail(EngineNotReady("the engine is closing"))
             return
-        self._held[waiting] = None
+        self._waiting[waiting] = None
         if not self._woken.is_set() and self.state.phase != "waking":
             self._order(self._wake(TAGS))
 
@@ -307,12 +307,12 @@ class _SleepControl(ABC):
                 await self._backend.resume_memory(TAGS)
             except Exception as error:
                 self._set(asleep)
-                self._fail_held(error)
+                self._fail_waiting(error)
                 raise
             self._accepts = True
         self._set(before)
         if self._accepts:
-            self._enter_held()
+            self._enter_waiting()
 
     async def _rested(self) -> bool:
         """Wait until nothing runs; return False if the engine is woken first."""
@@ -352,7 +352,7 @@ class _SleepControl(ABC):
                     await self._backend.resume_memory(wanted)
                 except Exception as error:
                     self._set(before)
-                    self._fail_held(error)
+                    self._fail_waiting(error)
                     raise
                 seconds = loop.time() - started
                 left = tuple(tag for tag in before.released if tag not in wanted)
@@ -364,20 +364,20 @@ class _SleepControl(ABC):
                     self._accepts = True
                     self._set(SleepState(wake_seconds=seconds))
             if self._accepts:
-                self._enter_held()
-            elif self._held and not self._woken.is_set():  # requests that came meanwhile need the rest, too
+                self._enter_waiting()
+            elif self._waiting and not self._woken.is_set():  # requests that came meanwhile need the rest, too
                 self._order(self._wake(TAGS))
 
-    def _enter_held(self) -> None:
-        held, self._held = self._held, {}
-        for one in held:
+    def _enter_waiting(self) -> None:
+        queued, self._waiting = self._waiting, {}
+        for one in queued:
             one.enter()
 
-    def _fail_held(self, error: Exception) -> None:
+    def _fail_waiting(self, error: Exception) -> None:
         if not isinstance(error, EngineError):  # a bug, or a library's, which `_note_failure` logs
             error = EngineFailure(f"the engine cannot wake: {type(error).__name__}")
-        held, self._held = self._held, {}
-        for one in held:
+        queued, self._waiting = self._waiting, {}
+        for one in queued:
             one.fail(error)
 
     def _set(self, state: SleepState) -> None:
@@ -424,9 +424,9 @@ class SleepingEngine(_SleepControl, EngineAround):
             return stream
         if not (self.state.on_demand and counts):
             return DeltaStream.failed(EngineAsleep(self.state.obstacle or "The replica is asleep."))
-        held = _Delayed(request, self.generate, lambda held: self._held.pop(held, None))
-        self._hold(held)
-        return held.stream
+        delayed = _Delayed(request, self.generate, lambda one: self._waiting.pop(one, None))
+        self._queue(delayed)
+        return delayed.stream
 
     async def close(self) -> None:
         await self._end()
@@ -507,11 +507,11 @@ class SleepingEncoder(_SleepControl):
             if not (self.state.on_demand and counts):
                 raise EngineAsleep(self.state.obstacle or "The replica is asleep.")
             waiting = _EncoderTurn()
-            self._hold(waiting)
+            self._queue(waiting)
             try:
                 await waiting.wait()
             finally:
-                self._held.pop(waiting, None)
+                self._waiting.pop(waiting, None)
         turn, work = _EncoderTurn(), asyncio.ensure_future(self.inner.encode(media, prompt))
         self._begun(turn, counts=counts)
         try:
@@ -520,6 +520,9 @@ class SleepingEncoder(_SleepControl):
         finally:
             work.cancel()
             self._ended(turn)
+
+    def release(self, rows: RemoteRows, *, lost: bool = False) -> None:
+        self.inner.release(rows, lost=lost)
 
     async def close(self) -> None:
         await self._end()

@@ -297,6 +297,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         """The media whose embeddings come with the request; none where the backend encodes."""
         return self.media.spans if isinstance(self.media, MediaSpans) else ()
 
+    @property
+    def has_remote(self) -> bool:
+        """Whether embeddings of its media stayed with their encoder."""
+        return any(span.remote is not None for span in self.spans)
+
     def rank(self, arrival: float) -> float:
         """Return a sort key for queues, smallest first: the arrival in seconds, shifted by the priority."""
         return arrival + self.priority * PRIORITY_SECONDS

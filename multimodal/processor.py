@@ -1,7 +1,7 @@
 """The life of a request: its prompts and parameters are made, and its choices started, followed and closed."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from uuid import uuid4
@@ -16,8 +16,9 @@ from multimodal.answers.formats import AnswerFormat
 from multimodal.answers.shapes import AnswerContext, Shape
 from multimodal.errors import DeadlineExceeded, RequestError
 from multimodal.metrics import ChoiceTimer, GenerationMetrics
+from multimodal.remote_media import RemoteMediaRun
 from multimodal.request import Ask, Conversation, Limits, Sampling, SamplingDefaults, check_tools
-from multimodal.text.prompts import Prompts
+from multimodal.text.prompts import MediaPrompts, Prompt, Prompts
 
 
 @dataclass(eq=False)
@@ -91,7 +92,16 @@ class Processor:
             AnswerContext(ask, choices, tokenizer, ask.request_id or request_id, self.model_name, self._fingerprint)
         )
         _describe(answer.operation, self.model_name, answer.id, params)
-        return Generation(self.engine, ask, choices, answer, self.metrics, self.limits.request_timeout_seconds)
+        return Generation(
+            self.engine,
+            ask,
+            choices,
+            answer,
+            self.metrics,
+            self.limits.request_timeout_seconds,
+            self.prompts.images,
+            lambda: self._prompt_again(asked),
+        )
 
     async def tokenize(self, ask: Ask) -> list[int]:
         """Return the token ids of a request's one prompt."""
@@ -111,6 +121,11 @@ class Processor:
         if max(ids, default=0) >= size:
             raise RequestError(f"'tokens' must be ids from 0 to {size - 1}.", "tokens")
         return await NATIVE.run(lambda: self.prompts.tokenizer.decode(ids))
+
+    async def _prompt_again(self, ask: Ask) -> Prompt:
+        """Return the prompt of a chat once more, with the embeddings that an engine could not read elsewhere."""
+        (prompt,) = await self.prompts.of(ask, self.engine.info, self.limits)
+        return prompt
 
     @asynccontextmanager
     async def _in_time(self) -> AsyncIterator[None]:
@@ -146,6 +161,9 @@ class Generation:
     metrics: GenerationMetrics
     timeout: float
     """Seconds for the whole answer."""
+    images: MediaPrompts | None
+    prompt_again: Callable[[], Awaitable[Prompt]]
+    """Returns the request's one prompt once more, for media that were lost on their way to the engine."""
     _span: trace.Span | None = field(default_factory=trace.current.get, init=False)
     _reasons: list[str] = field(default_factory=list, init=False)
     _expired: bool = field(default=False, init=False)
@@ -169,7 +187,7 @@ class Generation:
 
     async def _pieces(self) -> AsyncGenerator[Piece]:
         self.metrics.requested(self.choices[0].request)
-        streams = [self.engine.generate(choice.request) for choice in self.choices]
+        streams = [self._start(choice.request) for choice in self.choices]
         timer = asyncio.get_running_loop().call_later(self.timeout, self._expire, streams)
         source = self._follow(self.choices[0], streams[0]) if len(streams) == 1 else self._merge(streams)
         try:
@@ -182,6 +200,11 @@ class Generation:
                 await stream.aclose()
             if self._span is not None:
                 self._describe(self._span)
+
+    def _start(self, request: GenerateRequest) -> DeltaStream:
+        if self.images is None or not request.has_remote:
+            return self.engine.generate(request)
+        return RemoteMediaRun(self.engine, request, self.images, self.prompt_again).stream
 
     async def _follow(self, choice: Choice, stream: DeltaStream) -> AsyncGenerator[Piece]:
         """Follow one choice to its end, and measure it."""

@@ -20,7 +20,7 @@ import msgspec
 
 from protocol.frames import HEADER_BYTES, packed, size_of
 
-VERSION = 3
+VERSION = 4
 MEDIA_TYPE = "application/vnd.msgpack"
 ALIVE_SECONDS = 1.0
 """Pause between the empty frames of a server that is still computing."""
@@ -85,6 +85,9 @@ class EncodeRequest(msgspec.Struct, frozen=True):
     """The text with a placeholder per file, for a backend that encodes a prompt's media together (TensorRT-LLM)."""
     inline: bool = False
     """Send the embeddings in the answer, whatever their size: reading them from the replica's memory has failed."""
+    reader: str = ""
+    """Where the replica that asks runs (`engine/transfer/process_id.py: process_domain`), if embeddings may stay with
+    the encoder."""
 
 
 H = TypeVar("H", PrefillRequest, EncodeRequest)

@@ -28,7 +28,7 @@ from server import __version__
 from server.compose.dynamo import any_answers
 from server.compose.engine_args import Parallelism, effective, parallelism
 from server.compose.model import model_here
-from server.compose.sizing import Machine, on_gpu, survey
+from server.compose.sizing import ChosenValue, Machine, embedding_transfer, on_gpu, survey
 from server.preflight import Finding, impossible
 from server.process.banner import warning as open_to_strangers
 from server.process.gpus import Gpu, shortage
@@ -117,6 +117,8 @@ def findings(settings: Settings) -> Iterator[Finding]:
         if (needs_gpu or on_gpu(settings, machine)) and gpus and folder.is_dir():
             weights = pipeline_bytes(folder) if pictures else weight_bytes(folder)
             yield from check_memory(weights, min(gpu.memory for gpu in gpus), ranks)
+    if (way := embedding_transfer(settings, machine)) is not None:
+        yield check_embeddings(way)
     if settings.memory_service is not None:
         yield check_memory_service(settings.memory_service)
         if not on_gpu(settings, machine):
@@ -386,6 +388,12 @@ def check_memory(weights: int, memory: int, ranks: int) -> Iterator[Finding]:
         yield Finding("warning", f"{text}: little is left for the KV cache", cure)
     else:
         yield Finding("ok", text)
+
+
+def check_embeddings(way: ChosenValue) -> Finding:
+    """Say how embeddings of images move between this replica and encode replicas."""
+    moves = "stay with the encoder, for engines of its host" if way.value == "direct" else "go through who asks"
+    return Finding("ok", f"embeddings of images {moves}: {way.why}")
 
 
 def check_memory_service(path: Path) -> Finding:

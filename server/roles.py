@@ -95,7 +95,7 @@ def _is_pipeline(model: str) -> bool:
 
 def missing_setting(settings: Settings) -> tuple[str, str] | None:
     """Return the first missing setting that the role needs, and why; None if none is missing."""
-    for need in (*role_of(settings).needs, _ENCODE_SECRET, *_DYNAMO_NEEDS, _VISUAL_ROLE):
+    for need in (*role_of(settings).needs, _ENCODE_SECRET, _EMBEDDED_READS, *_DYNAMO_NEEDS, _VISUAL_ROLE):
         if not need.met(settings):
             return f"--{need.setting.replace('_', '-')} ({need.setting.upper()})", need.why
     return None
@@ -149,6 +149,11 @@ _ENCODE_SECRET = Need(
     "internal_secret",
     lambda settings: settings.internal_secret is not None or not settings.encode_urls,
     f"ENCODE_URLS needs it: {_WHY_SECRET}",
+)
+_EMBEDDED_READS = Need(
+    "embedding_transfer",
+    lambda settings: settings.embedding_transfer != "direct" or settings.engine == "embedded",
+    "only the embedded engine reads embeddings where an encode replica made them: leave it out",
 )
 
 

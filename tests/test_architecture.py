@@ -232,7 +232,7 @@ def test_the_environment_is_read_in_one_place() -> None:
 
 @pytest.mark.parametrize("module", ["server.app", "server.cli", "engine.fake", "engine.process.host"])
 def test_no_model_library_is_loaded_before_a_backend_is_chosen(module: str) -> None:
-    heavy = {"torch", "transformers", "diffusers", "av", "xgrammar", "llguidance", "gguf", "tensorrt_llm"}
+    heavy = {"numpy", "torch", "transformers", "diffusers", "av", "xgrammar", "llguidance", "gguf", "tensorrt_llm"}
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert result.stdout.strip() == "[]"

@@ -94,6 +94,20 @@ def test_named_paths_exist(guide: Path) -> None:
     assert [path for path in named_paths(prose_of(guide)) if not any(ROOT.glob(path.rstrip("/")))] == []
 
 
+def test_modules_named_without_a_folder_exist() -> None:
+    foreign = {"async_llm.py"}
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    ours = {path.name for folder in folders for path in folder.rglob("*.py")} | {"trellis.py"}
+    named = {
+        (guide.name, code)
+        for guide in GUIDES
+        for code in re.findall(r"`([\w-]+\.py)`", prose_of(guide))
+        if code not in foreign
+    }
+    assert len(named) > 50
+    assert [(guide, code) for guide, code in sorted(named) if code not in ours] == []
+
+
 def test_paths_are_recognised() -> None:
     text = (
         "`engine/base.py`, `docs/`, `tests/engine/test_conformance*.py`, `engine/media.py: MediaRef`, `/v1/*`, "

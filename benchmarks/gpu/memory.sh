@@ -8,7 +8,7 @@
 # restart     first tokens after kills, with imports in advance and with a standby engine; memory of a second replica
 # kills       twenty kills: memory of the device before and after
 # tests       sleep, shared memory and standby engines
-# embeddings  an image's embeddings between processes, by shared memory and CUDA IPC
+# embeddings  an image's embeddings from encoder to engine, through the front and by CUDA IPC
 # handoff     a prefill and a decode replica; needs two GPUs
 #
 # The parts up to nothing, and all but handoff of the others, take six to nine minutes each on a machine whose kernels
@@ -55,7 +55,8 @@ part restart 120 240 python3 -m benchmarks.restart --device cuda --model "$model
 part kills 180 300 python3 -m benchmarks.restart --device cuda --model "$model" --setups imports --kills 20 \
     --between 0 1 --settle 5
 part tests 60 240 python3 -m pytest -p no:cacheprovider -v -m "gpu or not gpu" tests/engine/memory/test_memory_gpu.py \
-    tests/engine/embedded/models/cuda/test_cuda_engine.py -k "sleep or memory or standby"
+    tests/engine/embedded/vision/test_kept_gpu.py \
+    tests/engine/embedded/models/cuda/test_cuda_engine.py -k "sleep or memory or standby or kept"
 part embeddings 20 60 python3 -m benchmarks.embeddings
 part handoff 100 240 python3 -m benchmarks.disaggregated --device cuda --repeats 3 --output "$out"
 exit $failed

@@ -8,6 +8,8 @@ from typing import Any
 from engine.checkpoints.facts import ModelFacts, read_model_facts
 from engine.errors import EngineFailure
 
+FRAMES_PER_SECOND = 100
+"""Frames of features (`engine/kit/log_mel.py`)."""
 FRAMES_PER_POSITION = 2
 """Frames of features that make one position of the encoder's output, 20 ms: also the step of timestamps."""
 _WHISPER = "whisper"

@@ -8,7 +8,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence
 from engine.embedded.threaded_engine import ThreadedEngine
 from engine.embedded.threads import compute_threads
+from engine.embedded.vision.kept import RowsReader
 from engine.errors import EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.kit.checks import check_embeddings, check_prompt
 from engine.kv_events import KvEvent
@@ -52,7 +53,8 @@ class EmbeddedEngine(ThreadedEngine[EngineCore]):
         super().__init__(config)
         self._profiler: torch.profiler.profile | None = None
         self._new_events: list[KvEvent] = []
-        self._compiling: set[asyncio.Task[None]] = set()
+        self._rows = RowsReader(config.embedding_memory_mb << 20, config.transfer_timeout_seconds)
+        self._preparing: set[asyncio.Task[None]] = set()
         self._started = threading.Event()
         """Set by `start` and `close`. The thread waits for it before it takes memory for which a second has no room."""
         self._closing = False
@@ -76,20 +78,22 @@ class EmbeddedEngine(ThreadedEngine[EngineCore]):
             self._config.guide_timeout_seconds,
             self._config.guide_workers,
         )
-        self._compiling.add(asyncio.create_task(self._warm_up()))
+        self._preparing.add(asyncio.create_task(self._warm_up()))
         self._info = info
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
         stream = DeltaStream(lambda: self._abort(request.request_id))
         try:
             self._check(request)
-            if request.sampling.guide is None:
+            if request.sampling.guide is None and not request.has_remote:
                 self._submit(request, None)
         except EngineError as error:
             return DeltaStream.failed(error)
         self._streams[request.request_id] = stream
         stream.when_done(lambda: self._streams.pop(request.request_id))
-        if request.sampling.guide is not None:
+        if request.has_remote:
+            self._prepare_in_task(self._fetch(request, stream), stream)
+        elif request.sampling.guide is not None:
             self._submit_guided(request, request.sampling.guide, stream)
         return stream
 
@@ -128,9 +132,10 @@ class EmbeddedEngine(ThreadedEngine[EngineCore]):
         self._started.set()
         started = self._info is not None
         await super().close()
-        for task in self._compiling:
+        for task in self._preparing:
             task.cancel()
-        await asyncio.gather(*self._compiling, return_exceptions=True)
+        await asyncio.gather(*self._preparing, return_exceptions=True)
+        await self._rows.close()
         if started:
             await self._compiler.close()
 
@@ -158,10 +163,24 @@ class EmbeddedEngine(ThreadedEngine[EngineCore]):
             except EngineError as error:
                 stream.fail(error)
             return
-        task = asyncio.create_task(self._compile(request, guide, matcher, stream))
-        self._compiling.add(task)
-        task.add_done_callback(self._compiling.discard)
+        self._prepare_in_task(self._compile(request, guide, matcher, stream), stream)
+
+    def _prepare_in_task(self, work: Coroutine[Any, Any, None], stream: DeltaStream) -> None:
+        task = asyncio.create_task(work)
+        self._preparing.add(task)
+        task.add_done_callback(self._preparing.discard)
         stream.when_done(task.cancel)
+
+    async def _fetch(self, request: GenerateRequest, stream: DeltaStream) -> None:
+        """Submit a request once the embeddings that its encoder has kept are here."""
+        try:
+            request = await self._rows.fetched(request, self.info.device)
+            if request.sampling.guide is None:
+                self._submit(request, None)
+            else:
+                self._submit_guided(request, request.sampling.guide, stream)
+        except EngineError as error:
+            stream.fail(error)
 
     async def _compile(self, request: GenerateRequest, guide: Guide, matcher: Matcher, stream: DeltaStream) -> None:
         compiling = asyncio.create_task(self._compiler.compile(guide))

@@ -12,9 +12,9 @@ from engine.types import FinishReason, GenerateRequest, TokenLogprobs
 
 if TYPE_CHECKING:
     from engine.embedded.handoff.state import HeldState
-    from engine.embedded.handoff.words import LeaseWord
     from engine.embedded.models.embeddings import PromptImages
     from engine.embedded.sampling.state import SamplerState
+    from engine.transfer.base import LeaseWord
 
 
 class SequenceStatus(Enum):

@@ -8,7 +8,7 @@ from blake3 import blake3
 
 from engine.encoder import EncoderInfo
 from engine.errors import EngineNotReady, InvalidRequest
-from engine.media import EncodedMedia, MediaInput
+from engine.media import EncodedMedia, MediaInput, RemoteRows
 
 PLACEHOLDER = "<image>"
 IMAGE_TOKEN_ID = 259
@@ -65,6 +65,9 @@ class FakeEncoder:
             raise EngineNotReady("the encoder is closing")
         self.encoded += len(media)
         return [self._encode(file) for file in media]
+
+    def release(self, rows: RemoteRows, *, lost: bool = False) -> None:
+        """Do nothing: no embeddings stay here."""
 
     async def close(self) -> None:
         self._closed = True

@@ -65,10 +65,9 @@ def check_embeddings(request: GenerateRequest, takes: ImageTokens | None) -> Non
                 f"image {number} has {image.rows} rows for {span.count(token_id)} image tokens", _PARAM
             )
         size = image.rows * takes.hidden_size * ITEM_BYTES[image.dtype]
-        if image.data and len(image.data) != size:
-            raise InvalidRequest(
-                f"image {number} has {len(image.data)} bytes of embeddings; its rows have {size}", _PARAM
-            )
+        found = len(image.data) if image.remote is None else image.remote.size
+        if found != size and (found or image.remote is not None):
+            raise InvalidRequest(f"image {number} has {found} bytes of embeddings; its rows have {size}", _PARAM)
         if takes.merge:
             first = span.index(token_id)
             if image.start + first == last + 1 or span[first : first + image.rows].count(token_id) != image.rows:
@@ -95,7 +94,7 @@ def _check_spans(request: GenerateRequest) -> None:
             raise InvalidRequest(f"the key of image {number} must be 64 hex digits", _PARAM)
         if image.dtype not in ITEM_BYTES:
             raise InvalidRequest(f"the type of image {number} must be one of {', '.join(ITEM_BYTES)}", _PARAM)
-        if not image.data and request.handoff is None:
+        if not image.data and image.remote is None and request.handoff is None:
             raise InvalidRequest(f"image {number} has no embeddings", _PARAM)
 
 

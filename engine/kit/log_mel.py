@@ -12,7 +12,6 @@ import numpy as np
 SAMPLE_RATE = 16000
 HOP = 160
 """Samples from one frame to the next: a frame is 10 ms."""
-FRAMES_PER_SECOND = SAMPLE_RATE // HOP
 _WINDOW = 400
 _RANGE = 8.0
 """Powers of ten below the loudest value at which silence begins."""

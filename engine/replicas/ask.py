@@ -28,6 +28,7 @@ _ERRORS: dict[str, type[errors.EngineError]] = {
     "not_ready": errors.EngineNotReady,
     "asleep": errors.EngineAsleep,
     "engine_died": errors.EngineDied,
+    "embeddings_lost": errors.EmbeddingsLost,
     "queue_full": errors.QueueFull,
     "queue_timeout": errors.QueueTimeout,
     "unavailable": errors.EngineUnavailable,

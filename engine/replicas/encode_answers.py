@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 from blake3 import blake3
@@ -18,9 +18,10 @@ from engine import handoff
 from engine.encoder import Encoded, Encoder, EncoderInfo
 from engine.errors import InvalidRequest, QueueFull
 from engine.kit.work import NATIVE
-from engine.media import ITEM_BYTES, EncodedMedia, Encoding, MediaInput
+from engine.media import ITEM_BYTES, EncodedMedia, Encoding, MediaInput, RemoteRows
 from engine.transfer.arena import Arena, Place
 from engine.transfer.base import Offer, TransferError
+from engine.transfer.process_id import process_domain
 from engine.transfer.shared_bytes import readable
 from engine.transfer.transfers import MethodName
 from protocol import internal
@@ -48,18 +49,27 @@ class EncodeAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """The answer of /encode: encoded files, or the encoding of a whole prompt.
 
     With offers, the embeddings of the files lie one after the other from `offset` of the replica's arena; without, they
-    are in `media`.
+    are in `media`. Those that are remote do neither.
     """
 
     version: int
     media: tuple[EncodedMedia, ...] = ()
     sizes: tuple[int, ...] = ()
-    """Bytes of the embeddings of each."""
+    """Bytes of the embeddings of each, 0 for remote ones."""
     offers: tuple[Offer, ...] = ()
     offset: int = 0
     digest: bytes = b""
     """BLAKE3 of all embeddings; with offers only."""
     encoding: Encoding | None = None
+
+
+class HeldEmbeddings(NamedTuple):
+    """Embeddings that one answer holds for its reader."""
+
+    place: Place | None
+    """Their place in the arena."""
+    rows: tuple[RemoteRows, ...] = ()
+    """Those that stay with the encoder."""
 
 
 _answers = msgspec.msgpack.Decoder(EncodeAnswer)
@@ -105,14 +115,16 @@ class EmbeddingStore:
         self._arena = arena
         self._inline_bytes = inline_bytes
         self._observer = observer
+        self._rows: list[tuple[RemoteRows, ...]] = []
 
     @property
     def held(self) -> list[int]:
         """Bytes of the embeddings of each answer that waits to be read."""
-        return [] if self._arena is None else [place.size for place in self._arena.taken]
+        places = [] if self._arena is None else self._arena.taken
+        return [place.size for place in places] + [sum(each.size for each in rows) for rows in self._rows]
 
-    async def put(self, encoded: Encoded, inline: bool) -> tuple[bytes, Place | None]:
-        """Return the answer, as bytes, and the place to free once it has been read.
+    async def put(self, encoded: Encoded, inline: bool) -> tuple[bytes, HeldEmbeddings | None]:
+        """Return the answer, as bytes, and what to free once it has been read.
 
         Raises QueueFull if there is no room for it.
         """
@@ -127,7 +139,7 @@ class EmbeddingStore:
             if sum(sizes) > handoff.MAX_BYTES - (1 << 20):
                 raise QueueFull(f"there is no room for embeddings of {sum(sizes)} bytes")
             whole = tuple(replace(media, data=bytes(part)) for media, part in zip(encoded, parts, strict=True))
-            return handoff.encode(EncodeAnswer(version=handoff.VERSION, media=whole, sizes=sizes)), None
+            return handoff.encode(EncodeAnswer(version=handoff.VERSION, media=whole, sizes=sizes)), self._hold(encoded)
         self._count()
         digest = await self._written(self._arena, place, parts)
         found = EncodeAnswer(
@@ -138,11 +150,14 @@ class EmbeddingStore:
             offset=place.offset,
             digest=digest,
         )
-        return handoff.encode(found), place
+        return handoff.encode(found), self._hold(encoded, place)
 
-    def free(self, place: Place) -> None:
-        assert self._arena is not None
-        self._arena.free(place)
+    def free(self, held: HeldEmbeddings) -> None:
+        if held.place is not None:
+            assert self._arena is not None
+            self._arena.free(held.place)
+        if held.rows:
+            self._rows.remove(held.rows)
         self._count()
 
     def trim(self) -> None:
@@ -153,6 +168,13 @@ class EmbeddingStore:
     async def close(self) -> None:
         if self._arena is not None:
             await self._arena.close()
+
+    def _hold(self, encoded: Sequence[EncodedMedia], place: Place | None = None) -> HeldEmbeddings | None:
+        held = HeldEmbeddings(place, tuple(media.remote for media in encoded if media.remote is not None))
+        if held.rows:
+            self._rows.append(held.rows)
+            self._count()
+        return held if any(held) else None
 
     def _count(self) -> None:
         self._observer.holds(len(self.held), sum(self.held))
@@ -168,7 +190,7 @@ class EmbeddingStore:
         try:
             return await asyncio.shield(writing)
         except BaseException:
-            writing.add_done_callback(lambda _: self.free(place))
+            writing.add_done_callback(lambda _: self.free(HeldEmbeddings(place)))
             raise
 
 
@@ -191,16 +213,28 @@ class EncodeService:
     def healthy(self) -> bool:
         return self.encoder.healthy
 
-    async def encode(self, request: internal.EncodeRequest, media: Sequence[MediaInput]) -> tuple[bytes, Place | None]:
-        """Return the answer, and the place that `store.free` must be called with once it has been read.
+    async def encode(
+        self, request: internal.EncodeRequest, media: Sequence[MediaInput]
+    ) -> tuple[bytes, HeldEmbeddings | None]:
+        """Return the answer, and what `free` must be called with once it has been read.
 
         Raises as `Encoder.encode` does.
         """
+        if request.reader != process_domain():  # it cannot read the encoder's memory
+            media = [replace(file, stay=False) for file in media]
         if self.encoder.info.needs_prompt and not request.prompt:
             raise InvalidRequest("a prompt is needed: this replica encodes the images of a whole prompt", "prompt")
-        with self.counting(len(media)):
-            encoded = await self.encoder.encode(media, request.prompt)
+        if any(file.kept is not None for file in media):
+            encoded = await self.encoder.encode(media)
+        else:
+            with self.counting(len(media)):
+                encoded = await self.encoder.encode(media, request.prompt)
         return await self.store.put(encoded, request.inline)
+
+    def free(self, held: HeldEmbeddings) -> None:
+        self.store.free(held)
+        for rows in held.rows:
+            self.encoder.release(rows)
 
     @contextmanager
     def counting(self, images: int) -> Iterator[None]:
@@ -238,7 +272,8 @@ def check_answer(found: EncodeAnswer, count: int, hidden_size: int) -> None:
     """Raise InvalidRequest unless the answer has whole rows for each of `count` files or, if that is 0, an encoding."""
     if (found.encoding is None) != bool(count) or len(found.media) != count:
         raise InvalidRequest(f"there are embeddings for {len(found.media)} images, not for {count}", _PARAM)
-    for media, size in zip(found.media, found.sizes, strict=True):
+    for media, here in zip(found.media, found.sizes, strict=True):
+        size = here if media.remote is None else media.remote.size
         if size != media.rows * hidden_size * ITEM_BYTES[media.dtype]:
             raise InvalidRequest(f"the embeddings are not rows of {hidden_size}", _PARAM)
 

@@ -7,21 +7,23 @@ prompt. Embeddings that a replica's answer does not contain are read from its me
 import asyncio
 import logging
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from engine.encoder import Encoded, Encoder, EncoderInfo
 from engine.errors import EngineError, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.kit.tasks import all_of, cancel
-from engine.media import EncodedMedia, MediaInput, detach_media
-from engine.replicas.ask import ENCODE
+from engine.media import EncodedMedia, MediaInput, RemoteRows, detach_media
+from engine.replicas.ask import ENCODE, RemoteAnswer
 from engine.replicas.encode_answers import EncodeAnswer, check_answer, encode_info, fetch
 from engine.replicas.remote import RemoteObserver, RemotePool, RemoteReplica, is_final
 from engine.transfer.arena import Arena
 from engine.transfer.base import TransferError
+from engine.transfer.process_id import process_domain
 from protocol.internal import VERSION, EncodeInfo, EncodeRequest, pieces
 
 _LOOK_SECONDS = 0.05
@@ -35,15 +37,35 @@ log = logging.getLogger(__name__)
 class EncodeReplica(RemoteReplica[EncodeInfo, EncodeAnswer]):
     """An encode replica.
 
-    Once its memory could not be read, it sends embeddings within its answers, until it has been unavailable.
+    Once its memory could not be read, it sends embeddings within its answers, until it has been unavailable; and none
+    stay with its encoder once an engine could not read them there.
     """
 
     service = ENCODE
     inline = False
+    keeps = True
 
     def set_unready(self, error: EngineError) -> None:
         super().set_unready(error)
         self.inline = False
+        self.keeps = True
+
+
+class _RowsLease:
+    """An open answer, by which embeddings stay with the encoder; `ended` is called when it has been closed."""
+
+    def __init__(self, replica: EncodeReplica, answer: RemoteAnswer[EncodeAnswer], ended: Callable[[], None]) -> None:
+        self.replica = replica
+        self._following = asyncio.create_task(answer.ended())
+
+        def end(_: object) -> None:
+            answer.close()
+            ended()
+
+        self._following.add_done_callback(end)
+
+    def close(self) -> None:
+        self._following.cancel()
 
 
 class EncodePool(RemotePool[EncodeReplica]):
@@ -66,6 +88,7 @@ class EncodePool(RemotePool[EncodeReplica]):
         super().__init__(urls, secret, attempts, observer)
         self._arena = arena
         self._seconds = seconds
+        self._leases: dict[RemoteRows, _RowsLease] = {}
 
     def found(self, model_name: str, backend: str) -> EncodeInfo | None:
         """Return the description of the first available replica of this model; None without one."""
@@ -74,19 +97,25 @@ class EncodePool(RemotePool[EncodeReplica]):
         return next((info for info in infos if (info.version, info.model, info.backend) == wanted), None)
 
     async def encode(self, media: Sequence[MediaInput], prompt: str, mine: EncodeInfo) -> Encoded:
-        """Encode by one replica that agrees with `mine`. Raises as `Encoder.encode` does, and NoReplica."""
+        """Encode by one replica that agrees with `mine`, or have one copy what it has kept. Raises as `Encoder.encode`
+        does, and NoReplica."""
         name = uuid.uuid4().hex
         bare, parts = detach_media(media)
         raw = msgspec.Raw(msgspec.msgpack.encode(bare))
 
         async def answered(replica: EncodeReplica, *, inline: bool) -> Encoded:
-            request = EncodeRequest(VERSION, mine.model, raw, [*map(len, parts)], prompt, inline)
+            reader = process_domain() if replica.keeps and not inline and any(file.stay for file in media) else ""
+            request = EncodeRequest(VERSION, mine.model, raw, [*map(len, parts)], prompt, inline, reader)
             answer = await replica.ask(pieces(request, parts), name, len(media))
+            stays = False
             try:
                 found = answer.handoff
                 check_answer(found, 0 if prompt else len(media), mine.hidden_size)
                 encoded = found.encoding or await fetch(found, self._arena, self._seconds)
-                if not found.offers:
+                if rows := [one.remote for one in found.media if one.remote is not None]:
+                    stays = True
+                    self._hold(rows, replica, answer)
+                elif not found.offers:
                     with suppress(TimeoutError):  # the end of an answer that holds nothing: its connection is kept
                         async with asyncio.timeout(_END_SECONDS):
                             await answer.ended()
@@ -94,7 +123,8 @@ class EncodePool(RemotePool[EncodeReplica]):
             except InvalidRequest as error:  # the replica's mistake, not the user's
                 raise EngineUnavailable(f"an encode replica's answer is wrong: {error}") from error
             finally:
-                answer.close()
+                if not stays:
+                    answer.close()
 
         async def ask(replica: EncodeReplica) -> Encoded:
             if not (replica.inline or self._arena is None):
@@ -108,9 +138,36 @@ class EncodePool(RemotePool[EncodeReplica]):
             except TransferError as error:
                 raise EngineUnavailable("an encode replica does not send its embeddings") from error
 
+        if (kept := media[0].kept) is not None:
+            if (lease := self._leases.get(kept)) is None:
+                raise EngineUnavailable("the embeddings are not leased any more")
+            return await ask(lease.replica)
         return await self.try_in_turn(mine, name, lambda replica: replica.in_flight, ask)
 
+    def release(self, rows: RemoteRows, *, lost: bool = False) -> None:
+        """See `Encoder.release`. None stay any more with a replica that still has them and could not be read."""
+        self.observer.remote_rows("lost" if lost else "released")
+        lease = self._leases.pop(rows, None)
+        if lease is None:
+            return
+        if lost and lease.replica.keeps:
+            log.warning("%s keeps no embeddings from now on: an engine could not read them there", lease.replica.name)
+            lease.replica.keeps = False
+        if lease not in self._leases.values():
+            lease.close()
+
+    def _hold(self, rows: Sequence[RemoteRows], replica: EncodeReplica, answer: RemoteAnswer[EncodeAnswer]) -> None:
+        """Leave an answer open until all its rows have been released, or the replica ends it."""
+
+        def ended() -> None:
+            for each in rows:
+                self._leases.pop(each, None)
+
+        self._leases.update(dict.fromkeys(rows, _RowsLease(replica, answer, ended)))
+
     async def close(self) -> None:
+        for lease in {*self._leases.values()}:
+            lease.close()
         await super().close()
         if self._arena is not None:
             await self._arena.close()
@@ -170,6 +227,9 @@ class EncoderPool:
             return await self._run(all_of(self._one(file, self._mine) for file in media))
         return await self._run(self._replicas.encode(media, prompt, self._mine))
 
+    def release(self, rows: RemoteRows, *, lost: bool = False) -> None:
+        self._replicas.release(rows, lost=lost)
+
     async def close(self) -> None:
         self._closed = True
         await cancel(self._running)
@@ -181,11 +241,11 @@ class EncoderPool:
         try:
             found = await self._replicas.encode([file], "", mine)
         except EngineError as error:
-            if self._local is None or is_final(error):
+            if self._local is None or is_final(error) or file.kept is not None:
                 raise
             log.info("an image is encoded here: %s", error)
             self._replicas.observer.computed_locally("no_peer")
-            found = await self._local.encode([file])
+            found = await self._local.encode([replace(file, stay=False)])
         assert isinstance(found, list), "encoded without its prompt"
         return found[0]
 

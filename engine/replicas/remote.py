@@ -7,7 +7,15 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from engine.errors import ContextOverflow, EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
+from engine.errors import (
+    ContextOverflow,
+    EmbeddingsLost,
+    EngineDied,
+    EngineError,
+    EngineFailure,
+    EngineNotReady,
+    InvalidRequest,
+)
 from engine.replicas import ask as asking
 from engine.replicas.ask import RemoteAnswer, ReplicaFault, Service
 from engine.replicas.client import Header
@@ -29,6 +37,10 @@ class RemoteObserver(PoolObserver, Protocol):
 
     def computed_locally(self, reason: str) -> None:
         """A request is computed here: its prompt is `short`, there is `no_peer`, or its KV blocks were `lost`."""
+
+    def remote_rows(self, outcome: str) -> None:
+        """Embeddings that stayed with an encode replica are no longer needed: `released`, or `lost` to an engine that
+        could not read them."""
 
     def available(self, peer: str, available: bool) -> None:
         """Whether a replica takes requests."""
@@ -158,8 +170,10 @@ class RemotePool(ReplicaPool[R]):
 
 
 def is_final(error: EngineError) -> bool:
-    """Whether every replica would refuse the request. One without room for it does not speak for the others."""
-    return isinstance(error, InvalidRequest) and not isinstance(error, ContextOverflow)
+    """Whether asking another replica is of no use. One without room for a request does not speak for the others."""
+    return isinstance(error, EmbeddingsLost) or (
+        isinstance(error, InvalidRequest) and not isinstance(error, ContextOverflow)
+    )
 
 
 def _outcome(error: EngineError) -> str:

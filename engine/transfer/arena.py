@@ -1,4 +1,4 @@
-"""Host memory that peers may read, allocated in pieces.
+"""Memory that is allocated in pieces: host memory that peers may read, or into which a GPU copies what peers have.
 
 Encode replicas put embeddings there, and the replicas that need them read them into arenas of their own.
 """
@@ -7,40 +7,85 @@ import asyncio
 import ctypes
 import mmap
 from bisect import insort
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
+from itertools import accumulate, count, pairwise
 from typing import NamedTuple
+from weakref import finalize
 
 from engine.kit.work import PYTHON
-from engine.transfer.base import Offer, Read, Region, Transfer, TransferError
+from engine.transfer.base import WORD_BYTES, LeaseWord, Offer, Read, Region, TransferError
+from engine.transfer.cuda import Cuda
 from engine.transfer.shared_bytes import Data, shared_or_copied
 from engine.transfer.shared_memory import shared_memory
 from engine.transfer.transfers import MethodName, Transfers
 
 _ALIGNMENT = 4096
-_POLL_SECONDS = 0.001
+_WORDS = _ALIGNMENT // WORD_BYTES
 
 
 class Place(NamedTuple):
-    """`size` bytes from `offset` of the arena."""
+    """`size` bytes from `offset` of the memory."""
 
     offset: int
     size: int
 
 
+class Places:
+    """A first-fit allocator of `size` bytes."""
+
+    def __init__(self, size: int) -> None:
+        self.gaps = [Place(0, size)]
+        """Free places, sorted."""
+        self.taken: set[Place] = set()
+
+    def take(self, size: int) -> Place | None:
+        """Allocate `size` bytes; return None if there is no room."""
+        wanted = _aligned(size)
+        for index, gap in enumerate(self.gaps):
+            if gap.size >= wanted:
+                rest = Place(gap.offset + wanted, gap.size - wanted)
+                self.gaps[index : index + 1] = [rest] if rest.size else []
+                place = Place(gap.offset, size)
+                self.taken.add(place)
+                return place
+        return None
+
+    def free(self, place: Place) -> None:
+        self.taken.remove(place)
+        insort(self.gaps, Place(place.offset, _aligned(place.size)))
+        joined: list[Place] = []
+        for gap in self.gaps:
+            if joined and joined[-1].offset + joined[-1].size == gap.offset:
+                gap = Place(joined[-1].offset, joined.pop().size + gap.size)
+            joined.append(gap)
+        self.gaps = joined
+
+
 class Arena:
-    """`size` bytes of shared memory with a first-fit allocator. The system provides memory when it is first used.
+    """`size` bytes of shared memory. The system provides memory when it is first used.
+
+    With `device`, a CUDA ordinal, it is pinned memory instead: this GPU copies there what peers have in GPU memory, and
+    no peer can read it.
 
     Everything but the copying runs on one event loop. Raises TransferError and OSError as `Transfers` does.
     """
 
-    def __init__(self, size: int, method: MethodName = "auto", port: int = 0) -> None:
-        self._pages = shared_memory(size)
-        self._memory = (ctypes.c_char * size).from_buffer(self._pages)
+    def __init__(self, size: int, method: MethodName = "auto", port: int = 0, device: int = -1) -> None:
+        self._pages = [shared_memory(part) for part in (size, _ALIGNMENT)] if device < 0 else []
+        self._memory, words = (
+            [(ctypes.c_char * len(pages)).from_buffer(pages) for pages in self._pages]
+            if device < 0
+            else [_pinned(part, device) for part in (size, _ALIGNMENT)]
+        )
+        self._words = (ctypes.c_uint64 * _WORDS).from_buffer(words)
+        """Lease words that were read; a place that is used again too early counts as a lost lease."""
+        self._turns = count()
         self._address = ctypes.addressof(self._memory)
-        self._transfers = Transfers([Region(self._address, size, -1)], method, port)
-        self._free = [Place(0, size)]
-        self._taken: set[Place] = set()
+        regions = [
+            Region(ctypes.addressof(part), ctypes.sizeof(part), device, device >= 0) for part in (self._memory, words)
+        ]
+        self._transfers = Transfers(regions, method, port)
+        self._places = Places(size)
         self._room = asyncio.Event()
         self._orphans: set[asyncio.Task[list[Data]]] = set()
         self._closing: asyncio.Task[None] | None = None
@@ -50,13 +95,13 @@ class Arena:
     @property
     def taken(self) -> list[Place]:
         """Allocated places, sorted."""
-        return sorted(self._taken)
+        return sorted(self._places.taken)
 
     async def take(self, size: int, seconds: float) -> Place | None:
         """Allocate `size` bytes, to be freed by `free`; return None if there is no room for `seconds`."""
         try:
             async with asyncio.timeout(seconds):
-                while (place := self._take(size)) is None:
+                while (place := self._places.take(size)) is None:
                     self._room.clear()
                     await self._room.wait()
                 return place
@@ -65,44 +110,59 @@ class Arena:
 
     def free(self, place: Place) -> None:
         """Free a place; nothing may read or write it any more."""
-        self._taken.remove(place)
-        insort(self._free, Place(place.offset, _aligned(place.size)))
-        joined: list[Place] = []
-        for part in self._free:
-            if joined and joined[-1].offset + joined[-1].size == part.offset:
-                part = Place(joined[-1].offset, joined.pop().size + part.size)
-            joined.append(part)
-        self._free = joined
+        self._places.free(place)
         self._room.set()
 
     def trim(self) -> None:
-        """Give the memory of places that are free back to the system."""
-        for part in self._free:
-            self._pages.madvise(mmap.MADV_REMOVE, part.offset, part.size)
+        """Give shared memory of places that are free back to the system."""
+        for gap in self._places.gaps:
+            self._pages[0].madvise(mmap.MADV_REMOVE, gap.offset, gap.size)
 
     def write(self, place: Place, parts: Sequence[bytes | memoryview]) -> None:
         """Write the parts one after the other into `place`, without the GIL."""
-        assert sum(map(len, parts)) <= place.size and place in self._taken, "bytes for another place"
+        assert sum(map(len, parts)) <= place.size and place in self._places.taken, "bytes for another place"
         address = self._address + place.offset
         for part in parts:
             source = part if isinstance(part, bytes) else (ctypes.c_char * len(part)).from_buffer(part)
             ctypes.memmove(address, source, len(part))
             address += len(part)
 
-    async def read(self, offers: Sequence[Offer], offset: int, sizes: Sequence[int], seconds: float) -> list[Data]:
-        """Return a peer's bytes from `offset` of its arena, in parts of these sizes.
+    async def read(
+        self,
+        offers: Sequence[Offer],
+        offset: int,
+        sizes: Sequence[int],
+        seconds: float,
+        lease: LeaseWord | None = None,
+        copy: Callable[[memoryview], Data] = shared_or_copied,
+    ) -> list[Data]:
+        """Return a peer's bytes from `offset` of its region 0, in parts of these sizes, each as `copy` makes it.
 
-        Raises TransferError, also after `seconds`.
+        Raises TransferError, also after `seconds`, and if a `lease` of the bytes is not in the peer's region 1.
         """
         place = await self.take(sum(sizes), seconds)
         if place is None:
             raise TransferError(f"no room for {sum(sizes)} bytes")
+        reads = [Read(0, offset, place.offset, place.size)]
+        word = next(self._turns) % _WORDS
+        if lease is not None:
+            reads.append(Read(1, lease.place * WORD_BYTES, word * WORD_BYTES, WORD_BYTES))
         try:
-            transfer = self._transfers.read(offers, [Read(0, offset, place.offset, place.size)])
+            transfer = self._transfers.read(offers, reads)
         except TransferError:
             self.free(place)
             raise
-        copying = asyncio.create_task(self._copied(transfer, place, sizes))
+
+        async def copied() -> list[Data]:
+            try:
+                await asyncio.wrap_future(transfer.future)
+                if lease is not None and self._words[word] != lease.word:
+                    raise TransferError("they were given up before they had been read")
+                return await PYTHON.run(lambda: self._parts(place, sizes, copy))
+            finally:
+                self.free(place)
+
+        copying = asyncio.create_task(copied())
         try:
             async with asyncio.timeout(seconds):
                 return await asyncio.shield(copying)
@@ -125,28 +185,27 @@ class Arena:
         if self._orphans:
             await asyncio.wait(self._orphans)
 
-    async def _copied(self, transfer: Transfer, place: Place, sizes: Sequence[int]) -> list[Data]:
-        try:
-            while not transfer.done():  # noqa: ASYNC110 - it is polled
-                await asyncio.sleep(_POLL_SECONDS)
-            return await PYTHON.run(lambda: self._parts(place, sizes))
-        finally:
-            self.free(place)
-
-    def _parts(self, place: Place, sizes: Sequence[int]) -> list[Data]:
+    def _parts(self, place: Place, sizes: Sequence[int], copy: Callable[[memoryview], Data]) -> list[Data]:
         ends = accumulate(sizes, initial=place.offset)
-        return [shared_or_copied(memoryview(self._memory)[start:end]) for start, end in pairwise(ends)]
+        return [copy(memoryview(self._memory)[start:end]) for start, end in pairwise(ends)]
 
-    def _take(self, size: int) -> Place | None:
-        wanted = _aligned(size)
-        for index, part in enumerate(self._free):
-            if part.size >= wanted:
-                rest = Place(part.offset + wanted, part.size - wanted)
-                self._free[index : index + 1] = [rest] if rest.size else []
-                place = Place(part.offset, size)
-                self._taken.add(place)
-                return place
-        return None
+
+def private_copy(view: memoryview) -> memoryview:
+    """Return a copy for this process alone, made without the GIL."""
+    copied = bytearray(len(view))
+    array = ctypes.c_char * len(view)
+    ctypes.memmove(array.from_buffer(copied), array.from_buffer(view), len(view))
+    return memoryview(copied)
+
+
+def _pinned(size: int, device: int) -> "ctypes.Array[ctypes.c_char]":
+    """Allocate pinned memory, freed with the array. Raises TransferError."""
+    cuda = Cuda()
+    with cuda.on(device):
+        address = cuda.allocate_host(size, write_combined=False)
+    memory = (ctypes.c_char * size).from_address(address)
+    finalize(memory, cuda.free_host, address).atexit = False
+    return memory
 
 
 def _aligned(size: int) -> int:

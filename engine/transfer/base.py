@@ -6,6 +6,7 @@ the handoff, and the receiver of an offer reads them. Nothing is ever written in
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from itertools import pairwise
 from threading import Event, Lock
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -34,6 +35,8 @@ class Region(NamedTuple):
     address: int
     size: int
     device: int
+    pinned: bool = False
+    """Whether this is pinned memory of the host, into which `device` copies what peers have. Peers cannot read it."""
 
 
 class Read(NamedTuple):
@@ -52,8 +55,24 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
+class LeaseWord(msgspec.Struct, frozen=True, array_like=True):
+    """A word that is in its owner's table of words as long as something is held for a reader. The reader reads it after
+    the bytes: if it is still there, the bytes were what was held."""
+
+    place: int
+    """Its index in the table, which is the owner's last region."""
+    word: int
+
+
+WORD_BYTES = 8
+
+
 class Transfer(Protocol):
     """A read in progress."""
+
+    @property
+    def future(self) -> Future[None]:
+        """Completed, with the transfer's error if it has one, as soon as `done` would tell."""
 
     def done(self) -> bool:
         """Whether the transfer has ended; never blocks. True or an error means that local memory is no longer written.

@@ -1,6 +1,7 @@
-"""KV blocks on GPUs of one host.
+"""Memory of GPUs of one host: KV blocks, and embeddings.
 
-The reader opens the owner's device memory and copies from it, over NVLink between two GPUs.
+The reader opens the owner's device memory and copies from it: over NVLink between two GPUs, or into pinned memory of
+the host.
 
 A handle names a whole allocation, which may contain a region at any offset. Memory from CUDA's virtual memory
 management (PyTorch's `expandable_segments`) and from its asynchronous pools has no such handle: the method `auto` then
@@ -51,9 +52,9 @@ class _DeviceMapping:
 
 
 class CudaIpc(MappedMethod[_DeviceRange, _DeviceMapping]):
-    """The method for device memory of one host.
+    """The method for device memory of one host. Pinned regions are read into, and not offered.
 
-    Raises TransferError for regions that are not in a GPU's memory or cannot be shared.
+    Raises TransferError for other regions that are not in a GPU's memory or cannot be shared.
     """
 
     def __init__(self, regions: Sequence[Region]) -> None:
@@ -62,9 +63,10 @@ class CudaIpc(MappedMethod[_DeviceRange, _DeviceMapping]):
         self._cuda = Cuda()
         memories = []
         for region in regions:
-            with self._cuda.on(region.device):
-                handle, offset = self._cuda.export(region.address)
-            memories.append(_DeviceRange(handle, offset, region.size))
+            if not region.pinned:
+                with self._cuda.on(region.device):
+                    handle, offset = self._cuda.export(region.address)
+                memories.append(_DeviceRange(handle, offset, region.size))
         super().__init__("cuda_ipc", Owner[_DeviceRange], regions, memories)
 
     def _map(self, owner: Owner[_DeviceRange]) -> list[_DeviceMapping]:

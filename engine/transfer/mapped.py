@@ -1,8 +1,10 @@
 """The base of methods that read memory of another process of this host by mapping it."""
 
+import os
+import select
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from threading import Event, Lock
+from threading import Event, Lock, Thread
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -28,7 +30,10 @@ class Owner(msgspec.Struct, Generic[RangeT], frozen=True, array_like=True):
 
 
 class MappedMethod(ABC, Generic[RangeT, MappingT]):
-    """A `TransferMethod`; the mappings of a peer live as long as their objects."""
+    """A `TransferMethod`; the mappings of a peer live as long as their objects.
+
+    Memory of a process that has died is freed once nobody has it mapped, so a thread for each peer waits for its death.
+    """
 
     def __init__(
         self, name: str, owner_type: type[Owner[RangeT]], regions: Sequence[Region], ranges: Sequence[RangeT]
@@ -38,6 +43,8 @@ class MappedMethod(ABC, Generic[RangeT, MappingT]):
         self._regions = regions
         self._lock = Lock()
         self._peers: dict[Owner[RangeT], list[MappingT]] = {}
+        self._watches: list[Thread] = []
+        self._closing = os.eventfd(0)
 
     def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
         owner = decode_offer(data, self._owner_type)
@@ -46,6 +53,10 @@ class MappedMethod(ABC, Generic[RangeT, MappingT]):
         check_survived(owner.process)
 
     def close(self) -> None:
+        os.eventfd_write(self._closing, 1)
+        for watch in self._watches:
+            watch.join()
+        os.close(self._closing)
         self._peers.clear()
 
     @abstractmethod
@@ -71,4 +82,31 @@ class MappedMethod(ABC, Generic[RangeT, MappingT]):
             if owner not in self._peers:
                 check_reachable(owner.process)
                 self._peers[owner] = self._map(owner)
+                self._watches = [watch for watch in self._watches if watch.is_alive()]
+                self._watches.append(Thread(target=self._drop_dead, args=(owner,), daemon=True))
+                self._watches[-1].start()
             return self._peers[owner]
+
+    def _drop_dead(self, owner: Owner[RangeT]) -> None:
+        """Drop the mappings of a peer when it dies."""
+        try:
+            died = os.pidfd_open(owner.process.pid)
+        except ProcessLookupError:
+            died = -1
+        except OSError:  # forbidden here: they are dropped at the next read
+            return
+        if died >= 0:
+            try:
+                if lives(owner.process):  # the descriptor is of no later process
+                    self._wait(died)
+            finally:
+                os.close(died)
+        with self._lock:
+            self._peers.pop(owner, None)
+
+    def _wait(self, died: int) -> None:
+        """Return once a process has died, or on `close`."""
+        poll = select.poll()
+        for descriptor in (died, self._closing):
+            poll.register(descriptor, select.POLLIN)
+        poll.poll()

@@ -27,6 +27,11 @@ def this_process() -> ProcessId:
     return ProcessId(os.getpid(), _start(os.getpid()), _boot(), _namespace())
 
 
+def process_domain() -> str:
+    """Return a name that processes have in common if they can read each other's memory: host and PID namespace."""
+    return f"{_boot()}/{_namespace()}"
+
+
 def shared_memory_domain() -> str:
     """Return a name that processes have in common if they see the same POSIX shared memory: host and IPC namespace."""
     return f"{_boot()}/{os.readlink('/proc/self/ns/ipc')}"

@@ -9,7 +9,7 @@ from typing import Any, Self
 from engine.config import TrtllmEncoderConfig
 from engine.encoder import EncoderInfo
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
-from engine.media import Encoding, MediaInput
+from engine.media import Encoding, MediaInput, RemoteRows
 from engine.trtllm import library
 from engine.trtllm.disaggregation import encoding_of
 from engine.trtllm.media import decoded
@@ -97,6 +97,9 @@ class TrtllmEncoder:
         log.critical("%s", reason)
         for waiting in self._waiting:
             waiting.cancel()
+
+    def release(self, rows: RemoteRows, *, lost: bool = False) -> None:
+        """Do nothing: no embeddings stay here."""
 
     async def close(self) -> None:
         if self._watch is not None:

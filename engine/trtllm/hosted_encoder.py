@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from engine.config import TrtllmEncoderConfig
 from engine.encoder import EncoderInfo
-from engine.media import Encoding, MediaFiles, MediaInput, attach_media, detach_media
+from engine.media import Encoding, MediaFiles, MediaInput, RemoteRows, attach_media, detach_media
 from engine.process.child import ServiceProcess
 from engine.process.client import ServiceClient
 from engine.process.service import Interface, Method
@@ -72,6 +72,9 @@ class HostedEncoder(ServiceClient[EncoderInfo]):
     async def encode(self, media: Sequence[MediaInput], prompt: str = "") -> Encoding:
         encoding: Encoding = await self.call("encode", MediaFiles(prompt, tuple(media)))
         return encoding
+
+    def release(self, rows: RemoteRows, *, lost: bool = False) -> None:
+        """Do nothing: no embeddings stay here."""
 
     async def close(self) -> None:
         await super().close()

@@ -20,6 +20,8 @@ class CacheStats(NamedTuple):
 
 class EmbeddingCache:
     """Encoded media by key (`prompts.py: media_key`), at most `capacity_bytes`. A capacity of 0 keeps nothing.
+
+    Of embeddings that stay with an encode replica only the location is here, and they may have gone there.
     Embeddings must be contiguous [rows, hidden size]; `hidden_size` is that of the language model. Use the cache on one
     event loop.
     """
@@ -46,9 +48,18 @@ class EmbeddingCache:
         self._entries.move_to_end(key)
         return image
 
+    def peek(self, key: str) -> EncodedMedia | None:
+        """Return the media for `key`, or None; this is no use of them."""
+        return self._entries.get(key)
+
     def clear(self) -> None:
         self._entries.clear()
         self._bytes = 0
+
+    def drop(self, key: str) -> None:
+        """Forget the media for `key`, if they are here."""
+        if (image := self._entries.pop(key, None)) is not None:
+            self._bytes -= _size(image)
 
     def put(self, key: str, image: EncodedMedia) -> bool:
         """Keep media and return True; media larger than the cache are not kept, and evict nothing.
@@ -56,15 +67,14 @@ class EmbeddingCache:
         Raises ValueError for data that are not contiguous [rows, hidden size].
         """
         expected = image.rows * self._hidden_size * ITEM_BYTES[image.dtype]
-        if len(image.data) != expected:
+        if image.size != expected:
             raise ValueError(
-                f"{image.rows} rows of {self._hidden_size} {image.dtype} are {expected} bytes, not {len(image.data)}"
+                f"{image.rows} rows of {self._hidden_size} {image.dtype} are {expected} bytes, not {image.size}"
             )
         size = _size(image)
         if size > self._capacity:
             return False
-        if (old := self._entries.pop(key, None)) is not None:
-            self._bytes -= _size(old)
+        self.drop(key)
         while self._bytes + size > self._capacity:
             self._bytes -= _size(self._entries.popitem(last=False)[1])
             self._evictions += 1
@@ -74,5 +84,5 @@ class EmbeddingCache:
 
 
 def _size(image: EncodedMedia) -> int:
-    """Return the bytes of the embeddings and the text."""
+    """Return the bytes of the embeddings that are here, and of the text."""
     return len(image.data) + len(image.text.encode())

@@ -1,5 +1,7 @@
 """Prompts with media: encoded and expanded here for engines that take embeddings, or left to the backend."""
 
+import asyncio
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +12,8 @@ from msgspec.structs import replace
 
 from engine import trace
 from engine.encoder import Encoder
-from engine.errors import InvalidRequest, QueueFull
-from engine.kit.tasks import all_of
+from engine.errors import EngineError, InvalidRequest, QueueFull
+from engine.kit.tasks import all_of, cancel
 from engine.kit.work import NATIVE
 from engine.media import (
     ANY_FRAMES,
@@ -24,6 +26,8 @@ from engine.media import (
     MediaKind,
     MediaSpan,
     MediaSpans,
+    PromptMedia,
+    RemoteRows,
 )
 from multimodal.errors import RequestError
 from multimodal.media.cache import EmbeddingCache
@@ -42,6 +46,8 @@ engine."""
 
 _SMALL_FILE = 1 << 16
 """Bytes up to which a file is hashed on the event loop."""
+
+log = logging.getLogger(__name__)
 
 Keyed = tuple[str, EncodedMedia]
 """Encoded media and the key that names them in caches."""
@@ -62,20 +68,59 @@ class EncodedPrompts:
     max_pixels: int = MAX_REQUEST_PIXELS
     max_videos: int = MAX_VIDEOS
     max_audios: int = MAX_AUDIOS
-    _encoding: InFlight[str, EncodedMedia] = field(default_factory=InFlight, init=False)
+    stay: bool = False
+    """Whether embeddings of prompts may stay with encode replicas, where the engine reads them."""
+    _encoding: InFlight[tuple[str, bool], EncodedMedia] = field(default_factory=InFlight, init=False)
     _waiting: int = field(default=0, init=False)
+    _lost: set[str] = field(default_factory=set, init=False)
+    """Keys of media whose embeddings could not be read there: they come here the next time."""
+    _copies: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
 
     async def prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, choices: int) -> Prompt:
-        media = await self.load(refs)
+        return await self._prompt(text, refs, tokenise, stay=self.stay)
+
+    def release(self, media: PromptMedia | None, *, lost: bool = False) -> None:
+        """Give up a prompt's embeddings that stayed with encode replicas; those that were `lost` come here the next
+        time."""
+        for span in media.spans if isinstance(media, MediaSpans) else ():
+            if span.remote is None:
+                continue
+            found = self.cache.peek(span.key)
+            if lost:
+                self.cache.drop(span.key)
+                self._lost.add(span.key)
+            elif found is not None and found.remote == span.remote:
+                if span.key not in self._copies:
+                    self._copies[span.key] = asyncio.create_task(self._copy(span.key, found, span.remote))
+                continue
+            self.encoder.release(span.remote, lost=lost)
+
+    async def _copy(self, key: str, encoded: EncodedMedia, rows: RemoteRows) -> None:
+        """Bring embeddings here for the cache: the replica that has them may leave."""
+        try:
+            found = await self.encoder.encode([MediaInput(b"", kept=rows)])
+            assert isinstance(found, list), "encoded without a prompt"
+            self.cache.put(key, replace(encoded, data=found[0].data, remote=None))
+        except EngineError as error:
+            log.debug("no copy of an image's embeddings: %s", error)
+        finally:
+            del self._copies[key]
+            self.encoder.release(rows)
+
+    async def load(self, refs: Sequence[MediaRef]) -> list[Keyed]:
+        """Return the files encoded, in order, with their embeddings."""
+        return await self._load_all(refs, stay=False)
+
+    async def _prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, *, stay: bool) -> Prompt:
+        media = await self._load_all(refs, stay=stay)
         ids = await tokenise(self._expanded(text, media, refs))
         return Prompt(ids, MediaSpans(self._spans(ids, media, [ref.kind for ref in refs])))
 
-    async def load(self, refs: Sequence[MediaRef]) -> list[Keyed]:
-        """Return the files encoded, in order."""
+    async def _load_all(self, refs: Sequence[MediaRef], *, stay: bool) -> list[Keyed]:
         _check_count(refs, {"image": self.max_images, "video": self.max_videos, "audio": self.max_audios})
         self._check_kinds(refs)
         budget = _Pixels(self.max_pixels)
-        return await all_of(self._load(ref, budget) for ref in refs)
+        return await all_of(self._load(ref, budget, stay=stay) for ref in refs)
 
     def placed(self, ids: Sequence[int], media: Sequence[Keyed]) -> Prompt:
         """Return the prompt for token ids with a placeholder for each of the media. Raises RequestError."""
@@ -93,9 +138,10 @@ class EncodedPrompts:
         return Prompt(found, MediaSpans(self._spans(found, media, ["image"] * len(media))))
 
     async def tokens(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise) -> list[int]:
-        return (await self.prompt(text, refs, tokenise, 1)).ids
+        return (await self._prompt(text, refs, tokenise, stay=False)).ids
 
     async def aclose(self) -> None:
+        await cancel(self._copies.values())
         await self.loader.aclose()
 
     @property
@@ -122,19 +168,20 @@ class EncodedPrompts:
                     f"This model takes text and {takes}, no {ref.kind}.", ref.param, "unsupported_content"
                 )
 
-    async def _load(self, ref: MediaRef, budget: "_Pixels") -> Keyed:
+    async def _load(self, ref: MediaRef, budget: "_Pixels", *, stay: bool) -> Keyed:
         """Fetch a file, and return its encoding from the cache or the encoder."""
         loaded = await _fetched(self.loader, ref, budget)
         file = loaded.file if isinstance(loaded, Embeddings) else loaded.data
         key = await _key(file, self.encoder.info.fingerprint, ref)
-        if (known := self.cache.get(key)) is not None:
+        stay = stay and key not in self._lost
+        if (known := self.cache.get(key)) is not None and (stay or known.remote is None):
             return key, known
         if isinstance(loaded, Embeddings):
             return key, self._given(loaded)
-        media = replace(loaded, detail=ref.detail, sampling=ref.sampling)
+        media = replace(loaded, detail=ref.detail, sampling=ref.sampling, stay=stay)
         try:
             with trace.span("encode"):
-                return key, await self._encoding.do(key, lambda: self._encode(key, media))
+                return key, await self._encoding.do((key, stay), lambda: self._encode(key, media))
         except InvalidRequest as error:
             raise RequestError(str(error), ref.param, f"invalid_{ref.kind}") from error
 
@@ -150,6 +197,8 @@ class EncodedPrompts:
         assert isinstance(found, list), "encoded without its prompt"
         (encoded,) = found
         self.cache.put(key, encoded)
+        if encoded.remote is None:
+            self._lost.discard(key)
         return encoded
 
     def _given(self, embeddings: Embeddings) -> EncodedMedia:
@@ -202,6 +251,7 @@ class EncodedPrompts:
                     rows=encoded.rows,
                     dtype=encoded.dtype,
                     data=encoded.data,
+                    remote=encoded.remote,
                     grid=encoded.grid,
                     interval=encoded.interval,
                     kind=kind,
@@ -244,6 +294,9 @@ class BackendPrompts:
             raise RequestError(str(error), "messages", "invalid_image") from error
         assert isinstance(encoding, Encoding), "the backend's own"
         return Prompt(ids, encoding)
+
+    def release(self, media: PromptMedia | None, *, lost: bool = False) -> None:
+        """Do nothing: the backend moves embeddings by itself."""
 
     async def given(self, text: str, ids: Sequence[int], refs: Sequence[MediaRef]) -> Prompt:
         """Return the prompt of a chat that was rendered and tokenised elsewhere."""

@@ -10,15 +10,14 @@ import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 from uuid import uuid4
 from weakref import finalize
 
 from engine import trace
 from engine.base import Engine
-from engine.checkpoints.whisper import FRAMES_PER_POSITION, WhisperSizes, WhisperTokens
+from engine.checkpoints.whisper import FRAMES_PER_POSITION, FRAMES_PER_SECOND, WhisperSizes, WhisperTokens
 from engine.errors import EngineFailure, InvalidRequest, QueueFull, QueueTimeout
-from engine.kit.log_mel import FRAMES_PER_SECOND, Recording
 from engine.media import Speech
 from engine.types import Delta, GenerateRequest, PromptReport, SamplingParams
 from multimodal.errors import DeadlineExceeded, RequestError, shown
@@ -27,6 +26,9 @@ from multimodal.request import Limits
 from multimodal.speech.languages import code_of
 from multimodal.speech.words import Word, words_of
 from multimodal.text.tokenizer import Tokenizer, encoded
+
+if TYPE_CHECKING:
+    from engine.kit.log_mel import Recording  # needs numpy, which most replicas do without
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 """Temperatures that are tried in turn for a request with none or 0."""
@@ -45,7 +47,7 @@ _QUEUE_PAUSE = 1.0
 class AudioReader(Protocol):
     """Makes features of files (`engine/embedded/whisper/reader.py`)."""
 
-    async def read(self, data: bytes) -> Recording:
+    async def read(self, data: bytes) -> "Recording":
         """Read a file. Raises InvalidRequest for a file that cannot be read, or is too long."""
         ...
 
@@ -189,7 +191,7 @@ class Transcript:
     ask: SpeechAsk
     language: str | None
     """Code of the spoken language; None until it is known."""
-    recording: Recording = field(init=False)
+    recording: "Recording" = field(init=False)
     let_go: Callable[[], object] = field(init=False)
     """Releases the recording, at the latest when nothing refers to the transcript."""
     before: Sequence[int] = ()

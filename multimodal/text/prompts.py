@@ -46,6 +46,11 @@ class MediaPrompts(Protocol):
         """Return the token ids of that prompt, as far as they are known outside the engine."""
         ...
 
+    def release(self, media: PromptMedia | None, *, lost: bool = False) -> None:
+        """Give up a prompt's embeddings that stayed where they were made, because an engine has read them, or could not
+        (`lost`)."""
+        ...
+
     @property
     def kinds(self) -> Sequence[MediaKind]:
         """Kinds of media that requests may bring."""

@@ -18,8 +18,15 @@ import msgspec
 from engine.errors import InvalidRequest
 from engine.handoff import MAX_BYTES, decode_bounded, encode
 from engine.kit.tasks import cancel
-from engine.replicas.encode_answers import EmbeddingStore, check_answer, decode_answer, encode_info, fetch
-from engine.transfer.arena import Arena, Place
+from engine.replicas.encode_answers import (
+    EmbeddingStore,
+    HeldEmbeddings,
+    check_answer,
+    decode_answer,
+    encode_info,
+    fetch,
+)
+from engine.transfer.arena import Arena
 from engine.transfer.base import TransferError
 from multimodal.media.prompts import BackendPrompts, EncodedPrompts, Keyed
 from multimodal.request import MediaRef
@@ -62,16 +69,16 @@ class OfferedEmbeddings:
         self._info = info
         self._endpoint = endpoint
         self._instance = instance
-        self._places: dict[str, tuple[Place, asyncio.TimerHandle]] = {}
+        self._held: dict[str, tuple[HeldEmbeddings, asyncio.TimerHandle]] = {}
 
     async def offer(self, media: Sequence[Keyed]) -> dict[str, str]:
         """Return encoded images as they travel with a request."""
-        answer, place = await self._store.put([encoded for _, encoded in media], inline=False)
+        answer, held = await self._store.put([encoded for _, encoded in media], inline=False)
         lease = ""
-        if place is not None:
+        if held is not None:
             lease = uuid4().hex
             timer = asyncio.get_running_loop().call_later(self._seconds, self.free, lease)
-            self._places[lease] = place, timer
+            self._held[lease] = held, timer
         encoding = EncodedImages(
             info=self._info,
             keys=tuple(key for key, _ in media),
@@ -84,15 +91,15 @@ class OfferedEmbeddings:
 
     def free(self, lease: str) -> bool:
         """Free embeddings. Return whether there were any under this lease."""
-        if (found := self._places.pop(lease, None)) is None:
+        if (found := self._held.pop(lease, None)) is None:
             return False
-        place, timer = found
+        held, timer = found
         timer.cancel()
-        self._store.free(place)
+        self._store.free(held)
         return True
 
     def close(self) -> None:
-        for lease in list(self._places):
+        for lease in list(self._held):
             self.free(lease)
 
 

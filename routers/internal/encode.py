@@ -11,8 +11,7 @@ from fastapi import APIRouter, Request, Response
 from engine import trace
 from engine.errors import EngineNotReady
 from engine.media import MediaInput, attach_media
-from engine.replicas.encode_answers import EncodeService
-from engine.transfer.arena import Place
+from engine.replicas.encode_answers import EncodeService, HeldEmbeddings
 from multimodal.errors import RequestError
 from protocol.internal import MAX_MEDIA, MAX_MEDIA_BYTES, MEDIA_TYPE, EncodeRequest, head_of, parts_of
 from routers.body import converted
@@ -87,7 +86,7 @@ class _EncodeWork:
     request: EncodeRequest
     images: list[MediaInput]
     held: str
-    _place: Place | None = None
+    _held: HeldEmbeddings | None = None
 
     @property
     def healthy(self) -> bool:
@@ -95,9 +94,9 @@ class _EncodeWork:
 
     async def compute(self) -> tuple[bytes, bool]:
         with trace.span("encode", {"trellis.images": len(self.images)}):
-            payload, self._place = await self.service.encode(self.request, self.images)
+            payload, self._held = await self.service.encode(self.request, self.images)
         self.images = []
-        return payload, self._place is not None
+        return payload, self._held is not None
 
     async def lost(self) -> str:
         """Never return: the memory is this process's own."""
@@ -105,6 +104,6 @@ class _EncodeWork:
         return await never
 
     async def close(self) -> None:
-        if self._place is not None:
-            self.service.store.free(self._place)
-            self._place = None
+        if self._held is not None:
+            self.service.free(self._held)
+            self._held = None

@@ -16,6 +16,7 @@ from engine.errors import EngineFailure
 from engine.kit.tasks import in_thread
 from engine.replicas.encode_answers import EncodeService, open_arena
 from engine.sleep import SleepingEncoder
+from engine.types import EngineInfo
 from multimodal.media.prompts import BackendPrompts, EncodedPrompts
 from multimodal.request import Limits
 from multimodal.text.prompts import MediaPrompts
@@ -87,7 +88,7 @@ async def _engine_worker(to: Composition, graph: DynamoGraph, folder: Path, serv
         prompts, offered = service.images, None
     else:
         encoder = service.encoding.encoder if service.encoding is not None else None
-        prompts = await _prompts(to, folder, encoder, service.engine.info.max_encoded_images)
+        prompts = await _prompts(to, folder, encoder, service.engine.info)
         offered = None if service.encoding is None else _offered(to, graph, service.encoding)
     tools, reasoning = ("", "") if processor is None else processor.format.parser_names
     refused = dict(service.engine.info.refused_parameters)
@@ -151,13 +152,15 @@ def _limits(settings: Settings) -> Limits:
     return Limits(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(Limits)})
 
 
-async def _prompts(to: Composition, folder: Path, encoder: Encoder | None, max_encoded: int = 0) -> MediaPrompts | None:
+async def _prompts(
+    to: Composition, folder: Path, encoder: Encoder | None, engine: EngineInfo | None = None
+) -> MediaPrompts | None:
     """Return the object that inserts images into prompts, for a role that gets images only in a graph."""
     tokenizer, template = await in_thread(lambda: load_text(to.settings, folder))
     control = None if template is None else template.control
     if control is None:
         return None
-    images = image_prompts(to, folder, Encoders(encoder, None), tokenizer, control, max_encoded)
+    images = image_prompts(to, folder, Encoders(encoder, None), tokenizer, control, engine)
     if images is not None:
         to.stack.push_async_callback(images.aclose)
     return images

@@ -16,6 +16,7 @@ from engine.kit.tasks import in_thread
 from engine.replicas.encode_answers import EmbeddingStore, EncodeService, open_arena
 from engine.sleep import ReleasableEncoder, SleepingEncoder
 from engine.transfer.arena import Arena
+from engine.types import EngineInfo
 from multimodal.errors import RequestError
 from multimodal.media.cache import EmbeddingCache
 from multimodal.media.limits import MediaLimits
@@ -30,6 +31,9 @@ from server.health.canary import encoder_probe
 from server.metrics.peers import EncodeMetrics, PeerMetrics
 from server.metrics.replica import watch_cache
 from server.settings import Settings
+
+_LEASE_MARGIN = 5.0
+"""Seconds after the longest lease of an answer for which embeddings that it has not released stay with the encoder."""
 
 log = logging.getLogger(__name__)
 
@@ -95,10 +99,10 @@ def image_prompts(
     encoders: Encoders,
     tokenizer: Tokenizer,
     control: ControlTokens,
-    max_encoded: int = 0,
+    engine: EngineInfo | None = None,
 ) -> BackendPrompts | EncodedPrompts | None:
     """Return the object that inserts images into prompts, once engine and encoders have started. None if the model
-    takes no images. `max_encoded` is the engine's `max_encoded_images`.
+    takes no images. `engine` describes the engine, if there is one here.
     """
     settings, encoder = to.settings, encoders.encoder
     limits = media_limits(settings)
@@ -117,6 +121,7 @@ def image_prompts(
             settings.max_request_pixels,
             settings.max_videos,
             settings.max_audios,
+            stay=engine is not None and _may_stay(settings, engine),
         )
     facts = read_model_facts(folder) if settings.engine == "trtllm" and folder is not None else None
     if facts is not None and facts.takes_media:
@@ -126,7 +131,7 @@ def image_prompts(
             encoder,
             control,
             settings.max_request_pixels,
-            max_encoded,
+            engine.max_encoded_images if engine is not None else 0,
             settings.max_videos,
             settings.max_audios,
             [
@@ -135,6 +140,13 @@ def image_prompts(
             ],
         )
     return None
+
+
+def _may_stay(settings: Settings, engine: EngineInfo) -> bool:
+    """Return whether embeddings may stay with encode replicas for this engine."""
+    if engine.backend != "embedded" or not settings.encode_urls or settings.embedding_transfer == "front":
+        return False
+    return settings.embedding_transfer == "direct" or engine.device.startswith("cuda")
 
 
 def media_limits(settings: Settings) -> MediaLimits:
@@ -175,7 +187,7 @@ def _encoder(to: Composition, folder: Path | None) -> Encoder | None:
     if not _has_tower(settings, folder):
         return None
     if not asks_replicas:
-        return _tower(settings, folder)
+        return _tower(settings, folder, keeps=to.role.serves_encodings)
     local = _tower(settings, folder) if settings.encode_fallback == "local" else None
     return _remote_encoder(to, local=local, arena=open_arena(settings.kv_transfer))
 
@@ -225,8 +237,8 @@ def _service(to: Composition, encoder: Encoder) -> EncodeService:
     return service
 
 
-def _tower(settings: Settings, folder: Path | None) -> Encoder:
-    """Return the encoder of media in this replica."""
+def _tower(settings: Settings, folder: Path | None, *, keeps: bool = False) -> Encoder:
+    """Return the encoder of media in this replica. `keeps`: whether embeddings may stay with it for other replicas."""
     if settings.engine == "fake":
         from engine.fake.encoder import FakeEncoder  # noqa: PLC0415 - other engines do without
 
@@ -243,6 +255,10 @@ def _tower(settings: Settings, folder: Path | None) -> Encoder:
         processor_options=json.loads(settings.image_processor_options or "{}"),
         videos=video_options(settings),
         max_audio_seconds=settings.max_audio_seconds,
+        keep=settings.embedding_transfer if keeps else "front",
+        keep_mb=settings.embedding_memory_mb,
+        keep_from=(settings.encode_inline_kb << 10) + 1,
+        keep_seconds=settings.lease_seconds + _LEASE_MARGIN,
     )
     return EmbeddedEncoder(config)
 

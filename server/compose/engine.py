@@ -173,7 +173,7 @@ def _chat_service(
     control = template.control if template is not None else None
     images = None
     if control is not None:
-        images = image_prompts(to, folder, encoders, tokenizer, control, engine.info.max_encoded_images)
+        images = image_prompts(to, folder, encoders, tokenizer, control, engine.info)
     if images is not None:
         to.stack.push_async_callback(images.aclose)
     answers = answer_format(settings, folder, template)

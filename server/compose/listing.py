@@ -7,7 +7,7 @@ from engine.errors import EngineFailure
 from server.compose.config import embedded_config
 from server.compose.engine_args import effective, from_files
 from server.compose.model import model_here
-from server.compose.sizing import Size, api_processes, explained, this_machine
+from server.compose.sizing import ChosenValue, Size, api_processes, embedding_transfer, explained, this_machine
 from server.roles import role_of
 from server.settings import EngineArgsError, Settings
 from server.settings.flags import groups, shown
@@ -44,12 +44,16 @@ def listing(settings: Settings, arguments: Sequence[str]) -> Iterator[str]:
             yield f"# {name} is ignored: {reason}"
 
 
-def _chosen(settings: Settings) -> dict[str, Size]:
-    """Return the sizes that fit this machine. Without the model's folder some are not known yet."""
+def _chosen(settings: Settings) -> dict[str, Size | ChosenValue]:
+    """Return what fits this machine. Without the model's folder some sizes are not known yet."""
     folder = model_here(settings)
-    chosen = {} if settings.api_processes else {"api_processes": api_processes(settings, folder, this_machine())}
+    chosen: dict[str, Size | ChosenValue] = (
+        {} if settings.api_processes else {"api_processes": api_processes(settings, folder, this_machine())}
+    )
     if settings.engine == "embedded" and role_of(settings).has_engine and not settings.engine_address:
         chosen |= explained(settings, folder, this_machine())
+    if settings.embedding_transfer == "auto" and (way := embedding_transfer(settings, this_machine())) is not None:
+        chosen["embedding_transfer"] = way
     return chosen
 
 

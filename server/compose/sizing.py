@@ -69,6 +69,13 @@ class Size(NamedTuple):
     why: str
 
 
+class ChosenValue(NamedTuple):
+    """A value of a setting, and why it is chosen."""
+
+    value: str
+    why: str
+
+
 @cache
 def this_machine() -> Machine:
     """Return the facts of this machine, looked up once."""
@@ -113,6 +120,19 @@ def explained(settings: Settings, folder: Path | None, machine: Machine) -> dict
     elif not settings.threads:
         chosen["threads"] = Size(machine.cores, "one for each available core")
     return chosen
+
+
+def embedding_transfer(settings: Settings, machine: Machine) -> ChosenValue | None:
+    """Return the way of embeddings between this replica and encode replicas, if there are any: `direct` or `front`."""
+    if not (settings.encode_urls or role_of(settings).serves_encodings):
+        return None
+    if settings.embedding_transfer != "auto":
+        return ChosenValue(settings.embedding_transfer, "EMBEDDING_TRANSFER says so")
+    if settings.engine != "embedded":
+        return ChosenValue("front", f"with ENGINE={settings.engine} none stay with an encoder")
+    if on_gpu(settings, machine):
+        return ChosenValue("direct", "by CUDA IPC on this host")
+    return ChosenValue("front", "the embeddings are in the host's memory")
 
 
 def standby(settings: Settings, machine: Machine) -> tuple[Standby, int]:

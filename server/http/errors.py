@@ -16,6 +16,7 @@ from starlette.types import Scope
 from engine import trace
 from engine.errors import (
     ContextOverflow,
+    EmbeddingsLost,
     EngineAsleep,
     EngineDied,
     EngineError,
@@ -71,6 +72,7 @@ _RULES: dict[type[Exception], Rule] = {
     EngineWoken: Rule(409, "invalid_request_error", "woken", retry=False),
     NotSupported: Rule(501, "server_error", "not_supported", retry=False),
     EngineDied: Rule(503, "server_error", "engine_died", retry_after=2, retry=True),
+    EmbeddingsLost: Rule(503, "server_error", "embeddings_lost", retry_after=2, retry=True),
     QueueFull: Rule(429, "rate_limit_error", "queue_full", retry_after=1, retry=True),
     QueueTimeout: Rule(503, "server_error", "queue_timeout", retry_after=2, retry=True),
     EngineUnavailable: Rule(503, "server_error", "unavailable", retry_after=2, retry=True),

@@ -27,6 +27,9 @@ class PeerMetrics(PushedMetrics):
         )
         self._retries = self._counter(f"{does}_retries", f"Requests that went to another {does} replica")
         self._local = self._counter(f"{does}_local", _LOCAL[does], "reason")
+        if does == "encode":
+            text = "Prompts' embeddings that stayed with encode replicas: released when read, or lost"
+            self._remote = self._counter("encode_remote_embeddings", text, "outcome")
         available = f"1 if the {does} replica is asked, 0 if its circuit breaker is open or it is gone"
         self._available = self._gauge(f"{does}_peer_available", available, "livemin", "peer")
 
@@ -40,6 +43,9 @@ class PeerMetrics(PushedMetrics):
 
     def computed_locally(self, reason: str) -> None:
         self._local.labels(self._model_name, reason).inc()
+
+    def remote_rows(self, outcome: str) -> None:
+        self._remote.labels(self._model_name, outcome).inc()
 
     def available(self, peer: str, available: bool) -> None:
         self._available.labels(self._model_name, peer).set(available)

@@ -7,8 +7,10 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from server.compose.engine_args import Parallelism
+if TYPE_CHECKING:
+    from server.compose.engine_args import Parallelism  # and the arguments of TensorRT-LLM, of which most know nothing
 
 _QUERY = (
     "nvidia-smi",
@@ -81,7 +83,7 @@ def visible(gpus: Sequence[Gpu], devices: str | None) -> tuple[Gpu, ...]:
     return tuple(shown)
 
 
-def shortage(gpus: int, needs: Parallelism) -> tuple[str, str] | None:
+def shortage(gpus: int, needs: "Parallelism") -> tuple[str, str] | None:
     """Return why the ranks do not fit on the `gpus` of this node, and the cure; None if they fit, here or together with
     other nodes.
     """

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from engine.config import VideoOptions
 from multimodal.media.limits import MAX_AUDIOS, MAX_REQUEST_PIXELS, MAX_VIDEOS, MediaLimits
-from server.settings.types import JsonObject, Names, PathOrNone, Section, Urls
+from server.settings.types import EMBEDDED, JsonObject, Names, PathOrNone, Section, Urls
 
 VIDEOS = VideoOptions()
 
@@ -82,3 +82,12 @@ class EncodeSettings(Section):
     """Maximum number of encode replicas tried for an image, one after another."""
     encode_inline_kb: int = Field(1024, ge=0, le=1 << 15)
     """Maximum size in KiB of embeddings sent in an encode replica's answer; larger ones are read by transfer."""
+    embedding_transfer: Literal["auto", "direct", "front"] = "auto"
+    """Way of embeddings from encode replicas of this host: direct leaves them with the encoder, where engines read them
+    by CUDA IPC from a GPU and by shared memory on a CPU; front takes them through the replica that asked. auto is
+    direct on GPUs. Encode replicas and the replicas that ask them both have to allow it.
+    """
+    embedding_memory_mb: int = Field(EMBEDDED.embedding_memory_mb, ge=1)
+    """Memory in MiB for embeddings that stay with an encode replica's encoder, on its device; an engine that reads such
+    embeddings takes as much of the host's memory.
+    """

@@ -77,6 +77,7 @@ def group(smollm2: Path, folder: Path) -> Iterator[Replicas]:
         for front in (group.pair, group.three):
             local, handed = front.metric("trtllm_prefill_local_total"), front.metric("trtllm_prefill_seconds_count")
             assert local <= handed // 8, "only while a busy machine kept the prefill replica silent"
+        assert group.three.metric("trtllm_encode_remote_embeddings_total") > 0, "prefill reads them where they are"
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from engine.embedded.models.native.runner import NativeRunner
 from tests.support.servers import ROOT, serving
 from tests.support.steps import Part, step_of
 
-LENGTH = 500
+LENGTH = 300
 
 
 def perplexity(folder: Path, quantization: str) -> float:

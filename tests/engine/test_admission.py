@@ -189,7 +189,8 @@ async def test_a_group_larger_than_the_engine_leaves_a_quarter_of_the_seats() ->
     other = admission.generate(request_for(max_tokens=1))
     await large[0].aclose()
     assert (await collect(other))[-1].finish_reason == "length", "it comes before siblings that have waited longer"
-    await until(lambda: admission.waiting == 2)
+    await asyncio.sleep(0)  # the tasks begin
+    assert admission.waiting == 2
     await others[0].aclose()
     await large[1].aclose()
     await until(lambda: admission.waiting == 1)
@@ -254,7 +255,8 @@ async def test_a_cancelled_request_leaves_the_queue(admission: AdmissionEngine, 
     leaving = admission.generate(request_for())
     staying = asyncio.create_task(collect(admission.generate(request_for())))
     waiting = asyncio.create_task(collect(leaving))
-    await until(lambda: admission.waiting == 2)
+    await asyncio.sleep(0)  # the tasks begin
+    assert admission.waiting == 2
     if how == "cancel":
         waiting.cancel()
         await asyncio.wait([waiting])

@@ -293,9 +293,16 @@ async def test_a_slow_consumer_gets_merged_deltas(engine: Engine) -> None:
 
 async def test_stats_follow_the_work(engine: Engine) -> None:
     before = await idle(engine)
-    task = asyncio.create_task(generate(engine, request_for(prompt_of(40), max_tokens=100)))
+    seen = asyncio.Event()
+
+    async def work() -> None:
+        while not seen.is_set():  # a fast engine is done before the next statistics
+            await generate(engine, request_for(prompt_of(40), max_tokens=100))
+
+    task = asyncio.create_task(work())
     async for stats in engine.stats():
         if stats.num_active_requests:
+            seen.set()
             break
     assert stats.kv_cache_stats.used_num_blocks >= 3
     assert stats.kv_cache_stats.max_num_blocks == engine.info.num_blocks

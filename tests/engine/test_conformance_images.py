@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from engine import handoff
 from engine.base import DeltaStream, Engine
+from engine.config import EmbeddedConfig
 from engine.errors import EngineUnavailable, InvalidRequest
 from engine.kv_events import Stored
 from engine.media import Encoding, MediaFiles, MediaInput, MediaSpan, MediaSpans, PromptMedia
@@ -42,7 +43,10 @@ def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=TAKING_IMAGES)
 async def subject(request: pytest.FixtureRequest, vision_model: Path) -> AsyncIterator[Subject]:
-    async with engine_of(request.param, config_of(request.param, vision_model)) as engine:
+    config = config_of(request.param, vision_model)
+    if isinstance(config, EmbeddedConfig):  # not rounded: the engine in a process of its own runs transformers here
+        config = replace(config, model=str(vision_model))
+    async with engine_of(request.param, config) as engine:
         await engine.start()
         subject = Subject(engine)
         collecting = asyncio.create_task(subject.collect_events())

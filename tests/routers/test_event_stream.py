@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from engine.errors import EngineDied, QueueFull
 from routers.endpoint import OPENAI, EventStream
 from server.http.errors import render_event
+from tests.support.waiting import slowness
 
 SCOPE = {"type": "http", "method": "POST", "path": "/"}
 
@@ -131,5 +132,6 @@ async def test_keep_alive_comments_in_silence_only() -> None:
     assert quiet.startswith(b'data: {"n":0}\n\n: keep-alive\n\n'), "none before the headers, one in the pause"
     assert quiet.endswith(b'data: {"n":1}\n\ndata: [DONE]\n\n')
     client = Client()
-    await run(Payloads(60, pause=0.02), client, ping=1.0)
+    seconds = slowness()
+    await run(Payloads(int(60 * seconds), pause=0.02), client, ping=seconds)
     assert b"keep-alive" not in client.body

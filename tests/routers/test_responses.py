@@ -19,6 +19,7 @@ from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from engine.errors import EngineFailure
 from engine.fake.engine import FakeEngine
 from routers.database import StoreUnavailable
+from routers.responses import convert
 from routers.responses.routes import ENDPOINT
 from routers.responses.store import Record, SqliteStore
 from tests.routers.proxy.test_http import available
@@ -496,6 +497,7 @@ async def test_errors_of_the_prompt_name_the_input(tmp_path: Path) -> None:
 
 
 async def test_hosted_tools_are_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    convert._warn.cache_clear()  # it is logged once in a process
     hosted = {"type": "file_search", "vector_store_ids": ["vs_1"]}
     async with served(tmp_path, "Yes.", strict_fields=True) as client:
         for _ in range(2):

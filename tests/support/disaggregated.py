@@ -43,6 +43,7 @@ class Seen:
         self.outcomes: Counter[str] = Counter()
         self.by_peer: Counter[str] = Counter()
         self.local: Counter[str] = Counter()
+        self.rows: Counter[str] = Counter()
         self.retries = 0
         self.peers: dict[str, bool] = {}
 
@@ -55,6 +56,9 @@ class Seen:
 
     def computed_locally(self, reason: str) -> None:
         self.local[reason] += 1
+
+    def remote_rows(self, outcome: str) -> None:
+        self.rows[outcome] += 1
 
     def available(self, peer: str, available: bool) -> None:
         self.peers[peer] = available

@@ -165,14 +165,19 @@ def replicas(common: Sequence[str]) -> Iterator[Replicas]:
 
     try:
         whole, encode, prefill = (
-            start(*role) for role in ((), ("--disaggregation-mode", "encode"), ("--disaggregation-mode", "prefill"))
+            start(*role)
+            for role in (
+                (),
+                ("--disaggregation-mode", "encode", "--embedding-transfer", "direct", "--encode-inline-kb", "0"),
+                ("--disaggregation-mode", "prefill"),
+            )
         )
         for server in (encode, prefill):
             server.wait_ready(200)
         decode = ("--disaggregation-mode", "decode", "--prefill-urls", prefill.url, "--prefill-min-tokens", "0")
-        pair, three = (
-            start(*decode, "--encode-urls", peer.url, "--encode-fallback", "refuse") for peer in (prefill, encode)
-        )
+        decode = (*decode, "--encode-fallback", "refuse")
+        pair = start(*decode, "--encode-urls", prefill.url)
+        three = start(*decode, "--encode-urls", encode.url, "--embedding-transfer", "direct")
         for server in (whole, pair, three):
             server.wait_ready(200)
         yield Replicas(whole, encode, prefill, pair, three)

@@ -16,13 +16,15 @@ import pytest
 
 from engine.transfer.base import Offer, Region, Transfer
 from engine.transfer.shared_memory import shared_memory
+from tests.support import fake_cuda
 from tests.support.environment import python_path
 from tests.support.waiting import slowness
 
 NIXL = pytest.param(
     "nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
 )
-ON_HOST = ["shared_memory", "tcp", NIXL]
+ON_HOST = ["shared_memory", "tcp", NIXL, "cuda_ipc"]
+"""Methods that run on this machine: CUDA IPC by a stand-in for the driver (`fake_cuda.py`)."""
 
 
 class Owner:
@@ -62,11 +64,15 @@ def owning(method: str, *sizes: int, **options: str) -> Iterator[Owner]:
 
 
 class Memory:
-    """Regions of zeros in shared memory, and a look at what is in them."""
+    """Regions of zeros in memory that `method` can share, and a look at what is in them."""
 
-    def __init__(self, *sizes: int) -> None:
-        self.maps = [shared_memory(size) for size in sizes]
-        self.regions = [Region(ctypes.addressof(ctypes.c_char.from_buffer(held)), len(held), -1) for held in self.maps]
+    def __init__(self, *sizes: int, method: str = "shared_memory") -> None:
+        on_gpu = method == "cuda_ipc"
+        self.maps = [(fake_cuda.allocate if on_gpu else shared_memory)(size) for size in sizes]
+        self.regions = [
+            Region(ctypes.addressof(ctypes.c_char.from_buffer(held)), len(held), 0 if on_gpu else -1)
+            for held in self.maps
+        ]
 
     def bytes(self, region: int) -> bytes:
         return self.maps[region][:]

@@ -14,6 +14,7 @@ import msgspec
 from engine.transfer.base import Region
 from engine.transfer.shared_memory import shared_memory
 from engine.transfer.transfers import Transfers
+from tests.support import fake_cuda
 
 PATTERN = 1 << 20
 
@@ -24,15 +25,19 @@ def content(region: int, size: int) -> bytes:
 
 
 def main() -> None:
-    memories = [shared_memory(int(size)) for size in sys.argv[2:]]
+    method = sys.argv[1]
+    if on_gpu := method == "cuda_ipc":
+        fake_cuda.install()
+    memories = [(fake_cuda.allocate if on_gpu else shared_memory)(int(size)) for size in sys.argv[2:]]
     regions = []
     for number, memory in enumerate(memories):
         pattern = content(number, PATTERN)
         for start in range(0, len(memory), PATTERN):
             part = min(PATTERN, len(memory) - start)
             memory[start : start + part] = pattern[:part]
-        regions.append(Region(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory), -1))
-    transfers = Transfers(regions, sys.argv[1])
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        regions.append(Region(address, len(memory), 0 if on_gpu else -1))
+    transfers = Transfers(regions, method)
     print(msgspec.msgpack.encode(transfers.offers()).hex(), flush=True)  # noqa: T201 - what the test reads
     for line in sys.stdin:
         if line.strip() != "forget":

@@ -30,7 +30,12 @@ _MAX_REFUSALS = 256
 _REFUSAL_SECONDS = 60.0
 """Seconds for which the reason of a failed compilation is remembered."""
 _MAX_MESSAGE = 400
-_NAMES = {"json_schema": "JSON schema", "json_object": "JSON object", "regex": "regular expression"}
+_NAMES = {
+    "json_schema": "JSON schema",
+    "json_object": "JSON object",
+    "regex": "regular expression",
+    "structural_tag": "grammar",
+}
 """Names of the kinds of guides, where they differ from the kind."""
 _PARAM = "guide"
 _AMPLE_BYTES = 4 << 30

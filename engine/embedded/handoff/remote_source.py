@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from engine.embedded.handoff.state import Layout, check_handoff, decode_state, reads_of
-from engine.embedded.handoff.words import LeaseWord, LeaseWords
+from engine.embedded.handoff.words import LeaseWords
 from engine.embedded.sequence import Sequence
-from engine.transfer.base import Read, Transfer, TransferError
+from engine.transfer.base import LeaseWord, Read, Transfer, TransferError
 from engine.transfer.transfers import Transfers
 from engine.types import Handoff
 

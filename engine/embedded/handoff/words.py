@@ -8,23 +8,14 @@ and suspended processes make no difference.
 
 import secrets
 
-import msgspec
 import torch
 
 from engine.embedded.kv.memory import region_of, shared_zeros
-from engine.transfer.base import Read, Region
+from engine.transfer.base import WORD_BYTES, LeaseWord, Read, Region
 
 _PLACES = 1 << 14
 """Places for our own words, and again as many for words that are read. Both are taken in turn: one that is
 overwritten counts as lost."""
-_BYTES = 8
-
-
-class LeaseWord(msgspec.Struct, frozen=True, array_like=True):
-    """A word that is in the table as long as some blocks are held."""
-
-    place: int
-    word: int
 
 
 class LeaseWords:
@@ -64,11 +55,11 @@ class LeaseWords:
         """Return a reader of another replica's word, in the region of the table."""
         place = _PLACES + self._read % _PLACES
         self._read += 1
-        return Read(region, lease.place * _BYTES, place * _BYTES, _BYTES)
+        return Read(region, lease.place * WORD_BYTES, place * WORD_BYTES, WORD_BYTES)
 
     def outlived(self, lease: LeaseWord, read: Read) -> bool:
         """Return whether the word was still there when it was read."""
-        return self._get(read.local_offset // _BYTES) == lease.word
+        return self._get(read.local_offset // WORD_BYTES) == lease.word
 
     def _put(self, place: int, word: int) -> None:
         with torch.cuda.stream(self._stream):

@@ -302,9 +302,10 @@ class DiskTier:
         self._others = 0
 
     def close(self) -> None:
-        """Finish what is being written."""
-        self._writer.shutdown()
+        """Finish what is being written, and delete what has been cleared meanwhile."""
+        self._writer.submit(int).result()  # comes after all writes
         self.poll()
+        self._writer.shutdown()
 
     # The engine's thread.
 

@@ -5,6 +5,7 @@ their own. On a CPU it is plain memory.
 """
 
 import ctypes
+import mmap
 from collections import OrderedDict
 from collections.abc import Iterator, KeysView, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -13,7 +14,7 @@ from typing import Protocol
 import torch
 
 from engine.embedded.kv.blocks import BlockKey
-from engine.embedded.kv.memory import zeros
+from engine.embedded.kv.memory import populate
 from engine.transfer.cuda import Cuda
 
 ALIGNMENT = 4096
@@ -45,15 +46,17 @@ class Device:
     def __init__(self, device: torch.device) -> None:
         self._index = device.index or 0
         self._cuda = Cuda() if device.type == "cuda" else None
-        self._maps: list[torch.Tensor] = []
+        self._maps: list[mmap.mmap] = []
         self._pinned: list[int] = []
 
     def allocate(self, size: int, *, write_combined: bool = False) -> int:
         """Return the address of new, aligned memory that stays until `close`. The processor should not read
         write-combined memory: that is slow. Raises OSError and TransferError."""
         if self._cuda is None:
-            self._maps.append(zeros((size,), torch.uint8))
-            return self._maps[-1].data_ptr()
+            # Private, since shared pages take longer to get, and small: for large ones a busy system moves others.
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._maps.append(memory)
+            return ctypes.addressof(ctypes.c_char.from_buffer(memory))
         with self._cuda.on(self._index):
             self._pinned.append(self._cuda.allocate_host(size, write_combined=write_combined))
         return self._pinned[-1]
@@ -80,6 +83,7 @@ class _Memmove:
     """Copies on a CPU, which end at once."""
 
     def copy(self, to: int, source: int, size: int) -> None:
+        populate(to, size)
         ctypes.memmove(to, source, size)
 
     def wait(self) -> None:

@@ -5,9 +5,11 @@ import logging
 import wave
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice, repeat
 from pathlib import Path
 from threading import Lock
+from typing import TypeAlias
 
 import torch
 from PIL import Image
@@ -22,8 +24,8 @@ from engine.embedded.vision.videos import Prepared
 from engine.embedded.whisper.tower import AudioProcessing, AudioTower
 from engine.encoder import EncoderInfo
 from engine.errors import EngineError, EngineFailure
-from engine.media import EncodedMedia, MediaInput
-from engine.transfer.shared_bytes import readable
+from engine.media import EncodedMedia, MediaInput, RemoteRows
+from engine.transfer.shared_bytes import readable, shared_or_copied
 
 _THREADS = min(16, max(4, compute_threads() // 2))
 _LARGE_THREADS = min(16, max(1, compute_threads() // 2))
@@ -32,6 +34,8 @@ _GPU_IMAGES = 8
 """Images that the tower computes together on a GPU. A CPU gains nothing by waiting for several."""
 _CALL_VALUES = 32 << 20
 """Maximum pixel values, three per pixel, in one call of the tower, unless a single image has more."""
+
+Outcome: TypeAlias = EncodedMedia | EngineError
 
 log = logging.getLogger(__name__)
 
@@ -69,13 +73,13 @@ class BatchEncoder:
         )
         self._try_out(config.model)
 
-    def encode(self, images: Sequence[MediaInput]) -> Iterator[list[tuple[int, EncodedMedia | EngineError]]]:
+    def encode(self, images: Sequence[MediaInput]) -> Iterator[list[tuple[int, Outcome]]]:
         """Yield the outcome of each image, with its index, as soon as it is known. Raises as `embed` does."""
         return self.embed(self.prepare(images))
 
     def prepare(
         self, images: Sequence[MediaInput], lane: int = 0, going_on: Sequence[Callable[[], bool]] | None = None
-    ) -> Iterator[Prepared | EngineError]:
+    ) -> Iterator[Prepared | RemoteRows | EngineError]:
         """Begin the work before the tower, in other threads, which the lanes do not share. Callable from any thread.
 
         `going_on` tells of each image whether somebody still waits for it.
@@ -83,8 +87,8 @@ class BatchEncoder:
         return self._pools[lane].map(self._prepare, images, going_on or repeat(lambda: True))
 
     def embed(
-        self, images: Iterator[Prepared | EngineError], lane: int = 0
-    ) -> Iterator[list[tuple[int, EncodedMedia | EngineError]]]:
+        self, images: Iterator[Prepared | RemoteRows | EngineError], lane: int = 0
+    ) -> Iterator[list[tuple[int, Outcome]]]:
         """Yield the outcome of each image, with its index, as soon as it is known. Callable from several threads.
 
         Large images and videos are computed one by one: none waits for another to be decoded. Raises
@@ -94,21 +98,42 @@ class BatchEncoder:
         while some := list(islice(prepared, 1 if lane else self.together)):
             if refused := [(index, image) for index, image in some if isinstance(image, EngineError)]:
                 yield [*refused]
+            if kept := [(index, self._copied(rows)) for index, rows in some if isinstance(rows, RemoteRows)]:
+                yield [*kept]
             for call in _calls({index: image for index, image in some if isinstance(image, Prepared)}):
                 yield self._embed(call)
 
-    def _prepare(self, image: MediaInput, going_on: Callable[[], bool]) -> Prepared | EngineError:
+    def release(self, rows: RemoteRows) -> None:
+        """End the lease of embeddings that stayed here. Callable from any thread."""
+        if isinstance(self.tower, Tower) and self.tower.kept is not None:
+            self.tower.kept.release(rows)
+
+    def _copied(self, rows: RemoteRows) -> Outcome:
+        """Return embeddings that stayed here, and nothing else of their file."""
+        found = None
+        if isinstance(self.tower, Tower) and self.tower.kept is not None:
+            with self._computing:
+                found = self.tower.kept.copied(rows)
+        if found is None:
+            return EngineFailure("the embeddings have been given up")
+        count = len(found) // (self.tower.hidden_size * self.tower.dtype.itemsize)
+        return EncodedMedia(text="", rows=count, dtype=self.tower.dtype_name, data=shared_or_copied(found.numpy().data))
+
+    def _prepare(self, image: MediaInput, going_on: Callable[[], bool]) -> Prepared | RemoteRows | EngineError:
         if not going_on():
             return EngineFailure("nobody waits for the image any more")
         try:
-            return self.processing.prepare(image, going_on)
+            if image.kept is not None:
+                return image.kept
+            prepared = self.processing.prepare(image, going_on)
+            return replace(prepared, stay=True) if image.stay else prepared
         except EngineError as error:
             return error
         except Exception:  # a bug, which must not fail the other images
             log.exception("an image could not be prepared")
             return EngineFailure("internal error of the encoder")
 
-    def _embed(self, images: dict[int, Prepared]) -> list[tuple[int, EncodedMedia | EngineError]]:
+    def _embed(self, images: dict[int, Prepared]) -> list[tuple[int, Outcome]]:
         try:
             with self._computing:
                 data = self.tower.encode([*images.values()])
@@ -125,7 +150,8 @@ class BatchEncoder:
                 EncodedMedia(
                     text=image.text,
                     rows=image.rows,
-                    data=rows,
+                    data=b"" if isinstance(rows, RemoteRows) else rows,
+                    remote=rows if isinstance(rows, RemoteRows) else None,
                     dtype=self.tower.dtype_name,
                     grid=image.grid,
                     interval=image.interval,

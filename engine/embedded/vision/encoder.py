@@ -23,7 +23,7 @@ from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady
 from engine.kit import logs
 from engine.kit.tasks import cancel
 from engine.kit.work import FairQueue, current_request
-from engine.media import EncodedMedia, MediaInput
+from engine.media import EncodedMedia, MediaInput, RemoteRows
 from engine.process.supervisor import End, Supervisor
 
 _BATCHES = 2
@@ -113,6 +113,8 @@ class EmbeddedEncoder:
         """The one that is tried again now."""
         self._dropped: list[int] = []
         """Numbers of images whose requests have ended, of which the process is to be told."""
+        self._released: deque[RemoteRows] = deque()
+        """Embeddings that nobody needs any more; the process has yet to be told."""
         self._wake = asyncio.Event()
 
     @property
@@ -151,6 +153,10 @@ class EmbeddedEncoder:
                 if job.done.cancel() or job.done.cancelled():  # by `gather`
                     self._dropped.append(job.number)
                     self._wake.set()
+
+    def release(self, rows: RemoteRows, *, lost: bool = False) -> None:
+        self._released.append(rows)
+        self._wake.set()
 
     async def close(self) -> None:
         if self._supervision is not None:
@@ -223,6 +229,9 @@ class EmbeddedEncoder:
             if self._dropped:
                 dropped, self._dropped = self._dropped, []
                 if not await process.drop(dropped):
+                    return
+            while self._released:
+                if not await process.release(self._released.popleft()):
                     return
             for index, batch in self._batches(process):
                 lane = self._lanes[index]

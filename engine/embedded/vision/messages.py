@@ -9,7 +9,7 @@ import msgspec
 from engine.config import EncoderConfig
 from engine.encoder import EncoderInfo
 from engine.kit.logs import LogOptions
-from engine.media import EncodedMedia, MediaInput
+from engine.media import EncodedMedia, MediaInput, RemoteRows
 from engine.process.wire import Failed
 
 LANES = 2
@@ -42,6 +42,12 @@ class GivenUp(msgspec.Struct, frozen=True, tag="given_up"):
     """Files for which nobody waits any more. Their decoding ends; answers still name them."""
 
     numbers: list[int]
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """End the lease of embeddings that have stayed in the process."""
+
+    rows: RemoteRows
 
 
 class EncoderReady(msgspec.Struct, frozen=True, array_like=True, tag=0):

@@ -11,10 +11,10 @@ from typing import Self
 import msgspec
 from msgspec.structs import replace
 
-from engine.embedded.vision.messages import Answer, Batch, EncoderReady, GivenUp, Options
+from engine.embedded.vision.messages import Answer, Batch, EncoderReady, GivenUp, Options, Release
 from engine.encoder import EncoderInfo
 from engine.errors import EngineError, EngineFailure
-from engine.media import EncodedMedia, MediaInput, detach_media
+from engine.media import EncodedMedia, MediaInput, RemoteRows, detach_media
 from engine.process import wire
 from engine.process.command import module_command
 from engine.transfer.shared_bytes import Data, SharedBytes, crowded
@@ -81,6 +81,14 @@ class EncoderProcess:
         """Say that nobody waits for some of the files any more; return False if the process has gone."""
         try:
             await self._write(packed(GivenUp([*numbers])))
+        except ConnectionError:
+            return False
+        return True
+
+    async def release(self, rows: RemoteRows) -> bool:
+        """Give up embeddings that stayed in the process; return False if it has gone. Counts as a `send`."""
+        try:
+            await self._write(packed(Release(rows)))
         except ConnectionError:
             return False
         return True

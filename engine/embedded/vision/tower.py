@@ -1,5 +1,6 @@
 """The vision tower and the projector of a transformers model, without its language model: from pixels to embeddings."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,14 +15,18 @@ from engine.embedded.models.devices import device_of, dtype_of
 from engine.embedded.models.transformers_models import load_config, load_weights
 from engine.embedded.threads import compute_threads
 from engine.embedded.vision.gpu import Graphs, Staging
+from engine.embedded.vision.kept import KeptRows
 from engine.embedded.vision.videos import Prepared
 from engine.errors import EngineFailure
-from engine.media import Dtype
+from engine.media import Dtype, RemoteRows
+from engine.transfer.base import TransferError
 from engine.transfer.shared_bytes import Data, shared_or_copied
 
 DTYPE_NAMES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _SAMPLES = 4096
 """Weights of each tensor that take part in the fingerprint."""
+
+log = logging.getLogger(__name__)
 
 
 class Tower:
@@ -47,22 +52,35 @@ class Tower:
         self.model = model.eval().to(self.device)
         self.graphs = Graphs(self.features)
         self._to_device, self._from_device = Staging(), Staging()
+        self.kept = _kept_rows(config, self.device)
+        """Memory for embeddings that stay here; None without."""
+        self._keep_from = config.keep_from
 
     def fingerprint(self, more: str) -> str:
         """Return 32 hex digits that identify a sample of the weights, the type, and `more`."""
         return blake3(f"{self.dtype} {more}".encode() + sample_of(self.model.state_dict())).hexdigest(16)
 
     @torch.inference_mode()
-    def encode(self, images: Sequence[Prepared]) -> list[Data]:
+    def encode(self, images: Sequence[Prepared]) -> list[Data | RemoteRows]:
         """The embeddings of images of equal shapes, [rows, hidden size] each, row by row. Raises EngineFailure."""
+        counts = [image.rows for image in images]
         try:
-            rows = self._on_host(self._compute([image.tensors for image in images]))
+            rows = self._compute([image.tensors for image in images])
+            if rows.shape != (sum(counts), self.hidden_size):
+                raise EngineFailure(
+                    "the vision tower and the image processor do not agree on how many tokens an image is"
+                )
+            kept = [
+                self.kept.put(part) if self.kept is not None and image.stay and part.nbytes >= self._keep_from else None
+                for image, part in zip(images, torch.split(rows, counts), strict=True)
+            ]
+            here = torch.split(self._on_host(rows), counts) if None in kept else ()
         except torch.OutOfMemoryError as error:
             raise EngineFailure("the device has too little memory to encode these images") from error
-        counts = [image.rows for image in images]
-        if rows.shape != (sum(counts), self.hidden_size):
-            raise EngineFailure("the vision tower and the image processor do not agree on how many tokens an image is")
-        return [shared_or_copied(part.view(torch.uint8).numpy().data) for part in torch.split(rows, counts)]
+        return [
+            shared_or_copied(here[index].view(torch.uint8).numpy().data) if remote is None else remote
+            for index, remote in enumerate(kept)
+        ]
 
     def _compute(self, images: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         """Return all rows of all images, on the device."""
@@ -90,6 +108,20 @@ class Tower:
     def _on_host(self, rows: torch.Tensor) -> torch.Tensor:
         """Wait for the device and copy the rows; the copy is valid until the next call."""
         return rows if self.device.type == "cpu" else self._from_device.tensor(rows.shape, rows.dtype).copy_(rows)
+
+
+def _kept_rows(config: EncoderConfig, device: torch.device) -> KeptRows | None:
+    """Return memory for embeddings that stay here, if there is to be any and other processes can read it. Raises
+    EngineFailure if there has to be."""
+    if config.keep == "front" or (config.keep == "auto" and device.type == "cpu"):
+        return None
+    try:
+        return KeptRows(config.keep_mb << 20, device, config.keep_seconds)
+    except (TransferError, OSError, torch.OutOfMemoryError) as error:
+        if config.keep == "direct":
+            raise EngineFailure(f"EMBEDDING_TRANSFER=direct is impossible here: {error}") from error
+        log.warning("no embeddings stay with the encoder: %s", error)
+        return None
 
 
 def sample_of(weights: Mapping[str, torch.Tensor]) -> bytes:

@@ -45,6 +45,8 @@ class Prepared:
     rows: int
     grid: tuple[int, int, int]
     interval: float = 1.0
+    stay: bool = False
+    """The same as in `MediaInput`."""
 
 
 class VideoProcessing:

@@ -23,10 +23,10 @@ from weakref import WeakValueDictionary
 import msgspec
 from msgspec.structs import replace
 
-from engine.embedded.vision.messages import LANES, Answer, Batch, EncoderReady, GivenUp, Options
+from engine.embedded.vision.messages import LANES, Answer, Batch, EncoderReady, GivenUp, Options, Release
 from engine.errors import EngineError, EngineFailure
 from engine.kit import logs
-from engine.media import EncodedMedia, attach_media
+from engine.media import EncodedMedia, RemoteRows, attach_media
 from engine.process import wire
 from engine.transfer.shared_bytes import SharedBytes
 from protocol.frames import packed, read_payload
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from engine.embedded.vision.batches import BatchEncoder
     from engine.embedded.vision.videos import Prepared
 
-    Batches = queue.SimpleQueue[Iterator[Prepared | EngineError]]
+    Batches = queue.SimpleQueue[Iterator[Prepared | RemoteRows | EngineError]]
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +66,14 @@ def main() -> NoReturn:
         threading.Thread(target=_serve, args=(options, channel, loaded, lanes), daemon=True).start()
         wanted: WeakValueDictionary[int, _Awaited] = WeakValueDictionary()
         while True:
-            message = msgspec.msgpack.decode(_receive_message(channel), type=Batch | GivenUp)
+            message = msgspec.msgpack.decode(_receive_message(channel), type=Batch | GivenUp | Release)
             if isinstance(message, GivenUp):
                 for number in message.numbers:
                     if (one := wanted.get(number)) is not None:
                         one.still = False
+                continue
+            if isinstance(message, Release):
+                loaded.result().release(message.rows)
                 continue
             media = attach_media(message.media, [_receive(channel, size) for size in message.sizes])
             waiters = [_Awaited() for _ in media]

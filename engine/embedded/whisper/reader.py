@@ -17,9 +17,10 @@ from itertools import count
 import msgspec
 import numpy as np
 
+from engine.checkpoints.whisper import FRAMES_PER_SECOND
 from engine.errors import EngineDied, EngineNotReady, InvalidRequest
 from engine.kit.audio_file import claimed_seconds, decode_audio
-from engine.kit.log_mel import FRAMES_PER_SECOND, HOP, SAMPLE_RATE, Recording, log_mel
+from engine.kit.log_mel import HOP, SAMPLE_RATE, Recording, log_mel
 from engine.kit.work import Turns
 from engine.process.child import ServiceProcess
 from engine.process.client import ServiceClient

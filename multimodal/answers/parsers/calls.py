@@ -39,14 +39,14 @@ _UNICODE = Pattern(
     {},
 )
 """The escape of a character behind its backslash, or `half` of one: a surrogate without the other."""
-_SCALAR = re.compile(r"[\w.+\-]{1,1000}")
+_SCALAR = re.compile(r"[\w.+\-]{1,300}")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+\-]?\d+)?")
 _LITERALS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 _BARE = re.compile(rf"[^,:{{}}\[\]{STAND_INS}]+")
 _PYTHON = re.compile(r"""[^"'\[\](){},\\]+""")
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 _LONGEST_NAME = 256
-_DEEPEST = 512  # nested further, a value cannot be read again by most readers of JSON
+_DEEPEST = 128  # further levels, like longer numbers than `_SCALAR`, could not be sent back in a body
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 _ALPHANUMERIC = string.ascii_letters + string.digits
 

@@ -152,6 +152,6 @@ async def test_a_prompt_waits_for_a_quick_guide_only(quick: bool, monkeypatch: p
         compiler.released.set()
     assert await submitted.get() is quick
     compiler.released.set()
-    await asyncio.gather(*engine._compiling)
+    await asyncio.gather(*engine._preparing)
     assert submitted.empty()
     assert engine._commands.empty() is quick

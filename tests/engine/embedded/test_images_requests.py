@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,9 +17,11 @@ from engine.config import EmbeddedConfig
 from engine.embedded.engine import EmbeddedEngine
 from engine.embedded.kv.blocks import block_key, root_key
 from engine.embedded.models.embeddings import NO_IMAGES
-from engine.errors import EngineUnavailable, InvalidRequest
+from engine.embedded.vision.kept import KeptRows
+from engine.errors import EmbeddingsLost, EngineUnavailable, InvalidRequest
 from engine.kit.checks import ImageTokens, check_embeddings, check_prompt
 from engine.media import MediaSpan, MediaSpans, overlaps_of
+from engine.transfer.base import LeaseWord
 from engine.types import Delta, GenerateRequest
 from tests.support.handoff import Pair, pair_of, sequence_of, step, tokens
 from tests.support.vision_models import BUILDERS
@@ -142,6 +145,17 @@ async def test_the_engine_takes_and_refuses_images(
 ) -> None:
     request = request_for("a", prompts[2])
     assert tokens([delta async for delta in engine.generate(request)]) == expected[2]
+    kept = KeptRows(1 << 20, torch.device("cpu"), 60.0)
+    stay = [kept.put(torch.frombuffer(bytearray(span.data), dtype=torch.uint8)) for span in request.spans]  # type: ignore[arg-type]
+    spans = [replace(span, data=b"", remote=rows) for span, rows in zip(request.spans, stay, strict=True)]
+    elsewhere = replace(request, request_id="b", media=MediaSpans(tuple(spans)))
+    assert tokens([delta async for delta in engine.generate(elsewhere)]) == expected[2]
+    lost = replace(spans[0].remote, lease=LeaseWord(0, 1))  # type: ignore[type-var]
+    with pytest.raises(EmbeddingsLost):
+        await anext(engine.generate(replace(request, media=MediaSpans((replace(spans[0], remote=lost), *spans[1:])))))
+    short = replace(spans[0].remote, size=16)  # type: ignore[type-var]
+    with pytest.raises(InvalidRequest, match="image 0 has 16 bytes"):
+        await anext(engine.generate(replace(request, media=MediaSpans((replace(spans[0], remote=short), *spans[1:])))))
     wrong = replace(request, media=MediaSpans((replace(request.spans[0], data=b"0" * 16), request.spans[1])))
     with pytest.raises(InvalidRequest, match="image 0 has 16 bytes"):
         await anext(engine.generate(wrong))

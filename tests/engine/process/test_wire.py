@@ -125,8 +125,10 @@ async def test_large_frames_are_sent_as_they_are() -> None:
     try:
         data = bytes(128 << 20)
         began = time.thread_time()
+        assert len(bytearray(data)) == len(data)
+        copied = time.thread_time()
         link.send([b"head", data])
-        assert time.thread_time() - began < 0.02, "a copy takes longer"
+        assert time.thread_time() - copied < (copied - began) / 2, "a copy takes longer"
         assert await asyncio.wait_for(receiver.recv_multipart(), 20) == [b"head", data]
     finally:
         link.close()

@@ -1,8 +1,10 @@
 """Memory taken in pieces and given back, and read by peers."""
 
 import asyncio
+import gc
 import itertools
 import threading
+from functools import partial
 
 import hypothesis.strategies as st
 import pytest
@@ -10,9 +12,13 @@ from hypothesis import given, settings
 
 from engine.media import EncodedMedia
 from engine.replicas.encode_answers import EmbeddingStore
-from engine.transfer.arena import Arena, Place
-from engine.transfer.base import TransferError
+from engine.transfer.arena import Arena, Place, private_copy
+from engine.transfer.base import LeaseWord, TransferError
 from engine.transfer.shared_bytes import readable
+from engine.transfer.transfers import Transfers
+from tests.support import fake_cuda
+from tests.support.transfer import Memory
+from tests.support.waiting import until
 
 PAGE = 4096
 SIZE = 16 * PAGE
@@ -69,6 +75,34 @@ async def test_one_arena_reads_another_in_parts() -> None:
     assert not ours.taken
     await theirs.close()
     await ours.close()
+
+
+@pytest.mark.usefixtures("fake_gpu")
+async def test_a_gpus_memory_is_read_into_pinned_memory_while_it_is_leased() -> None:
+    theirs = Memory(SIZE, PAGE, method="cuda_ipc")
+    theirs.maps[0][PAGE : 3 * PAGE] = b"x" * 2 * PAGE
+    theirs.maps[1][16:24] = (7).to_bytes(8, "little")
+    transfers = Transfers(theirs.regions, "cuda_ipc")
+    ours = Arena(SIZE, "cuda_ipc", device=0)
+    assert len(fake_cuda.pinned) == 2
+    read = partial(ours.read, transfers.offers(), PAGE, [PAGE, PAGE], 5.0, copy=private_copy)
+    assert [bytes(part) for part in await read(LeaseWord(2, 7))] == [b"x" * PAGE] * 2  # type: ignore[arg-type]
+    for wrong in (LeaseWord(2, 8), LeaseWord(3, 7)):
+        with pytest.raises(TransferError, match="given up before they had been read"):
+            await read(wrong)
+    peer = Arena(SIZE, "cuda_ipc", device=0)
+    with pytest.raises(TransferError, match="the peer has no region 0"):
+        await peer.read(ours.offers, 0, [PAGE], 5.0)
+    assert not ours.taken and not peer.taken
+    await asyncio.gather(ours.close(), peer.close())
+    transfers.close()
+    del ours, peer, read
+
+    def freed() -> bool:
+        gc.collect()
+        return not fake_cuda.pinned
+
+    await until(freed)  # a thread may not have dropped its last job yet
 
 
 class Slow(Arena):

@@ -17,6 +17,7 @@ from tests.support.waiting import slowness
 
 MIB = 1 << 20
 SIZES = (3 * MIB, 8 * MIB + 4096)
+pytestmark = pytest.mark.usefixtures("fake_gpu")
 
 
 @pytest.fixture(params=ON_HOST)
@@ -31,8 +32,8 @@ def owner(method: str) -> Iterator[Owner]:
 
 
 @pytest.fixture
-def memory() -> Memory:
-    return Memory(*SIZES)
+def memory(method: str) -> Memory:
+    return Memory(*SIZES, method=method)
 
 
 @pytest.fixture

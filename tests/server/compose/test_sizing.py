@@ -10,8 +10,10 @@ import pytest
 from server.cli import main, run
 from server.compose import sizing
 from server.compose.config import embedded_config
-from server.compose.sizing import GIB, MIB, Machine, api_processes, sizes, standby
+from server.compose.sizing import GIB, MIB, Machine, api_processes, embedding_transfer, sizes, standby
+from server.doctor import check_embeddings
 from server.process.gpus import Gpu, parse_gpus
+from server.roles import missing_setting
 from server.settings import Settings
 
 CONFIG = {
@@ -128,6 +130,38 @@ def test_the_engine_gets_them_and_config_says_why(
     assert sized["MAX_SEQ_LEN=8192"] == "chosen by device: the model's own"
     assert sized["THREADS=4"] == "chosen by device: one for each available core"
     assert sized["API_PROCESSES=1"] == "chosen by device: it keeps up with an engine on a CPU"
+
+
+@pytest.mark.parametrize(
+    ("given", "machine", "way"),
+    [
+        ({}, H200, None),
+        ({"encode_urls": "http://127.0.0.1:8100"}, H200, "direct"),
+        ({"encode_urls": "http://127.0.0.1:8100"}, LAPTOP, "front"),
+        ({"encode_urls": "http://127.0.0.1:8100", "device": "cpu"}, H200, "front"),
+        ({"encode_urls": "http://127.0.0.1:8100", "engine": "trtllm"}, H200, "front"),
+        ({"encode_urls": "http://127.0.0.1:8100", "embedding_transfer": "front"}, H200, "front"),
+        ({"disaggregation_mode": "encode"}, H200, "direct"),
+        ({"disaggregation_mode": "encode", "embedding_transfer": "direct"}, LAPTOP, "direct"),
+    ],
+)
+def test_the_way_of_embeddings(given: dict[str, Any], machine: Machine, way: str | None) -> None:
+    found = embedding_transfer(Settings(**given), machine)
+    assert (found and found.value) == way
+    if found is not None:
+        finding = check_embeddings(found)
+        assert finding.level == "ok" and ("stay with the encoder" in finding.text) == (way == "direct")
+
+
+def test_only_the_embedded_engine_reads_embeddings_where_they_are() -> None:
+    given: dict[str, Any] = {
+        "encode_urls": "http://127.0.0.1:8100",
+        "internal_secret": "s" * 16,
+        "embedding_transfer": "direct",
+    }
+    assert missing_setting(Settings(**given)) is None
+    lacking = missing_setting(Settings(**given, engine="trtllm"))
+    assert lacking is not None and lacking[0] == "--embedding-transfer (EMBEDDING_TRANSFER)"
 
 
 def test_config_says_what_an_h200_gets(

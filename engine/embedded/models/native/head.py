@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional
 
 from engine.checkpoints.eagle import EagleHead
-from engine.embedded.kv.memory import zeros
 from engine.embedded.models.heads import HeadOutput, HeadStep, load_tensors
 from engine.embedded.models.native.rotary import frequencies
 from engine.embedded.models.native.structures import (
@@ -21,6 +20,7 @@ from engine.embedded.models.native.structures import (
     NativeModel,
     NativeStep,
 )
+from engine.embedded.models.native.weights import zeros
 from engine.errors import EngineFailure
 
 _TAIL = 64

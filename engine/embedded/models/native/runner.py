@@ -19,14 +19,14 @@ from engine.checkpoints.eagle import EagleHead, taken_layers
 from engine.checkpoints.headers import some
 from engine.config import EmbeddedConfig, Tag
 from engine.embedded.kv.layout import Attends, LayerGroup, share
-from engine.embedded.kv.memory import KvMemory, discard, shared_zeros, zeros
+from engine.embedded.kv.memory import KvMemory, discard, shared_zeros
 from engine.embedded.models.devices import UnsupportedModelError
 from engine.embedded.models.native.build import NoCompilerError, find_compiler, library
 from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig, read_config
 from engine.embedded.models.native.head import NativeHead
 from engine.embedded.models.native.levels import chosen
 from engine.embedded.models.native.structures import NativeDraw, NativeStep
-from engine.embedded.models.native.weights import Weights
+from engine.embedded.models.native.weights import Weights, zeros
 from engine.embedded.models.runner import EmbeddingRows, PendingTokens, StepInput
 from engine.embedded.models.shared_weights import SharedWeights
 from engine.embedded.sampling.sampler import SPARE, Report, Sampler, uniform

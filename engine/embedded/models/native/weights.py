@@ -2,6 +2,8 @@
 range of large pages."""
 
 import ctypes
+import math
+import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from engine.embedded.kv.memory import discard, zeros
+from engine.embedded.kv.memory import discard
 from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig
 from engine.embedded.models.native.structures import BLOCK, BLOCK_BYTES, Kind, NativeLayer, NativeMatrix, NativeModel
 from engine.embedded.models.shared_weights import SharedWeights
@@ -20,6 +22,15 @@ from engine.errors import EngineFailure
 
 _ROWS = 4096
 """Rows that are widened to float32 at a time."""
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Allocate anonymous pages, which take memory only once they are written; large ones where the system has them."""
+    size = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 class Weights:

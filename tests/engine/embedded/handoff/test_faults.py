@@ -13,9 +13,8 @@ import pytest
 from msgspec.structs import replace
 
 from engine.embedded.handoff.state import HeldState
-from engine.embedded.handoff.words import LeaseWord
 from engine.errors import EngineUnavailable, InvalidRequest
-from engine.transfer.base import TransferError
+from engine.transfer.base import LeaseWord, TransferError
 from engine.types import Delta, Handoff
 from tests.engine.embedded.handoff.test_two_cores import SMALL, alone, prompt_of
 from tests.support.handoff import Controlled, Pair, pair_of, request_of, sequence_of, step, tokens

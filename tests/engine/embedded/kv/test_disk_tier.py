@@ -230,8 +230,15 @@ def test_clearing_deletes_files_and_those_that_are_being_written(opened: Opened)
     opened.tier.write(NAMES[1], Description(0, b"", (), (), ""), ADDRESS, opened.done.append)
     opened.tier.clear()
     opened.settle()
-    opened.tier.close()
     assert not list(opened.tier.folder.iterdir()) and opened.tier.used == 0
+
+
+def test_closing_deletes_what_was_being_written_when_all_was_cleared(tmp_path: Path) -> None:
+    opened = Opened(tmp_path)
+    opened.tier.write(NAMES[0], Description(0, b"", (), (), ""), ADDRESS, opened.done.append)
+    opened.tier.clear()
+    opened.tier.close()
+    assert opened.done == [True] and not list(opened.tier.folder.iterdir())
 
 
 def test_a_folder_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
