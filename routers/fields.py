@@ -72,7 +72,7 @@ def refused(body: type[ModelFields]) -> dict[str, tuple[object, ...]]:
     if issubclass(body, PromptFields):
         accepted = {"context_management"}  # Claude Code asks for nothing else than to keep all
     if issubclass(body, SpeechFields | DrawingFields):
-        accepted = {"prompt"}
+        accepted = {"prompt", "moderation"}
     return {name: harmless for name, harmless in _REFUSED.items() if name in fields - accepted}
 
 

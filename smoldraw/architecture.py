@@ -33,14 +33,14 @@ GUIDANCE = 3.0
 """Scale of classifier-free guidance that evaluation uses."""
 
 _LAYERS = {"image": 8, "clip": 4}
-_HEADS, _HEAD = 4, 32
+_HEADS, _HEAD = 6, 32
 
 
 def make_vae() -> AutoencoderKL:
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 3,
         up_block_types=("UpDecoderBlock2D",) * 3,
-        block_out_channels=(24, 40, 48),
+        block_out_channels=(32, 64, 64),
         layers_per_block=1,
         latent_channels=CHANNELS,
         norm_num_groups=4,

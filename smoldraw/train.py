@@ -3,8 +3,10 @@
 1. The autoencoder learns to rebuild pictures.
 2. The judge learns to find shapes in pictures, half of them rebuilt by the autoencoder.
 3. Text encoder and transformer learn the flow from noise to latents of pictures, with their prompts.
-4. For clips, `--part clips` trains both further, with temporal layers after every second layer of the transformer.
-5. Held-out prompts are drawn by diffusers with the models as they ship: rounded to bfloat16, packed and unpacked.
+4. Held-out prompts are drawn by diffusers with the models as they ship: rounded to bfloat16, packed and unpacked.
+
+`--part more` goes on with 3, and with `--part clips` temporal layers follow every second layer of the transformer. Both
+continue from what the first run has left in FOLDER, where weights are saved every minute.
 """
 
 import argparse
@@ -13,11 +15,12 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import DiffusionPipeline
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
@@ -42,22 +45,24 @@ from smolvision.images import COLOURS, SHAPES
 from smolvision.training import RESULTS, arguments, cosine, device_name, prepare, write_results
 
 PARTS = {
-    "pictures": {"autoencoder": 0.17, "judge": 0.1, "image": 0.73},
+    "pictures": {"autoencoder": 0.2, "judge": 0.1, "image": 0.7},
+    "more": {"image": 1.0},
     "clips": {"clip": 1.0},
 }
-"""Phases of both parts of training, and their shares of the time."""
+"""Phases of the parts of training, and their shares of the time."""
 NO_SIZES = {"resolution": None, "aspect_ratio": None}
 """Size conditions that PixArtAlphaPipeline passes for small pictures."""
 NOISE = 0.1
 """Noise that the decoder learns to ignore; latents have variance 1."""
+_SAVE_SECONDS = 60.0
 
 
 def parse(flags: Sequence[str] | None) -> argparse.Namespace:
-    parser = arguments("smoldraw", __doc__, minutes=7.4, evaluation_seconds=25.0, rate=1.5e-3)
-    parser.add_argument("--part", choices=PARTS, default="pictures", help="clips continue from the pictures in --out")
+    parser = arguments("smoldraw", __doc__, minutes=7.4, evaluation_seconds=25.0, rate=1e-3)
+    parser.add_argument("--part", choices=PARTS, default="pictures", help="more and clips continue from --out")
     parser.add_argument("--pictures", type=int, default=600_000, help="pictures to train on")
     parser.add_argument("--clips", type=int, default=40_000, help="clips to train on")
-    parser.add_argument("--batch", type=int, default=512, help="pictures per step; of clips, an eighth")
+    parser.add_argument("--batch", type=int, default=2048, help="pictures per step; of clips, a sixteenth")
     parser.add_argument("--held-out", type=int, default=1000, help="held-out prompts of pictures; a fifth for clips")
     parser.add_argument("--scales", type=float, nargs="*", default=(1.5, 2.0, 4.5, 7.5), help="of guidance, to compare")
     parser.add_argument("--workers", type=int, default=8, help="processes that generate prompts")
@@ -100,9 +105,14 @@ class Trainer:
             self.weights, rate, betas=(0.9, 0.98), weight_decay=0.01, fused=self.weights[0].is_cuda
         )
 
-    def run(self, name: str, clock: Clock, loss_of: Callable[[], torch.Tensor]) -> dict[str, Any]:
-        """Train until the phase is over. The weights become their running averages. Return facts for the results."""
+    def run(
+        self, name: str, clock: Clock, loss_of: Callable[[], torch.Tensor], save: Callable[[], object] | None = None
+    ) -> dict[str, Any]:
+        """Train until the phase is over. The weights become their running averages, also during `save`, which is called
+        now and then. Return facts for the results.
+        """
         steps, begun, shown = 0, time.monotonic(), 0.0
+        saved = begun
         device = self.weights[0].device.type
         for done in clock.steps(name):
             rate = self._rate * min(1.0, (steps + 1) / 200) * max(0.01, cosine(done))
@@ -116,15 +126,33 @@ class Trainer:
             self._optimizer.zero_grad(set_to_none=True)
             steps += 1
             with torch.no_grad():
-                torch._foreach_lerp_(self.averages, self.weights, max(0.001, 1 / (steps + 1)))
+                # Of about the last ninth of the steps: averages of all would keep what the first ones had not learned.
+                torch._foreach_lerp_(self.averages, self.weights, max(0.001, 9 / (steps + 9)))
             if (now := time.monotonic()) - shown > 8:
                 print(f"{clock.seconds:4.0f} s {name} {done:4.0%} step {steps} loss {loss.item():.4f}", flush=True)
                 shown = now
+            if save is not None and now - saved > _SAVE_SECONDS:
+                with self._averaged():
+                    save()
+                saved = now
         seconds = time.monotonic() - begun
         print(f"{clock.seconds:4.0f} s {name} step {steps} loss {loss.item():.4f}", flush=True)
-        for weight, average in zip(self.weights, self.averages, strict=True):
-            weight.data.copy_(average)
+        self._set(self.averages)
         return {"steps": steps, "seconds": round(seconds), "loss": round(loss.item(), 4)}
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Have the running averages as weights during the block."""
+        weights = [weight.detach().clone() for weight in self.weights]
+        self._set(self.averages)
+        try:
+            yield
+        finally:
+            self._set(weights)
+
+    @torch.no_grad()
+    def _set(self, values: Sequence[torch.Tensor]) -> None:
+        torch._foreach_copy_(self.weights, values)
 
 
 class Training:
@@ -138,39 +166,47 @@ class Training:
         self.clock = Clock(args)
         self.renderer = Renderer(self.device)
         self.tokenizer = make_tokenizer()
-        if args.part == "clips":
-            self.found: dict[str, Any] = json.loads((args.out / RESULTS).read_text())
+        if args.part == "pictures":
+            self.found: dict[str, Any] = {"device": device_name(args.device)}
+            self.vae = make_vae().to(self.device, memory_format=torch.channels_last)
+            self.judge = Judge().to(self.device, memory_format=torch.channels_last)
+            self.text = make_text_encoder(len(self.tokenizer)).to(self.device)
+            self.transformers = {"image": make_transformer("image").to(self.device)}
+        else:
+            self.found = json.loads((args.out / RESULTS).read_text())
             trained = load_shipped("image", args.out, args.device, torch.float32)
             self.vae, self.text = trained.vae.requires_grad_(False), trained.text_encoder
             self.transformers = {"image": trained.transformer}
-            self.pool = self._pool("clip", args.clips)
-            return
-        self.found = {"device": device_name(args.device)}
-        self.vae = make_vae().to(self.device, memory_format=torch.channels_last)
-        self.judge = Judge().to(self.device, memory_format=torch.channels_last)
-        self.text = make_text_encoder(len(self.tokenizer)).to(self.device)
-        self.transformers = {"image": make_transformer("image").to(self.device)}
-        self.pool = self._pool("image", args.pictures)
+        self.kind = "clip" if args.part == "clips" else "image"
+        self.pool = self._pool(self.kind, args.clips if self.kind == "clip" else args.pictures)
 
     def run(self) -> None:
         if self.args.part == "pictures":
             self._train_autoencoder()
             self._train_judge()
+        if self.kind == "image":
             self._train_pictures()
-            self._finish("image")
         else:
             self._train_clips()
-            self._finish("clip")
+        self._write()
+        self._evaluate()
 
-    def _finish(self, kind: str) -> None:
-        """Write the file of a trained model, evaluate what it holds, and write the results."""
-        found = self.found[kind]
+    def _write(self) -> None:
+        """Write the file of the model, and the results so far, which a run that continues reads."""
         with tempfile.TemporaryDirectory() as trained:
-            pipeline = make_pipeline(kind, vae=self.vae, text_encoder=self.text, transformer=self.transformers[kind])
-            parts = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
-            found["parameters"] = {name: parameters(part) for name, part in parts.items()}
-            pipeline.save_pretrained(trained)
-            pack(Path(trained), self.args.out / WEIGHTS[kind])
+            self._pipeline().save_pretrained(trained)
+            pack(Path(trained), self.args.out / WEIGHTS[self.kind])
+        write_results(self.args.out, self.found)
+
+    def _pipeline(self) -> DiffusionPipeline:
+        return make_pipeline(self.kind, vae=self.vae, text_encoder=self.text, transformer=self.transformers[self.kind])
+
+    def _evaluate(self) -> None:
+        """Evaluate what the file holds, and write the results."""
+        kind = self.kind
+        found = self.found[kind]
+        parts = {name: part for name, part in self._pipeline().components.items() if isinstance(part, nn.Module)}
+        found["parameters"] = {name: parameters(part) for name, part in parts.items()}
         pipeline = load_shipped(kind, self.args.out, self.args.device)
         judge = load_judge(self.args.out / JUDGE, self.args.device)
         drawings = held_out(kind, max(1, self.args.held_out // (1 if kind == "image" else 5)))
@@ -231,7 +267,7 @@ class Training:
 
     def _train_judge(self) -> None:
         trainer = Trainer([self.judge], 2e-3, self.half)
-        size = self.args.batch // 2
+        size = self.args.batch // 4
 
         @torch.no_grad()
         def pictures() -> tuple[torch.Tensor, torch.Tensor]:
@@ -303,7 +339,9 @@ class Training:
             made = transformer(noised, said, times, NO_SIZES, encoder_attention_mask=mask, return_dict=False)[0]
             return functional.mse_loss(made.float(), flow)
 
-        self.found["image"] = trainer.run("image", self.clock, loss)
+        before = self.found.get("image", {})
+        facts = trainer.run("image", self.clock, loss, self._write)
+        self.found["image"] = facts | {name: facts[name] + before.get(name, 0) for name in ("steps", "seconds")}
 
     def _train_clips(self) -> None:
         latents = self._latents(128, frames).view(-1, FRAMES, CHANNELS, LATENT, LATENT)
@@ -313,7 +351,7 @@ class Training:
         trainer = Trainer([self.text, transformer], self.args.rate, self.half)
 
         def loss() -> torch.Tensor:
-            some = self._some(max(1, self.args.batch // 8))
+            some = self._some(max(1, self.args.batch // 16))
             noised, times, flow = self._noised(latents[some].float().transpose(1, 2))
             ids, mask = self._prompts(some)
             said = self.text(ids, attention_mask=mask).last_hidden_state
@@ -321,7 +359,7 @@ class Training:
             made = transformer(noised, times, said, bias, return_dict=False)[0]
             return functional.mse_loss(made[:, :CHANNELS].float(), flow)
 
-        self.found["clip"] = trainer.run("clip", self.clock, loss)
+        self.found["clip"] = trainer.run("clip", self.clock, loss, self._write)
 
     def _as_latte(self, said: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return text states as LattePipeline has them, and a bias that hides those which it cuts off.

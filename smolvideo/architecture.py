@@ -14,7 +14,7 @@ import torch
 from smolvision.architecture import VISION, VOCABULARY, write
 from smolvision.images import SIZE
 
-TEXT_RANK = 6
+TEXT_RANK = 12
 TOWER_RANK = 8
 FRAMES = 8
 FPS = 2

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from engine.kit.video_text import video_text
 from smolvideo.architecture import FRAME, FRAMES, TOKENS
 from smolvideo.clips import Clip, compressed, make_clip, render
-from smolvideo.questions import KINDS, Turn, ask
+from smolvideo.questions import KINDS, LESSONS, Turn, ask
 from smolvision.batches import Batches
 from smolvision.images import SIZE, Scene, make_scene
 from smolvision.images import render as render_scene
@@ -25,8 +25,8 @@ from smolvision.questions import ask as ask_of_scene
 LENGTH = 512
 """Tokens to whose multiples batches are padded: nearly all chats have fewer, so that shapes are alike."""
 FILE_FPS = (8, 10, 12, 15, 24, 25, 30)
-_WEIGHTS = (6, 6, 8, 24, 20, 12, 12, 20, 6, 16, 6, 4, 2, 20)
-"""Frequency of each of KINDS."""
+_WEIGHTS = (6, 6, 8, 24, 20, 12, 12, 20, 6, 16, 6, 4, 2, 20, 14)
+"""Frequency of each of KINDS and LESSONS."""
 _SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer questions about videos.", "Answer briefly.")
 
 
@@ -74,7 +74,7 @@ def make_chat(seed: int, turns: int) -> Chat:
         told = [Turn(*turn) for turn in asked if turn]
         return Chat(scene, tuple(_messages(_distinct(told)[:turns], "image", rng)))
     clip = make_clip(rng)
-    found = [ask(kind, clip, rng) for kind in rng.choices(KINDS, _WEIGHTS, k=4 * turns)]
+    found = [ask(kind, clip, rng) for kind in rng.choices((*KINDS, *LESSONS), _WEIGHTS, k=4 * turns)]
     frames = FRAMES if rng.random() < 0.8 else rng.randint(6, 10)
     messages = _messages(_distinct([turn for turn in found if turn])[:turns], "video", rng)
     return Chat(clip, tuple(messages), frames, rng.choice(FILE_FPS))

@@ -199,7 +199,9 @@ def _race(rng: Random, cast: _Cast) -> tuple[Track, ...]:
 
 
 def _bounce(rng: Random, cast: _Cast) -> tuple[Track, ...]:
-    """Have a shape reach the edges, so that each way takes two of the seven intervals of eight frames."""
+    """Have a shape reach the edges, so that each way between two of them takes more than 1.5 of the seven intervals of
+    eight frames: no bounce falls between two frames.
+    """
     bounces = rng.choice((1, 2, 3))
     row, axis = rng.randrange(3), rng.randrange(2)
     track = cast(0, 0)

@@ -1,10 +1,11 @@
 """Questions about a clip in several wordings, each with its only correct answer."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from random import Random
 from typing import NamedTuple
 
-from smolvideo.clips import Clip, Track
+from smolvideo.clips import DIRECTIONS, Clip, Track
 from smolvision.images import CELL, PLACES
 from smolvision.questions import article
 
@@ -89,6 +90,21 @@ def _bounces(clip: Clip, rng: Random) -> _Asked:
         (f"How many times does the {track.shape} bounce?", f"How often does the {track.shape} bounce?")
     )
     return question, f"The {track.shape} {_TIMES[track.bounces]}."
+
+
+def _ways(clip: Clip, rng: Random) -> _Asked:
+    """Ask for what a shape that bounces does, one way after the other."""
+    track = next((track for track in clip.tracks if track.bounces), None)
+    if track is None:
+        return None
+    ways = [
+        DIRECTIONS[_sign(to_x - from_x), _sign(to_y - from_y)]
+        for (_, from_x, from_y), (_, to_x, to_y) in pairwise(track.points)
+    ]
+    question = rng.choice(
+        (f"Which ways does the {track.shape} go?", f"Where does the {track.shape} go first, and then?")
+    )
+    return question, f"The {track.shape} goes {_joined(ways)}."
 
 
 def _appears(clip: Clip, rng: Random) -> _Asked:
@@ -193,6 +209,10 @@ def _describe(clip: Clip, rng: Random) -> _Asked:
     return question, f"{said[0].upper()}{said[1:]} on {article(clip.background)} background."
 
 
+def _sign(value: float) -> int:
+    return (value > 0) - (value < 0)
+
+
 def _coming(clip: Clip) -> list[Track]:
     """Return the shapes that appear during the clip, in order."""
     return sorted((track for track in clip.tracks if track.begin), key=lambda track: track.begin)
@@ -262,5 +282,8 @@ _ASKS: dict[str, Callable[[Clip, Random], _Asked]] = {
     "count": _count,
     "background": _background,
     "describe": _describe,
+    "ways": _ways,
 }
-KINDS = tuple(_ASKS)
+LESSONS = ("ways",)
+"""Kinds of questions that are trained, but not evaluated: they teach what others need."""
+KINDS = tuple(kind for kind in _ASKS if kind not in LESSONS)

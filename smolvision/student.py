@@ -33,10 +33,13 @@ class ChatStudent(nn.Module):
             parameter.data = parameter.data.to(dtype)
 
     def continue_from(self, start: Path | None) -> None:
-        """Load trained parameters from a file written by training, if there is one."""
+        """Load trained parameters from a file written by training, if there is one.
+
+        Adapters may have a higher rank than in the file: the others begin as new ones do, and change nothing yet.
+        """
         if start:
             for name, tensor in load_file(start).items():
-                self.trained[name].data.copy_(tensor)
+                self.trained[name].data[tuple(map(slice, tensor.shape))] = tensor
 
     def loss_of_answers(
         self, ids: torch.Tensor, said: torch.Tensor, media_token: int, media: torch.Tensor

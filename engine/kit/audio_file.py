@@ -5,6 +5,7 @@ A file that cannot be decoded, or is longer than it may be, raises InvalidReques
 """
 
 import io
+from collections.abc import Callable
 
 import numpy as np
 import soundfile
@@ -23,33 +24,44 @@ _PIECE = 1 << 16
 """Values decoded at a time."""
 
 
-def decode_audio(data: bytes, max_seconds: float) -> np.ndarray:
+def decode_audio(data: bytes, max_seconds: float, going_on: Callable[[], bool] = lambda: True) -> np.ndarray:
     """Return a WAV, FLAC, MP3, Ogg Vorbis or Opus file as float32 [samples] in -1 to 1, the mean of its channels.
 
-    Call it in a process that may be killed, because it parses untrusted bytes. Raises InvalidRequest.
+    Call it in a process that may be killed, because it parses untrusted bytes. Ends early once `going_on` returns
+    False. Raises InvalidRequest.
     """
+    with _opened(data) as file:
+        try:
+            return _samples(file, max_seconds, going_on)
+        except (soundfile.SoundFileError, RuntimeError) as error:
+            raise InvalidRequest("the audio is damaged or incomplete", "audio") from error
+
+
+def claimed_seconds(data: bytes) -> float:
+    """Return how long a file is as its headers say, which may be wrong. Raises InvalidRequest."""
+    with _opened(data) as file:
+        return float(file.frames / file.samplerate)
+
+
+def _opened(data: bytes) -> soundfile.SoundFile:
     if not data.startswith(_MAGIC):
         raise _unreadable()
     try:
         file = soundfile.SoundFile(io.BytesIO(data))
     except (soundfile.SoundFileError, RuntimeError) as error:
         raise _unreadable() from error
-    with file:
-        if file.format not in _FORMATS:
-            raise _unreadable()
-        if not MIN_RATE <= file.samplerate <= MAX_RATE or file.channels > MAX_CHANNELS:
-            raise InvalidRequest(
-                f"the audio has {file.channels} channels of {file.samplerate} samples a second; it may have up to "
-                f"{MAX_CHANNELS} of {MIN_RATE} to {MAX_RATE}",
-                "audio",
-            )
-        try:
-            return _samples(file, max_seconds)
-        except (soundfile.SoundFileError, RuntimeError) as error:
-            raise InvalidRequest("the audio is damaged or incomplete", "audio") from error
+    if file.format not in _FORMATS:
+        raise _unreadable()
+    if not MIN_RATE <= file.samplerate <= MAX_RATE or file.channels > MAX_CHANNELS:
+        raise InvalidRequest(
+            f"the audio has {file.channels} channels of {file.samplerate} samples a second; it may have up to "
+            f"{MAX_CHANNELS} of {MIN_RATE} to {MAX_RATE}",
+            "audio",
+        )
+    return file
 
 
-def _samples(file: soundfile.SoundFile, max_seconds: float) -> np.ndarray:
+def _samples(file: soundfile.SoundFile, max_seconds: float, going_on: Callable[[], bool]) -> np.ndarray:
     most = int(max_seconds * file.samplerate)
     if file.frames > most:
         raise _too_long(max_seconds)
@@ -60,6 +72,8 @@ def _samples(file: soundfile.SoundFile, max_seconds: float) -> np.ndarray:
         count += len(piece)
         if count > most:  # the header lied, or did not say
             raise _too_long(max_seconds)
+        if not going_on():
+            raise InvalidRequest("nobody waits for the audio any more", "audio")
         mono = piece.mean(axis=1)
         pieces.append(resampler.resample_chunk(mono) if resampler else mono)
     if resampler:

@@ -37,6 +37,11 @@ class Recording(msgspec.Struct, frozen=True):
         found[:, : part.shape[1]] = part
         return found.tobytes()
 
+    def silent(self, start: int, frames: int) -> bool:
+        """Return whether a window has no sound at all: its features are one value, 80 dB below the loudest frame."""
+        part = np.frombuffer(self.data, np.float32).reshape(self.bins, -1)[:, start : start + frames]
+        return bool(part.min() == part.max())
+
 
 def log_mel(samples: np.ndarray, bins: int) -> np.ndarray:
     """Return the features of mono samples at 16 kHz, float32 in [-1, 1]: float32 [bins, len(samples) // HOP].

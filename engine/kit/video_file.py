@@ -8,7 +8,7 @@ import io
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,14 +33,17 @@ os.environ.setdefault("OPENCV_LOG_LEVEL", "OFF")
 
 
 class VideoFile:
-    """An opened file, whose header keeps within the limits. Raises InvalidRequest."""
+    """An opened file, whose header keeps within the limits. Decoding ends early once `going_on` returns False. Raises
+    InvalidRequest.
+    """
 
-    def __init__(self, video: MediaInput, options: VideoOptions) -> None:
+    def __init__(self, video: MediaInput, options: VideoOptions, going_on: Callable[[], bool] = lambda: True) -> None:
         import cv2  # noqa: PLC0415 - slow to import, and only videos need it
 
         self._cv2 = cv2
         self._data = video.data
         self._options = options
+        self._going_on = going_on
         self._until = time.monotonic() + options.decode_seconds
         self._capture = self._open()
         width, height, count, fps = (
@@ -122,6 +125,8 @@ class VideoFile:
         return count
 
     def _grab(self) -> bool:
+        if not self._going_on():
+            raise InvalidRequest("nobody waits for the video any more", _PARAM)
         if time.monotonic() > self._until:
             raise InvalidRequest(
                 f"the video takes longer than {self._options.decode_seconds:g} seconds to decode", _PARAM

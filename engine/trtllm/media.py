@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,15 +37,19 @@ Decoded = Image | Frames | Sound
 
 async def decoded(media: Sequence[MediaInput], config: TrtllmConfig) -> list[Decoded]:
     """Decode files one after the other, pictures in RGB and upright. Raises InvalidRequest, whose param is the kind."""
-    return [await asyncio.to_thread(_decoded, file, config) for file in media]
+    left = threading.Event()
+    try:
+        return [await asyncio.to_thread(_decoded, file, config, lambda: not left.is_set()) for file in media]
+    finally:
+        left.set()
 
 
-def _decoded(file: MediaInput, config: TrtllmConfig) -> Decoded:
+def _decoded(file: MediaInput, config: TrtllmConfig, going_on: Callable[[], bool]) -> Decoded:
     if file.kind == "image":
         return decode(file, config.max_image_pixels)
     if file.kind == "audio":
-        return decode_audio(file.data, config.max_audio_seconds), RATE
-    video = VideoFile(file, config.videos)
+        return decode_audio(file.data, config.max_audio_seconds, going_on), RATE
+    video = VideoFile(file, config.videos, going_on)
     taken = dict(video.frames(evenly(video.total, video.fps, sampling_of(file.sampling, config.videos))))
     return Frames(
         [fromarray(frame) for frame in taken.values()],

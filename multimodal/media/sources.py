@@ -15,10 +15,13 @@ from multimodal.errors import InvalidMedia, MediaError, UnsupportedMedia
 _DATA = re.compile(r"data:(?P<type>[a-z0-9.+-]{1,64}/[a-z0-9.+-]{1,64});base64,", re.IGNORECASE | re.ASCII)
 _TYPES: dict[MediaKind, tuple[str, ...]] = {
     "image": ("image/png", "image/jpeg", "image/webp", "image/gif", "image/jpg"),
-    "video": ("video/mp4", "video/webm", "video/x-matroska", "video/avi", "video/x-msvideo", "video/quicktime"),
+    "video": (
+        *("video/mp4", "video/webm", "video/matroska", "video/x-matroska", "video/avi", "video/x-msvideo"),
+        *("video/vnd.avi", "video/quicktime"),
+    ),
     "audio": (
-        *("audio/wav", "audio/x-wav", "audio/wave", "audio/flac", "audio/x-flac", "audio/mpeg", "audio/mp3"),
-        *("audio/ogg", "audio/opus"),
+        *("audio/wav", "audio/x-wav", "audio/wave", "audio/vnd.wave", "audio/flac", "audio/x-flac", "audio/mpeg"),
+        *("audio/mp3", "audio/ogg", "audio/opus"),
     ),
 }
 _LETTERS = re.compile(r"[A-Za-z0-9+/]*={0,2}")

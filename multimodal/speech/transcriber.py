@@ -2,7 +2,7 @@
 
 The algorithm is that of OpenAI's `transcribe.py` and transformers' long-form generation, without conditioning on
 earlier text: a window that is decoded badly is tried again at a higher temperature, one without speech is skipped, and
-timestamp tokens cut a window into segments.
+timestamp tokens cut a window into segments. Unlike theirs, ours does not show the model a window without any sound.
 """
 
 import asyncio
@@ -234,6 +234,8 @@ class Transcript:
         """Return the segments of the window from frame `seek` on, and the first frame of the next window."""
         by = self.by
         frames = min(by.sizes.frames, self.recording.frames - seek)
+        if self.recording.silent(seek, frames):  # the model would make up words
+            return [], seek + frames
         speech = Speech(key=f"{self._id}-{seek}", data=self.recording.window(seek, by.sizes.frames), frames=frames)
         self.audio_tokens += frames // FRAMES_PER_POSITION
         with trace.span("window", {"trellis.seek_seconds": seek / FRAMES_PER_SECOND}):

@@ -43,7 +43,10 @@ class VideoRecord(msgspec.Struct, frozen=True):
 
 
 class VideoJobs:
-    """Jobs of all owners, of which `max_open` may wait or be in progress. Clients see only jobs of `owner`."""
+    """Jobs of all owners, of which `max_open` may wait or be in progress; an owner without any may always add one.
+
+    Clients see only jobs of `owner`.
+    """
 
     def __init__(self, media: MediaStore, max_open: int) -> None:
         self.media = media
@@ -63,8 +66,9 @@ class VideoJobs:
 
         def work(db: sqlite3.Connection) -> VideoRecord:
             self._forget(db)
-            (open_,) = db.execute(f"SELECT count(*) FROM videos WHERE state IN {_OPEN}").fetchone()
-            if open_ >= self._max_open:
+            query = f"SELECT count(*), coalesce(sum(owner=?), 0) FROM videos WHERE state IN {_OPEN}"
+            open_, own = db.execute(query, (owner,)).fetchone()
+            if own and open_ >= self._max_open:
                 raise QueueFull("too many videos wait already (VIDEO_MAX_JOBS)")
             query = "INSERT INTO videos (id, owner, created, state, request) VALUES (?, ?, ?, 'queued', ?)"
             number = db.execute(query, (job, owner, time.time(), encoded)).lastrowid
@@ -123,10 +127,16 @@ class VideoJobs:
         await self._database.run(lambda db: db.execute(query))
 
     async def take(self) -> VideoRecord | None:
-        """Return the next waiting job and mark it as in progress; None if none waits."""
+        """Return the next waiting job and mark it as in progress; None if none waits.
+
+        Owners take turns: the next has the fewest jobs in progress, and among these has waited the longest.
+        """
 
         def work(db: sqlite3.Connection) -> VideoRecord | None:
-            query = f"SELECT {_COLUMNS} FROM videos WHERE state='queued' ORDER BY number LIMIT 1"
+            of_owner = "FROM videos AS other WHERE other.owner=videos.owner"
+            running = f"(SELECT count(*) {of_owner} AND ended IS NULL AND state='in_progress')"
+            order = f"{running}, (SELECT max(ended) {of_owner}), number"
+            query = f"SELECT {_COLUMNS} FROM videos WHERE state='queued' ORDER BY {order} LIMIT 1"
             row = db.execute(query).fetchone()
             if row is None:
                 return None

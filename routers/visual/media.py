@@ -27,6 +27,7 @@ CREATE TABLE IF NOT EXISTS videos (
     error BLOB, file TEXT
 );
 CREATE INDEX IF NOT EXISTS videos_state ON videos (state, number);
+CREATE INDEX IF NOT EXISTS videos_owner ON videos (owner, ended);
 CREATE TABLE IF NOT EXISTS video_images (number INTEGER PRIMARY KEY, image BLOB NOT NULL);
 CREATE TRIGGER IF NOT EXISTS video_ended AFTER UPDATE OF ended ON videos WHEN NEW.ended IS NOT NULL
 BEGIN DELETE FROM video_images WHERE number=NEW.number; END;

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ pytest.importorskip("diffusers", reason="needs the extra visual")
 
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
+from torch import nn
 
 from engine.checkpoints.merge import unpack
 from smoldraw.architecture import make_pipeline, make_text_encoder, make_tokenizer, make_transformer, make_vae, pack
 from smoldraw.evaluate import load_shipped
-from smoldraw.train import RESULTS
+from smoldraw.train import RESULTS, Trainer
 from smoldraw.train import main as train
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -51,7 +53,18 @@ def test_a_folder_survives_its_file(tmp_path: Path) -> None:
             assert torch.equal(after[name], tensor.bfloat16())
 
 
-def test_training_writes_models_and_results(tmp_path: Path) -> None:
+def test_averages_forget_the_first_steps() -> None:
+    """Phases may have a few hundred steps alone."""
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    clock = SimpleNamespace(steps=lambda _: (step / 400 for step in range(400)), seconds=0.0)
+    Trainer([layer], 0.05, half=False).run("phase", clock, lambda: (layer.weight - 1).square().sum())  # type: ignore[arg-type]
+    assert layer.weight.item() == pytest.approx(1, abs=0.05)
+
+
+def test_training_writes_models_and_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smoldraw.train._SAVE_SECONDS", -1.0)
+    monkeypatch.setattr("smoldraw.evaluate.STEPS", 2)
     flags = [
         "--minutes=0",
         "--pictures=20",
@@ -62,10 +75,10 @@ def test_training_writes_models_and_results(tmp_path: Path) -> None:
         "--workers=0",
         "--device=cpu",
     ]
-    for part in ("pictures", "clips"):
+    for part in ("pictures", "more", "clips"):
         train([f"--out={tmp_path}", f"--part={part}", *flags])
     found = json.loads((tmp_path / RESULTS).read_text())
-    assert {found[part]["steps"] for part in ("autoencoder", "judge", "image", "clip")} == {1}
+    assert [found[part]["steps"] for part in ("autoencoder", "judge", "image", "clip")] == [1, 1, 2, 1]
     assert all(math.isfinite(found[part]["loss"]) for part in ("autoencoder", "judge", "image", "clip"))
     assert (found["image"]["drawn"], found["clip"]["drawn"]) == (1, 1)
     for kind in ("image", "clip"):

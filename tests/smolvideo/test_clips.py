@@ -1,8 +1,10 @@
 """smolvideo's clips and questions: training sees what the server makes of a file, and weights merge as trained."""
 
 import json
+import re
 import shutil
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 from random import Random
 
@@ -25,7 +27,7 @@ from smolvideo.evaluate import video_file
 from smolvideo.model import Student
 from smolvideo.questions import KINDS, ask
 from smolvision.architecture import save as save_smolvision
-from smolvision.images import HELD_OUT, SIZE
+from smolvision.images import HELD_OUT, PATCH, SIZE
 from smolvision.model import Student as SmolvisionStudent
 
 
@@ -44,6 +46,43 @@ def test_clips_keep_within_the_picture_and_held_out_pairs_apart() -> None:
     assert set(kinds) == set(KINDS)
     clips = [make_clip(Random(seed), held_out=True) for seed in range(300)]
     assert {(track.colour, track.shape) for clip in clips for track in clip.tracks} >= HELD_OUT
+
+
+def test_all_that_happens_can_be_seen_in_the_frames_that_are_taken() -> None:
+    """Each bounce as a turn of more than a patch; each appearance and disappearance between two frames of its own."""
+    bounces = 0
+    for kind in ("bounces", "appears", "disappears"):
+        for chat, _ in islice(held_out_chats(kind), 60):
+            assert isinstance(chat.subject, Clip)
+            times = [index / (chat.total - 1) for index in chat.taken]
+            events = [event for track in chat.subject.tracks for event in (track.begin, track.end) if 0 < event <= 1]
+            places = [sum(time < event for time in times) for event in events]
+            assert len({*places}) == len(places) and all(0 < place < len(times) for place in places)
+            for track in chat.subject.tracks:
+                seen = [item for time in times if (item := track.item(time))]
+                if track.moves:
+                    ways = max([item.x for item in seen], [item.y for item in seen], key=np.ptp)
+                    assert turns(ways) == track.bounces
+                    bounces += track.bounces
+                if track.bounces:
+                    told = ask("ways", chat.subject, Random(0))
+                    assert told and len(re.findall("right|left|up|down", told.answer)) == track.bounces + 1
+    assert bounces > 30
+
+
+def turns(places: list[float]) -> int:
+    """How often the direction changes, shifts of less than a patch aside."""
+    count = way = 0
+    last = places[0]
+    for place in places[1:]:
+        if abs(place - last) > PATCH:
+            now = 1 if place > last else -1
+            count += way == -now
+            way = now
+            last = place
+        elif (place - last) * way > 0:
+            last = place
+    return count
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,10 @@
 import io
 import logging
 import wave
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from threading import Lock
 from typing import TypeAlias
@@ -77,17 +77,25 @@ class BatchEncoder:
         """Yield the outcome of each image, with its index, as soon as it is known. Raises as `embed` does."""
         return self.embed(self.prepare(images))
 
-    def prepare(self, images: Sequence[MediaInput], lane: int = 0) -> Iterator[Prepared | RemoteRows | EngineError]:
-        """Begin the work before the tower, in other threads, which the lanes do not share. Callable from any thread."""
-        return self._pools[lane].map(self._prepare, images)
+    def prepare(
+        self, images: Sequence[MediaInput], lane: int = 0, going_on: Sequence[Callable[[], bool]] | None = None
+    ) -> Iterator[Prepared | RemoteRows | EngineError]:
+        """Begin the work before the tower, in other threads, which the lanes do not share. Callable from any thread.
 
-    def embed(self, images: Iterator[Prepared | RemoteRows | EngineError]) -> Iterator[list[tuple[int, Outcome]]]:
+        `going_on` tells of each image whether somebody still waits for it.
+        """
+        return self._pools[lane].map(self._prepare, images, going_on or repeat(lambda: True))
+
+    def embed(
+        self, images: Iterator[Prepared | RemoteRows | EngineError], lane: int = 0
+    ) -> Iterator[list[tuple[int, Outcome]]]:
         """Yield the outcome of each image, with its index, as soon as it is known. Callable from several threads.
 
-        Raises torch.AcceleratorError if the device no longer works for this process.
+        Large images and videos are computed one by one: none waits for another to be decoded. Raises
+        torch.AcceleratorError if the device no longer works for this process.
         """
         prepared = enumerate(images)
-        while some := list(islice(prepared, self.together)):
+        while some := list(islice(prepared, 1 if lane else self.together)):
             if refused := [(index, image) for index, image in some if isinstance(image, EngineError)]:
                 yield [*refused]
             if kept := [(index, self._copied(rows)) for index, rows in some if isinstance(rows, RemoteRows)]:
@@ -111,11 +119,13 @@ class BatchEncoder:
         count = len(found) // (self.tower.hidden_size * self.tower.dtype.itemsize)
         return EncodedMedia(text="", rows=count, dtype=self.tower.dtype_name, data=shared_or_copied(found.numpy().data))
 
-    def _prepare(self, image: MediaInput) -> Prepared | RemoteRows | EngineError:
+    def _prepare(self, image: MediaInput, going_on: Callable[[], bool]) -> Prepared | RemoteRows | EngineError:
+        if not going_on():
+            return EngineFailure("nobody waits for the image any more")
         try:
             if image.kept is not None:
                 return image.kept
-            prepared = self.processing.prepare(image)
+            prepared = self.processing.prepare(image, going_on)
             return replace(prepared, stay=True) if image.stay else prepared
         except EngineError as error:
             return error

@@ -3,7 +3,8 @@ it.
 
 This side keeps the queue and moves bytes. Requests take turns, image by image, however many images each has. Large
 images are in a lane of their own, so that small ones pass them while they are decoded. Of each lane the process has at
-most two batches at a time: one to compute, and the next. Cancelled images that have not been sent are skipped.
+most two batches at a time: one to compute, and the next. Cancelled images that have not been sent are skipped; of
+those that have, the process is told, which ends the decoding of videos and recordings.
 """
 
 import asyncio
@@ -11,8 +12,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field
+from itertools import chain, count
 
 from engine.config import EncoderConfig
 from engine.embedded.vision.messages import LANES, LARGE_PIXELS, Options
@@ -39,6 +40,7 @@ class _Job:
     image: MediaInput
     request: Hashable
     done: asyncio.Future[EncodedMedia]
+    number: int = field(default_factory=count().__next__)
 
     @property
     def lane(self) -> int:
@@ -109,6 +111,8 @@ class EmbeddedEncoder:
         """Images of batches that ended the process or took too long, one of which may be the cause."""
         self._suspect: _Job | None = None
         """The one that is tried again now."""
+        self._dropped: list[int] = []
+        """Numbers of images whose requests have ended, of which the process is to be told."""
         self._released: deque[RemoteRows] = deque()
         """Embeddings that nobody needs any more; the process has yet to be told."""
         self._wake = asyncio.Event()
@@ -146,7 +150,9 @@ class EmbeddedEncoder:
             return await asyncio.gather(*(job.done for job in jobs))
         finally:
             for job in jobs:
-                job.done.cancel()
+                if job.done.cancel() or job.done.cancelled():  # by `gather`
+                    self._dropped.append(job.number)
+                    self._wake.set()
 
     def release(self, rows: RemoteRows, *, lost: bool = False) -> None:
         self._released.append(rows)
@@ -220,6 +226,10 @@ class EmbeddedEncoder:
     async def _send(self, process: EncoderProcess) -> None:
         while True:
             self._wake.clear()
+            if self._dropped:
+                dropped, self._dropped = self._dropped, []
+                if not await process.drop(dropped):
+                    return
             while self._released:
                 if not await process.release(self._released.popleft()):
                     return
@@ -228,7 +238,7 @@ class EmbeddedEncoder:
                 lane.sent.append(dict(enumerate(batch)))
                 if len(lane.sent) == 1:
                     self._arm(lane, process)
-                if not await process.send(index, [job.image for job in batch]):
+                if not await process.send(index, [job.image for job in batch], [job.number for job in batch]):
                     return
             await self._wake.wait()
 

@@ -32,8 +32,16 @@ class Batch(msgspec.Struct, frozen=True, tag="batch"):
     lane: int
     """Lanes do not wait for each other, except for the tower, one call at a time: 0 is for small images."""
     media: list[MediaInput]
+    numbers: list[int]
+    """Number of each file, for `GivenUp`."""
     sizes: list[int]
     """Bytes of each file."""
+
+
+class GivenUp(msgspec.Struct, frozen=True, tag="given_up"):
+    """Files for which nobody waits any more. Their decoding ends; answers still name them."""
+
+    numbers: list[int]
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):

@@ -11,7 +11,7 @@ from typing import Self
 import msgspec
 from msgspec.structs import replace
 
-from engine.embedded.vision.messages import Answer, Batch, EncoderReady, Options, Release
+from engine.embedded.vision.messages import Answer, Batch, EncoderReady, GivenUp, Options, Release
 from engine.encoder import EncoderInfo
 from engine.errors import EngineError, EngineFailure
 from engine.media import EncodedMedia, MediaInput, RemoteRows, detach_media
@@ -27,13 +27,13 @@ _STOP_SECONDS = 5.0
 class EncoderProcess:
     """A started process.
 
-    It ends with this one, however that ends. Call `send` one at a time, and `receive` likewise.
+    It ends with this one, however that ends. Call `send` and `drop` one at a time, and `receive` likewise.
     """
 
     def __init__(self, process: Process, channel: socket.socket) -> None:
         self.process = process
         self.together = 1
-        """Images that the tower computes together."""
+        """Images that the tower computes together, but for large ones."""
         self._channel = channel
 
     @classmethod
@@ -66,13 +66,21 @@ class EncoderProcess:
             await self.stop()
             raise
 
-    async def send(self, lane: int, media: Sequence[MediaInput]) -> bool:
+    async def send(self, lane: int, media: Sequence[MediaInput], numbers: Sequence[int]) -> bool:
         """Send files, whose results `receive` will return; return False if the process has gone."""
         try:
             bare, files = detach_media(media)
-            await self._write(packed(Batch(lane, bare, [*map(len, files)])))
+            await self._write(packed(Batch(lane, bare, [*numbers], [*map(len, files)])))
             for file in files:
                 await self._write(file)
+        except ConnectionError:
+            return False
+        return True
+
+    async def drop(self, numbers: Sequence[int]) -> bool:
+        """Say that nobody waits for some of the files any more; return False if the process has gone."""
+        try:
+            await self._write(packed(GivenUp([*numbers])))
         except ConnectionError:
             return False
         return True

@@ -6,7 +6,7 @@ Each file is processed by itself, so that its embeddings do not depend on the re
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -75,10 +75,10 @@ class ImageProcessing:
         )
         """All settings that change the result, as JSON."""
 
-    def prepare(self, media: MediaInput) -> Prepared:
-        """Decode and process a file. Raises InvalidRequest."""
+    def prepare(self, media: MediaInput, going_on: Callable[[], bool] = lambda: True) -> Prepared:
+        """Decode and process a file; a video ends early once `going_on` returns False. Raises InvalidRequest."""
         if media.kind == "video":
-            return self.videos.prepare(media, self._room.take)
+            return self.videos.prepare(media, self._room.take, going_on)
         return self._image(media)
 
     def _image(self, image: MediaInput) -> Prepared:

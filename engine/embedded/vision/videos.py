@@ -70,9 +70,11 @@ class VideoProcessing:
             self.placeholder = self._token = processor.video_token
         self.description = [self._kind or "", self._settings, str(self._options)]
 
-    def prepare(self, video: MediaInput, room: Callable[[int], AbstractContextManager[None]]) -> Prepared:
+    def prepare(
+        self, video: MediaInput, room: Callable[[int], AbstractContextManager[None]], going_on: Callable[[], bool]
+    ) -> Prepared:
         """Decode and process a file, with `room` for this many pixels. Raises InvalidRequest."""
-        file = VideoFile(video, self._options)
+        file = VideoFile(video, self._options, going_on)
         sampling = sampling_of(video.sampling, self._options, self._own)
         wanted = _CHOOSE[self._kind](file.total, file.fps, sampling)
         pixels = math.prod(file.size)

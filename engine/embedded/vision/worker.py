@@ -18,11 +18,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
+from weakref import WeakValueDictionary
 
 import msgspec
 from msgspec.structs import replace
 
-from engine.embedded.vision.messages import LANES, Answer, Batch, EncoderReady, Options, Release
+from engine.embedded.vision.messages import LANES, Answer, Batch, EncoderReady, GivenUp, Options, Release
 from engine.errors import EngineError, EngineFailure
 from engine.kit import logs
 from engine.media import EncodedMedia, RemoteRows, attach_media
@@ -41,6 +42,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+class _Awaited:
+    """Whether somebody waits for a file; it lives as long as the file's decoding."""
+
+    still = True
+
+    def __call__(self) -> bool:
+        return self.still
+
+
 def main() -> NoReturn:
     """Read in this thread and compute in others, one for each lane, so that the end of the socket ends the process at
     once, and the next batch is prepared while one is computed.
@@ -54,13 +64,21 @@ def main() -> NoReturn:
         loaded: Future[BatchEncoder] = Future()
         lanes: list[Batches] = [queue.SimpleQueue() for _ in range(LANES)]
         threading.Thread(target=_serve, args=(options, channel, loaded, lanes), daemon=True).start()
+        wanted: WeakValueDictionary[int, _Awaited] = WeakValueDictionary()
         while True:
-            batch = msgspec.msgpack.decode(_receive_message(channel), type=Batch | Release)
-            if isinstance(batch, Release):
-                loaded.result().release(batch.rows)
+            message = msgspec.msgpack.decode(_receive_message(channel), type=Batch | GivenUp | Release)
+            if isinstance(message, GivenUp):
+                for number in message.numbers:
+                    if (one := wanted.get(number)) is not None:
+                        one.still = False
                 continue
-            media = attach_media(batch.media, [_receive(channel, size) for size in batch.sizes])
-            lanes[batch.lane].put(loaded.result().prepare(media, batch.lane))
+            if isinstance(message, Release):
+                loaded.result().release(message.rows)
+                continue
+            media = attach_media(message.media, [_receive(channel, size) for size in message.sizes])
+            waiters = [_Awaited() for _ in media]
+            wanted.update(zip(message.numbers, waiters, strict=True))
+            lanes[message.lane].put(loaded.result().prepare(media, message.lane, waiters))
     except (EOFError, ConnectionError):
         os._exit(0)
 
@@ -81,7 +99,7 @@ def _serve(options: Options, channel: socket.socket, loaded: "Future[BatchEncode
 
     def encode(lane: int) -> None:
         while True:
-            for outcomes in loaded.result().embed(lanes[lane].get()):
+            for outcomes in loaded.result().embed(lanes[lane].get(), lane):
                 with sending:
                     _send(channel, lane, dict(outcomes))
 

@@ -6,10 +6,12 @@ more: only the file at fault is refused.
 """
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 
 import msgspec
@@ -17,7 +19,7 @@ import numpy as np
 
 from engine.checkpoints.whisper import FRAMES_PER_SECOND
 from engine.errors import EngineDied, EngineNotReady, InvalidRequest
-from engine.kit.audio_file import decode_audio
+from engine.kit.audio_file import claimed_seconds, decode_audio
 from engine.kit.log_mel import HOP, SAMPLE_RATE, Recording, log_mel
 from engine.kit.work import Turns
 from engine.process.child import ServiceProcess
@@ -28,8 +30,13 @@ from engine.transfer.shared_bytes import Data, readable
 
 _AT_ONCE = 4
 """Files that are read at the same time."""
+_ASKED = 16
+"""Files of an API process that the process has at the same time: short ones do not wait for long ones."""
 _MAX_BYTES = 1 << 30
-"""Memory of the files and features of an API process that are being read."""
+"""Memory of the files of an API process that are being read, and of the samples and features of long ones."""
+_LONG_SECONDS = 600.0
+_BYTES_PER_SECOND = 150_000
+"""Memory that a second of sound takes while it is read: its samples, twice, and features."""
 _PAUSE = 0.1
 _OVERHEAD = 1 << 10
 """Bytes of a message in addition to the features."""
@@ -66,6 +73,8 @@ class SpeechReader:
     def __init__(self, config: ReaderConfig) -> None:
         self._config = config
         self._threads = ThreadPoolExecutor(_AT_ONCE)
+        self._room = Turns(_ASKED, _ASKED, _MAX_BYTES)
+        """Long recordings wait here for memory; short ones pass them."""
         self._begun: dict[int, float] = {}
         self._numbers = count()
 
@@ -84,16 +93,26 @@ class SpeechReader:
 
     async def read(self, file: AudioFile) -> Recording:
         """Decode a file into features. Raises InvalidRequest."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._read, file)
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, self._threads)
+        left = threading.Event()
+        try:
+            seconds = await in_thread(self._seconds, file)
+            async with self._room.place(int(seconds * _BYTES_PER_SECOND) if seconds > _LONG_SECONDS else 0):
+                return await in_thread(self._read, file, left)
+        finally:
+            left.set()
 
     async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _read(self, file: AudioFile) -> Recording:
+    def _seconds(self, file: AudioFile) -> float:
+        return min(claimed_seconds(bytes(readable(file.data))), self._config.longest)
+
+    def _read(self, file: AudioFile, left: threading.Event) -> Recording:
         config, number = self._config, next(self._numbers)
         self._begun[number] = time.monotonic()
         try:
-            samples = decode_audio(bytes(readable(file.data)), config.longest)
+            samples = decode_audio(bytes(readable(file.data)), config.longest, lambda: not left.is_set())
             seconds = len(samples) / SAMPLE_RATE
             if seconds < _MIN_SECONDS:
                 raise InvalidRequest(f"the audio is shorter than {_MIN_SECONDS:g} seconds", "audio")
@@ -131,7 +150,7 @@ class HostedReader(ServiceClient[ReaderInfo]):
 
     def __init__(self, config: ReaderConfig) -> None:
         self.process = ServiceProcess(READER, config)
-        self._turns = Turns(_AT_ONCE, 1, _MAX_BYTES)
+        self._turns = Turns(_ASKED, 1, _MAX_BYTES)
         self._suspects = 0
         """Files that were being read when the process ended."""
         self._cleared = asyncio.Event()

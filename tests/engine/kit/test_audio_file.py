@@ -6,7 +6,7 @@ import pytest
 import soundfile
 
 from engine.errors import InvalidRequest
-from engine.kit.audio_file import RATE, decode_audio
+from engine.kit.audio_file import RATE, claimed_seconds, decode_audio
 
 
 def file(samples: np.ndarray, rate: int, kind: str = "WAV", subtype: str | None = None) -> bytes:
@@ -32,7 +32,9 @@ def tone(seconds: float, rate: int, channels: int = 1, hertz: float = 440) -> np
     ],
 )
 def test_every_format_is_resampled_and_mixed(kind: str, subtype: str, rate: int) -> None:
-    samples = decode_audio(file(tone(1, rate, channels=2), rate, kind, subtype), 2)
+    data = file(tone(1, rate, channels=2), rate, kind, subtype)
+    assert claimed_seconds(data) == pytest.approx(1, abs=0.1)
+    samples = decode_audio(data, 2)
     assert samples.dtype == np.float32
     assert abs(len(samples) - RATE) < RATE / 10, "a codec may pad"
     spectrum = np.abs(np.fft.rfft(samples[2000:14000]))
@@ -57,6 +59,12 @@ def test_a_flac_that_hides_its_length_is_refused_while_it_is_decoded() -> None:
     flac[22:26] = bytes(4)  # number of samples, 0 for unknown
     with pytest.raises(InvalidRequest, match="longer than 29 seconds"):
         decode_audio(bytes(flac), 29)
+
+
+def test_decoding_ends_once_nobody_waits() -> None:
+    looks = iter([True, False])
+    with pytest.raises(InvalidRequest, match="nobody waits"):
+        decode_audio(file(np.zeros(1 << 18, np.int16), RATE), 60, lambda: next(looks))
 
 
 @pytest.mark.parametrize(

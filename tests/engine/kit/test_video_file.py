@@ -84,6 +84,14 @@ def test_waiting_for_its_turn_is_not_decoding(monkeypatch: pytest.MonkeyPatch) -
         next(frames)
 
 
+def test_decoding_ends_once_nobody_waits() -> None:
+    looks = iter([True, True, False])
+    frames = VideoFile(MediaInput(AVI, kind="video"), VideoOptions(), lambda: next(looks)).frames([0, 1, 2])
+    assert [next(frames)[0], next(frames)[0]] == [0, 1]
+    with pytest.raises(InvalidRequest, match="nobody waits"):
+        next(frames)
+
+
 def test_corrupt_frames_are_skipped() -> None:
     data = bytearray(AVI)
     second = data.index(b"00dc", data.index(b"00dc") + 4)

@@ -40,6 +40,8 @@ class Recording:
 
     seconds: float
     data: bytes = bytes(100)
+    silence: int = 0
+    """Frames at the beginning without any sound."""
 
     @property
     def frames(self) -> int:
@@ -48,6 +50,9 @@ class Recording:
     def window(self, start: int, frames: int) -> bytes:
         return f"{start}+{frames}".encode()
 
+    def silent(self, start: int, frames: int) -> bool:
+        return start < self.silence
+
 
 @dataclass
 class Scripted:
@@ -55,10 +60,11 @@ class Scripted:
 
     answers: list[Any]
     seconds: float = 2.0
+    silence: int = 0
     requests: list[GenerateRequest] = field(default_factory=list)
 
     async def read(self, data: bytes) -> Recording:
-        return Recording(self.seconds)
+        return Recording(self.seconds, silence=self.silence)
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
         self.requests.append(request)
@@ -144,6 +150,12 @@ async def test_a_bad_text_is_tried_again_at_higher_temperatures(transcriber_of: 
 async def test_a_window_without_speech_is_skipped(transcriber_of: Any) -> None:
     engine = Scripted([said(" hm", logprob=-2.0, silence=0.9), said(" words", between=(0, 50))], seconds=3.0)
     assert [(one.text, one.seek) for one in await segments_of(transcriber_of(engine))] == [(" words", 200)]
+
+
+async def test_a_window_without_any_sound_is_not_shown_to_the_model(transcriber_of: Any) -> None:
+    engine = Scripted([said(" words", between=(0, 50))], seconds=5.0, silence=400)
+    assert [(one.text, one.seek) for one in await segments_of(transcriber_of(engine))] == [(" words", 400)]
+    assert len(engine.requests) == 1
 
 
 async def test_prompt_language_and_task_steer_the_model(transcriber_of: Any) -> None:

@@ -55,7 +55,8 @@ def refusal(answer: httpx.Response, status: int = 400) -> tuple[str | None, str 
 
 
 async def test_pictures_come_with_their_seeds_and_usage(client: httpx.AsyncClient) -> None:
-    answer = await client.post(NEW, json=BODY | {"n": 3, "seed": 7, "size": "32x16", "user": "u"})
+    ignored = {"user": "u", "moderation": "low", "style": "vivid", "background": "opaque"}
+    answer = await client.post(NEW, json=BODY | {"n": 3, "seed": 7, "size": "32x16"} | ignored)
     found = ImagesAnswer.model_validate(answer.json())
     assert [one.seed for one in found.data] == [7, 8, 9]
     for one in found.data:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from engine.errors import EngineDied
+from engine.errors import EngineDied, QueueFull
 from engine.visual.base import VisualStream
 from engine.visual.engine import QueuedVisualEngine
 from engine.visual.types import VisualDelta, VisualInfo, VisualRequest
@@ -32,6 +32,9 @@ PATH = "/v1/videos"
 BODY: dict[str, Any] = {"model": "fake", "prompt": "a red circle"}
 LONG = BODY | {"num_inference_steps": 200}
 SLOW: dict[str, Any] = {"modality": "visual", "fake_token_delay_ms": 5}
+REQUEST = VisualRequest(
+    request_id="r", prompt="a", seeds=(1,), width=8, height=8, steps=1, frames=1, fps=1, format="webm"
+)
 
 
 @pytest.fixture
@@ -146,6 +149,26 @@ async def test_only_so_many_jobs_may_wait(tmp_path: Path) -> None:
         assert refusal(await client.post(PATH, json=BODY), 429)[1] == "queue_full"
         await client.delete(f"{PATH}/{job.id}")
         await create(client)
+
+
+async def test_keys_take_turns_and_each_may_have_a_job(tmp_path: Path) -> None:
+    jobs = VideoJobs(MediaStore(tmp_path, 1000, 60), 3)
+    for owner in "aaabc":
+        await jobs.create(owner, REQUEST)
+    for owner in "ab":
+        with pytest.raises(QueueFull):
+            await jobs.create(owner, REQUEST)
+    begun = [await jobs.take() for _ in range(2)]
+    order = ""
+    while begun:
+        job = begun.pop(0)
+        assert job is not None
+        order += job.owner
+        await jobs.end(job.number, "completed")
+        if (following := await jobs.take()) is not None:
+            begun.append(following)
+    assert order == "abcaa"
+    await jobs.media.close()
 
 
 async def test_a_video_that_takes_too_long_fails(tmp_path: Path) -> None:
@@ -290,11 +313,7 @@ def made(_: str) -> VisualStream:
 
 async def ended(jobs: VideoJobs, engine: Any, *prompts: str) -> list[VideoRecord]:
     """What becomes of jobs with these prompts."""
-    size: dict[str, Any] = {"width": 8, "height": 8, "steps": 1, "frames": 1, "fps": 1, "format": "webm"}
-    ids = [
-        (await jobs.create("me", VisualRequest(request_id="r", prompt=prompt, seeds=(1,), **size))).id
-        for prompt in prompts
-    ]
+    ids = [(await jobs.create("me", replace(REQUEST, prompt=prompt))).id for prompt in prompts]
     worker = VideoWorker(jobs, engine, 60, render_event, lambda: True, pause=0.01)
     working = asyncio.create_task(worker.run())
     try:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,10 +18,12 @@ from PIL import Image
 
 from engine.config import EncoderConfig
 from engine.embedded.vision.encoder import EmbeddedEncoder
+from engine.embedded.vision.process import EncoderProcess
 from engine.encoder import Encoder
-from engine.errors import EngineDied, EngineFailure, EngineNotReady, InvalidRequest
+from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
 from engine.kit.work import begin_request
 from engine.media import EncodedMedia, MediaInput
+from tests.support.videos import frames_of, video_of
 from tests.support.vision_models import build_llava, image_bytes
 from tests.support.waiting import slowness
 
@@ -133,6 +136,36 @@ async def test_cancelled_images_are_skipped(encoder: EmbeddedEncoder) -> None:
     started = time.monotonic()
     await encoder.encode([GOOD])
     assert time.monotonic() - started < 60 * seconds  # two batches of 8 were under way, 184 images were not
+
+
+async def test_decoding_ends_for_a_client_that_has_left(
+    encoder: EmbeddedEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await until_healthy(encoder)
+    video = video_of(frames_of(1) * 6000, "mp4", 100)
+    answers: asyncio.Queue[tuple[int, dict[int, EncodedMedia | EngineError]] | None] = asyncio.Queue()
+    sent = asyncio.Event()
+    receive, send = EncoderProcess.receive, EncoderProcess.send
+
+    async def watched_receive(self: EncoderProcess) -> tuple[int, dict[int, EncodedMedia | EngineError]] | None:
+        answers.put_nowait(answer := await receive(self))
+        return answer
+
+    async def watched_send(self: EncoderProcess, *batch: Any) -> bool:
+        done = await send(self, *batch)
+        sent.set()
+        return done
+
+    monkeypatch.setattr(EncoderProcess, "receive", watched_receive)
+    await encoder.encode([GOOD])  # the answers after this one are watched
+    while not answers.empty():
+        answers.get_nowait()
+    monkeypatch.setattr(EncoderProcess, "send", watched_send)
+    encoding = asyncio.create_task(encoder.encode([MediaInput(video, kind="video")]))
+    await sent.wait()
+    encoding.cancel()
+    answer = await answers.get()
+    assert answer is not None and "nobody waits for the video" in str(answer[1][0])
 
 
 async def test_death_is_followed_by_a_restart_and_costs_nothing(encoder: EmbeddedEncoder) -> None:

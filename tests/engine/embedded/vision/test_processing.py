@@ -128,6 +128,13 @@ def test_an_image_alone_is_what_it_is_among_others(encoder: BatchEncoder) -> Non
         torch.testing.assert_close(alone_rows, rows, rtol=1e-4, atol=1e-4)
 
 
+def test_large_images_do_not_wait_for_others(llava: BatchEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llava, "together", 8)
+    left = [next(llava.prepare([MediaInput(image_bytes())])) for _ in range(2)]
+    outcomes = llava.embed(iter(left.pop, None), 1)
+    assert [index for index, _ in next(outcomes)] == [0] and len(left) == 1
+
+
 def test_no_language_model_stays_in_memory(encoder: BatchEncoder) -> None:
     names = [name for name, _ in encoder.tower.model.named_parameters()]
     assert names and not any(name.startswith(("language_model", "text_model", "lm_head")) for name in names)

@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 
 import numpy as np
 import pytest
@@ -102,18 +103,59 @@ async def test_a_file_that_takes_too_long_makes_the_process_unhealthy(monkeypatc
     """The host ends an unhealthy service."""
     release = threading.Event()
 
-    def hang(data: bytes, max_seconds: float) -> np.ndarray:
+    def hang(*_: object) -> np.ndarray:
         release.wait()
         return speech(1.0)
 
     monkeypatch.setattr(reader, "decode_audio", hang)
     here = SpeechReader(ReaderConfig(bins=80, frames=200, max_seconds=10, timeout_seconds=0))
     assert here.healthy
-    reading = asyncio.create_task(here.read(AudioFile(b"")))
+    reading = asyncio.create_task(here.read(AudioFile(wav(1.0))))
     await until(lambda: not here.healthy)
     release.set()
     assert (await reading).frames == 100
     assert here.healthy
+    await here.close()
+
+
+async def test_reading_ends_for_a_client_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def decode(data: bytes, max_seconds: float, going_on: Callable[[], bool]) -> np.ndarray:
+        begun.set()
+        while going_on():
+            time.sleep(0.001)
+        ended.set()
+        return speech(1.0)
+
+    monkeypatch.setattr(reader, "decode_audio", decode)
+    here = SpeechReader(CONFIG)
+    reading = asyncio.create_task(here.read(AudioFile(wav(1.0))))
+    await until(begun.is_set)
+    reading.cancel()
+    await until(ended.is_set)
+    await here.close()
+
+
+async def test_long_recordings_wait_for_memory_and_short_ones_pass_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    running: list[bytes] = []
+    release = threading.Event()
+
+    def decode(data: bytes, *_: object) -> np.ndarray:
+        running.append(data)
+        if data == b"long":
+            release.wait()
+        return speech(1.0)
+
+    monkeypatch.setattr(reader, "decode_audio", decode)
+    monkeypatch.setattr(reader, "claimed_seconds", lambda data: 7000.0 if data == b"long" else 1.0)
+    here = SpeechReader(ReaderConfig(bins=80, frames=200, max_seconds=7200, timeout_seconds=60))
+    long = [asyncio.create_task(here.read(AudioFile(b"long"))) for _ in range(6)]
+    await until(lambda: bool(running))
+    await here.read(AudioFile(b"short"))
+    assert running == [b"long", b"short"]
+    release.set()
+    assert [recording.frames for recording in await asyncio.gather(*long)] == [100] * 6
     await here.close()
 
 
