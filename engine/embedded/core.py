@@ -245,6 +245,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         """Forget every reusable block, in all tiers; sequences that run keep theirs."""
+        self.scheduler.store_fetched()  # or they would become reusable afterwards
         if self.tiers is not None:
             self.tiers.clear()
         for pool in self.blocks.pools:

@@ -168,8 +168,14 @@ class EmbeddedEngine(ThreadedEngine[EngineCore]):
     def _prepare_in_task(self, work: Coroutine[Any, Any, None], stream: DeltaStream) -> None:
         task = asyncio.create_task(work)
         self._preparing.add(task)
-        task.add_done_callback(self._preparing.discard)
+        task.add_done_callback(partial(self._prepared, stream))
         stream.when_done(task.cancel)
+
+    def _prepared(self, stream: DeltaStream, task: "asyncio.Task[None]") -> None:
+        self._preparing.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:  # a bug: the consumer must not wait
+            log.error("a request could not be prepared", exc_info=error)
+            stream.abort(EngineFailure(f"the request could not be prepared: {type(error).__name__}"))
 
     async def _fetch(self, request: GenerateRequest, stream: DeltaStream) -> None:
         """Submit a request once the embeddings that its encoder has kept are here."""

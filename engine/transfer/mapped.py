@@ -4,6 +4,7 @@ import os
 import select
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from threading import Event, Lock, Thread
 from typing import Generic, Protocol, TypeVar
 
@@ -83,8 +84,10 @@ class MappedMethod(ABC, Generic[RangeT, MappingT]):
                 check_reachable(owner.process)
                 self._peers[owner] = self._map(owner)
                 self._watches = [watch for watch in self._watches if watch.is_alive()]
-                self._watches.append(Thread(target=self._drop_dead, args=(owner,), daemon=True))
-                self._watches[-1].start()
+                watch = Thread(target=self._drop_dead, args=(owner,), daemon=True)
+                with suppress(RuntimeError):  # no thread is left: they are dropped at the next read
+                    watch.start()
+                    self._watches.append(watch)
             return self._peers[owner]
 
     def _drop_dead(self, owner: Owner[RangeT]) -> None:

@@ -148,11 +148,14 @@ class EmbeddedEncoder:
         self._wake.set()
         try:
             return await asyncio.gather(*(job.done for job in jobs))
-        finally:
+        except BaseException:  # cancellation included
             for job in jobs:
                 if job.done.cancel() or job.done.cancelled():  # by `gather`
                     self._dropped.append(job.number)
                     self._wake.set()
+                elif job.done.exception() is None:
+                    self._discard(job.done.result())
+            raise
 
     def release(self, rows: RemoteRows, *, lost: bool = False) -> None:
         self._released.append(rows)
@@ -263,8 +266,8 @@ class EmbeddedEncoder:
             for place, outcome in outcomes.items():
                 done = batch.pop(place).done
                 if done.done():
-                    continue
-                if isinstance(outcome, EngineError):
+                    self._discard(outcome)
+                elif isinstance(outcome, EngineError):
                     done.set_exception(outcome)
                 else:
                     done.set_result(outcome)
@@ -273,6 +276,11 @@ class EmbeddedEncoder:
                 self._suspect = None
             self._arm(lane, process)
             self._wake.set()
+
+    def _discard(self, outcome: EncodedMedia | EngineError) -> None:
+        """Release embeddings that stayed with the process, of an image for which nobody waits any more."""
+        if isinstance(outcome, EncodedMedia) and outcome.remote is not None:
+            self.release(outcome.remote)
 
     def _arm(self, lane: _ImageLane, process: EncoderProcess) -> None:
         """Restart the timeout for the lane's next answer, if one is due."""

@@ -18,7 +18,7 @@ from engine.embedded.engine import EmbeddedEngine
 from engine.embedded.kv.blocks import block_key, root_key
 from engine.embedded.models.embeddings import NO_IMAGES
 from engine.embedded.vision.kept import KeptRows
-from engine.errors import EmbeddingsLost, EngineUnavailable, InvalidRequest
+from engine.errors import EmbeddingsLost, EngineFailure, EngineUnavailable, InvalidRequest
 from engine.kit.checks import ImageTokens, check_embeddings, check_prompt
 from engine.media import MediaSpan, MediaSpans, overlaps_of
 from engine.transfer.base import LeaseWord
@@ -141,7 +141,12 @@ async def engine(family: Family) -> AsyncIterator[EmbeddedEngine]:
 
 
 async def test_the_engine_takes_and_refuses_images(
-    engine: EmbeddedEngine, family: Family, prompts: list[Prompt], expected: list[list[int]], tiny_model: Path
+    engine: EmbeddedEngine,
+    family: Family,
+    prompts: list[Prompt],
+    expected: list[list[int]],
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     request = request_for("a", prompts[2])
     assert tokens([delta async for delta in engine.generate(request)]) == expected[2]
@@ -156,6 +161,9 @@ async def test_the_engine_takes_and_refuses_images(
     short = replace(spans[0].remote, size=16)  # type: ignore[type-var]
     with pytest.raises(InvalidRequest, match="image 0 has 16 bytes"):
         await anext(engine.generate(replace(request, media=MediaSpans((replace(spans[0], remote=short), *spans[1:])))))
+    monkeypatch.setattr(engine._rows, "fetched", _broken)
+    with pytest.raises(EngineFailure, match="MemoryError"):
+        await anext(engine.generate(elsewhere))
     wrong = replace(request, media=MediaSpans((replace(request.spans[0], data=b"0" * 16), request.spans[1])))
     with pytest.raises(InvalidRequest, match="image 0 has 16 bytes"):
         await anext(engine.generate(wrong))
@@ -168,6 +176,10 @@ async def test_the_engine_takes_and_refuses_images(
             await anext(blind.generate(request))
     finally:
         await blind.close()
+
+
+async def _broken(request: GenerateRequest, device: str) -> GenerateRequest:
+    raise MemoryError
 
 
 # ---- What is asked of spans, rows, bytes and grids.

@@ -71,6 +71,24 @@ def tiered(tiny_model: Path, tmp_path: Path) -> Iterator[EngineCore]:
     core.close()
 
 
+def test_a_reset_forgets_what_has_just_been_read(tiered: EngineCore) -> None:
+    [prompt] = prompts_of(3, 1, 60)
+    run(tiered, [prompt])
+    [pool] = tiered.blocks.pools
+    pool.evict()
+    add(tiered, "again", prompt, max_tokens=4)
+    tiered.step()
+    while tiered.scheduler.fetching:
+        tiered.poll()
+        time.sleep(0.001)
+    [sequence] = tiered.scheduler.running
+    tiered.reset_prefix_cache()
+    while tiered.busy:
+        tiered.step()
+    assert tiered.tiers is not None and sequence.cached_tokens
+    assert sequence.keys[0] not in pool and not tiered.tiers.host.has((0, sequence.keys[0]))
+
+
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_answers_are_the_same_while_conversations_do_not_fit(tiny_model: Path, tmp_path: Path, overlap: str) -> None:
     """Turn by turn, three at a time, with more conversations than the device holds; some are preempted."""

@@ -3,10 +3,11 @@
 import gc
 import signal
 import time
-from threading import Event
+from threading import Event, Thread
 
 import pytest
 
+from engine.transfer import mapped
 from engine.transfer.base import Read, TransferError
 from engine.transfer.nixl import NixlAgent
 from engine.transfer.transfers import Transfers
@@ -202,3 +203,17 @@ def test_dead_peers_memory_is_let_go_at_once(method: str) -> None:
             time.sleep(0.01)
         ended(transfers.read(second.offers, [Read(0, 0, 0, MIB)]))
     transfers.close()
+
+
+class _NoThread(Thread):
+    def start(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+
+def test_a_peer_is_read_where_no_thread_is_left_to_wait_for_its_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped, "Thread", _NoThread)
+    memory = Memory(MIB, method="shared_memory")
+    transfers = Transfers(memory.regions, "shared_memory")
+    with owning("shared_memory", MIB) as owner:
+        ended(transfers.read(owner.offers, [Read(0, 0, 0, MIB)]))
+        transfers.close()

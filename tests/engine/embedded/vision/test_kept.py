@@ -9,10 +9,12 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from engine.config import EncoderConfig
 from engine.embedded.vision import kept as kept_module
+from engine.embedded.vision.encoder import EmbeddedEncoder
 from engine.embedded.vision.kept import KeptRows, RowsReader
-from engine.errors import EmbeddingsLost
-from engine.media import MediaSpan, MediaSpans, RemoteRows
+from engine.errors import EmbeddingsLost, EngineError, InvalidRequest
+from engine.media import EncodedMedia, MediaInput, MediaSpan, MediaSpans, RemoteRows
 from engine.transfer.base import LeaseWord, Offer
 from engine.types import Delta, GenerateRequest, Handoff, SamplingParams
 
@@ -132,6 +134,39 @@ async def test_readers_wait_for_room(reader: RowsReader) -> None:
     remote = [kept.put(rows_of(3, seed)) for seed in range(12)]
     found = await asyncio.gather(*(read(reader, rows) for rows in remote if rows is not None))
     assert found == [rows_of(3, seed).view(torch.uint8).numpy().tobytes() for seed in range(12)]
+
+
+class _Process:
+    """Answers one batch."""
+
+    def __init__(self, outcomes: dict[int, EncodedMedia | EngineError]) -> None:
+        self._answers = [(0, outcomes)]
+
+    async def receive(self) -> tuple[int, dict[int, EncodedMedia | EngineError]] | None:
+        return self._answers.pop() if self._answers else None
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+async def test_rows_that_nobody_waits_for_any_more_are_released(cancelled: bool) -> None:
+    encoder = EmbeddedEncoder(EncoderConfig(model=""))
+    encoder._serving = True
+    rows = RemoteRows((), 0, PAGE, LeaseWord(0, 1))
+    outcomes: dict[int, EncodedMedia | EngineError] = {
+        0: EncodedMedia(text="", rows=1, dtype="bfloat16", remote=rows),
+        1: InvalidRequest("it cannot be read"),
+    }
+    encoding = asyncio.create_task(encoder.encode([MediaInput(b"a"), MediaInput(b"b")]))
+    await asyncio.sleep(0)
+    lane = encoder._lanes[0]
+    lane.sent.append(dict(enumerate(lane.next_batch(2))))
+    if cancelled:
+        encoding.cancel()
+        await asyncio.wait([encoding])
+    process: Any = _Process(outcomes)
+    await encoder._receive(process)
+    with pytest.raises(asyncio.CancelledError if cancelled else InvalidRequest):
+        await encoding
+    assert [*encoder._released] == [rows]
 
 
 def _of_another_host(offer: Offer) -> Offer:
