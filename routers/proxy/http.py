@@ -147,10 +147,11 @@ class _Exchange:
         scope = self._request.scope
         if self._path in _BODIES:
             return await read(self._router, state_of(self._request), scope, self._body, *_BODIES[self._path])
+        if self._path == BATCHES_PATH:  # without the session, which may be with another replica than the list
+            return RoutedPrompt(count=1), Affinity(conversation=f"{scope['state'].get('owner', '')} batches")
         named = _STORED.match(self._path)
-        listed = f"{scope['state'].get('owner', '')} batches" if self._path == BATCHES_PATH else ""
         session = session_of(self._router, scope)
-        return RoutedPrompt(count=1), Affinity((named[1],) if named is not None else (), listed, session)
+        return RoutedPrompt(count=1), Affinity((named[1],) if named is not None else (), session=session)
 
     async def _ask(self, rank: RoutedRank, work: Assignment, attempt: int) -> Response:
         """Send the request to a replica. Raises ConnectionFailed."""
