@@ -181,6 +181,11 @@ def test_templates_get_the_roles_that_they_show(source: str, expected: str) -> N
     assert template.render(TALK[2:3]) == "u:C;"
 
 
+def test_a_template_that_always_needs_tools_gets_the_messages_as_they_are() -> None:
+    template = ChatTemplate(f"{{% for tool in tools %}}{{% endfor %}}{{% for m in messages %}}{_SAY}{{% endfor %}}", {})
+    assert template.render(TALK, tools=[{}]) == "s:A;s:B;u:C;u:D;a:E;s:F;u:G;"
+
+
 def test_the_final_message_can_be_continued() -> None:
     template = ChatTemplate(CHATML, {})
     text = template.render(MESSAGES, continue_final_message=True, add_generation_prompt=False)
