@@ -19,8 +19,8 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from engine import trace
-from engine.errors import EngineAsleep, EngineDied, EngineNotReady
-from engine.replicas.client import ConnectionFailed, Header, ReplicaConnection
+from engine.errors import EngineAsleep, EngineDied, EngineFailure, EngineNotReady
+from engine.replicas.client import AnswerTooLong, ConnectionFailed, Header, ReplicaConnection
 from engine.replicas.routing.fleet import Fleet, RoutedPrompt
 from engine.replicas.routing.load import Assignment
 from engine.replicas.routing.replica import RoutedRank, RoutedReplica
@@ -186,6 +186,9 @@ class _Exchange:
             elif self._path.startswith(BATCHES_PATH) and not self._path.endswith("/results"):
                 content = _RESULTS.sub(str(self._request.base_url).rstrip("/").encode(), content)
             return _WholeAnswer(connection.status, headers, content)
+        except AnswerTooLong as error:  # not the replica's fault
+            outcome = "error"
+            raise EngineFailure(f"The answer has more than {_MAX_ANSWER >> 20} MiB: ask the replica itself.") from error
         except ConnectionFailed as error:
             outcome = "unreachable"
             replica.fail(error)
