@@ -314,5 +314,7 @@ def _joined(first: Any, second: Any, between: str = "\n") -> Any:
     """Join two contents, each a text or a list of parts; `between` separates texts."""
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}{between}{second}"
-    parts = [[{"type": "text", "text": part}] if isinstance(part, str) else part for part in (first, second)]
-    return [*parts[0], *parts[1]]
+    (*before, last), (following, *after) = _parts(first), _parts(second)
+    if last["type"] == following["type"] == "text":
+        return [*before, *_parts(f"{last['text']}{between}{following['text']}"), *after]
+    return [*before, last, following, *after]
