@@ -239,8 +239,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A computed prompt that a prefill replica passes to decode (`engine/handoff.py` has the codec). It is valid while
-    the prefill's stream is open.
+    """A computed prompt that a prefill replica passes to decode (`engine/kit/handoff.py` has the codec). It is valid
+    while the prefill's stream is open.
     """
 
     version: int

@@ -1,1 +1,1 @@
-"""Parts that any engine is built from: work off the event loop, the KV-event log, request checks, logits processors."""
+"""Parts that any engine is built from: work off the event loop, the KV-event log, the codec of handoffs, checks."""

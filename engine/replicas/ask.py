@@ -11,7 +11,7 @@ import msgspec
 from pydantic import ValidationError
 
 from engine import errors, trace
-from engine.handoff import MAX_BYTES, decode_handoff
+from engine.kit.handoff import MAX_BYTES, decode_handoff
 from engine.replicas.client import AnswerTooLong, ConnectionFailed, Header, ReplicaClient, ReplicaConnection
 from engine.replicas.encode_answers import decode_answer
 from protocol.errors import ErrorEnvelope

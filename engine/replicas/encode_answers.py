@@ -14,9 +14,9 @@ import msgspec
 from blake3 import blake3
 from msgspec.structs import replace
 
-from engine import handoff
 from engine.encoder import Encoded, Encoder, EncoderInfo
 from engine.errors import InvalidRequest, QueueFull
+from engine.kit import handoff
 from engine.kit.work import NATIVE
 from engine.media import ITEM_BYTES, EncodedMedia, Encoding, MediaInput, RemoteRows
 from engine.transfer.arena import Arena, Place

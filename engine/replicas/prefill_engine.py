@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from engine import trace
 from engine.base import DeltaStream, Engine, EngineAround
 from engine.errors import EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
-from engine.handoff import prefill_info
 from engine.kit.checks import check_prompt
+from engine.kit.handoff import prefill_info
 from engine.kit.tasks import all_of
 from engine.media import Unexpanded
 from engine.replicas.remote import RemoteObserver, is_final

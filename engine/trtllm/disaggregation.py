@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine.errors import EngineFailure, EngineUnavailable, InvalidRequest
-from engine.handoff import VERSION
+from engine.kit.handoff import VERSION
 from engine.media import Encoding, PromptMedia, Unexpanded
 from engine.transfer.process_id import shared_memory_domain
 from engine.trtllm.versions import PackageVersion

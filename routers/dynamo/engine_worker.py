@@ -15,7 +15,7 @@ from dynamo.runtime import Context
 from engine.admission import AdmissionEngine
 from engine.base import DeltaStream
 from engine.errors import EngineError, EngineFailure
-from engine.handoff import handoff_of, prefill_info
+from engine.kit.handoff import handoff_of, prefill_info
 from engine.kit.tasks import all_of, cancel
 from engine.kv_events import KvEvent
 from engine.replicas.publisher.convert import Converter

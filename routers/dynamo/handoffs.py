@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from engine.base import DeltaStream
 from engine.errors import EngineError, EngineUnavailable, InvalidRequest
-from engine.handoff import decode_bounded, decode_handoff, encode
+from engine.kit.handoff import decode_bounded, decode_handoff, encode
 from engine.kit.tasks import cancel
 from engine.replicas.pool import NoReplica
 from engine.types import GenerateRequest, Handoff

@@ -16,7 +16,7 @@ from uuid import uuid4
 import msgspec
 
 from engine.errors import InvalidRequest
-from engine.handoff import MAX_BYTES, decode_bounded, encode
+from engine.kit.handoff import MAX_BYTES, decode_bounded, encode
 from engine.kit.tasks import cancel
 from engine.replicas.encode_answers import (
     EmbeddingStore,

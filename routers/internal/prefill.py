@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from engine import handoff, trace
+from engine import trace
 from engine.base import DeltaStream
 from engine.errors import EngineError, EngineFailure, EngineNotReady
+from engine.kit import handoff
 from engine.types import GenerateRequest
 from multimodal.errors import RequestError
 from protocol.internal import MAX_EMBEDDING_BYTES, MEDIA_TYPE, PrefillRequest, head_of, parts_of

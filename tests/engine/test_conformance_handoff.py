@@ -9,9 +9,9 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
-from engine import handoff
 from engine.base import DeltaStream, Engine
 from engine.errors import InvalidRequest
+from engine.kit import handoff
 from engine.types import Delta, GenerateRequest, Handoff, ReasoningBudget
 from tests.support.engine_cases import (
     BLOCK,

@@ -9,10 +9,10 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
-from engine import handoff
 from engine.base import DeltaStream, Engine
 from engine.config import EmbeddedConfig
 from engine.errors import EngineUnavailable, InvalidRequest
+from engine.kit import handoff
 from engine.kv_events import Stored
 from engine.media import Encoding, MediaFiles, MediaInput, MediaSpan, MediaSpans, PromptMedia
 from engine.types import Delta, GenerateRequest, Handoff

@@ -13,12 +13,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from engine import handoff
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
 from engine.embedded.handoff.remote_source import resume
 from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence
+from engine.kit import handoff
 from engine.transfer.base import Offer, Read, Region, TransferError
 from engine.transfer.transfers import Transfers
 from engine.types import Delta, GenerateRequest, Handoff, SamplingParams

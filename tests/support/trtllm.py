@@ -14,10 +14,9 @@ import pytest
 from msgspec.structs import replace
 from PIL import Image
 
-from engine import handoff
 from engine.base import Engine
-from engine.handoff import handoff_of
-from engine.kit import logits
+from engine.kit import handoff, logits
+from engine.kit.handoff import handoff_of
 from engine.media import Encoding, MediaInput
 from engine.replicas.encode_answers import EncodeAnswer, decode_answer
 from engine.types import GenerateRequest, Handoff

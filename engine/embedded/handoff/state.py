@@ -10,7 +10,7 @@ from blake3 import blake3
 from engine.embedded.kv.groups import Table
 from engine.embedded.kv.memory import KvMemory
 from engine.errors import EngineUnavailable, InvalidRequest
-from engine.handoff import decode_bounded
+from engine.kit.handoff import decode_bounded
 from engine.transfer.base import LeaseWord, Offer, Read
 from engine.types import GenerateRequest, Handoff, Held
 

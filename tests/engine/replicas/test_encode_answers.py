@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine import handoff
 from engine.errors import InvalidRequest
+from engine.kit import handoff
 from engine.media import EncodedMedia, Encoding, MediaInput
 from engine.replicas.encode_answers import EncodeAnswer, check_answer, decode_answer
 

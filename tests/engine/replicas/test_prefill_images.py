@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from engine.admission import AdmissionEngine
 from engine.base import DeltaStream
 from engine.errors import EngineUnavailable, InvalidRequest
-from engine.handoff import VERSION, handoff_of
-from engine.handoff import encode as encode_handoff
+from engine.kit.handoff import VERSION, handoff_of
+from engine.kit.handoff import encode as encode_handoff
 from engine.media import MediaFiles, MediaInput, MediaSpan, MediaSpans
 from engine.replicas.prefill_engine import DisaggregatedEngine
 from engine.replicas.prefill_pool import prompt_keys

@@ -10,7 +10,7 @@ from engine.base import DeltaStream
 from engine.config import FakeConfig
 from engine.errors import EngineUnavailable, QueueFull
 from engine.fake.engine import FakeEngine
-from engine.handoff import handoff_of
+from engine.kit.handoff import handoff_of
 from engine.replicas.ask import RemoteAnswer
 from engine.replicas.prefill_engine import DisaggregatedEngine
 from engine.replicas.prefill_pool import PrefillPool

@@ -18,10 +18,9 @@ from hypothesis import settings as testing
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from engine import handoff
 from engine.checkpoints.facts import ModelFacts
 from engine.errors import InvalidRequest
-from engine.kit import logits
+from engine.kit import handoff, logits
 from engine.kv_events import Created, Removed, Stored, Updated
 from engine.media import Encoding, MediaFiles, MediaInput
 from engine.stats import InflightBatchingStats, KvCacheStats

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine import handoff
 from engine.checkpoints.facts import ModelFacts
 from engine.config import FakeConfig, TrtllmConfig, TrtllmEncoderConfig
 from engine.errors import EngineDied, EngineFailure, EngineUnavailable, InvalidRequest
 from engine.fake.engine import FakeEngine
+from engine.kit import handoff
 from engine.media import Encoding
 from engine.transfer.process_id import shared_memory_domain
 from engine.trtllm import disaggregation, library

@@ -27,7 +27,7 @@ from engine.errors import (
     EngineUnavailable,
     InvalidRequest,
 )
-from engine.handoff import VERSION
+from engine.kit.handoff import VERSION
 from engine.media import Encoding
 from engine.process.wire import HostOptions
 from engine.transfer.process_id import shared_memory_domain

@@ -14,7 +14,7 @@ import pytest
 
 from engine.config import TrtllmEncoderConfig
 from engine.errors import InvalidRequest
-from engine.handoff import decode_handoff, encode, handoff_of
+from engine.kit.handoff import decode_handoff, encode, handoff_of
 from engine.trtllm import disaggregation, library
 from engine.trtllm.encoder import TrtllmEncoder
 from engine.trtllm.outputs import Outputs

@@ -18,7 +18,7 @@ from tokenizers.processors import TemplateProcessing
 
 from engine.config import TrtllmConfig, TrtllmEncoderConfig
 from engine.errors import EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
-from engine.handoff import decode_handoff, encode
+from engine.kit.handoff import decode_handoff, encode
 from engine.kv_events import KvEvent, Stored
 from engine.media import Encoding, FrameSampling, MediaFiles, MediaInput, MediaSpan, MediaSpans
 from engine.trtllm import media

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from engine.config import FakeConfig
 from engine.errors import EngineUnavailable, InvalidRequest
 from engine.fake.engine import FakeEngine
-from engine.handoff import handoff_of, prefill_info
+from engine.kit.handoff import handoff_of, prefill_info
 from engine.replicas.prefill_engine import DisaggregatedEngine
 from engine.types import Delta, GenerateRequest
 from routers.dynamo import handoffs

@@ -11,7 +11,7 @@ import pytest
 
 from engine.errors import InvalidRequest
 from engine.fake.encoder import HIDDEN_SIZE, PLACEHOLDER, FakeEncoder
-from engine.handoff import encode
+from engine.kit.handoff import encode
 from engine.media import MediaFiles, MediaSpans
 from engine.replicas.encode_answers import EmbeddingStore, encode_info
 from engine.transfer.arena import Arena

@@ -9,9 +9,9 @@ import httpx
 import msgspec
 import pytest
 
-from engine import handoff
 from engine.errors import EngineError, QueueFull
 from engine.fake.encoder import IMAGE_TOKEN_ID, PLACEHOLDER, FakeEncoder
+from engine.kit import handoff
 from engine.media import EncodedMedia, MediaInput
 from engine.replicas import encode_answers as embeddings
 from engine.replicas.encode_answers import decode_answer, fetch

@@ -9,8 +9,8 @@ import httpx
 import msgspec
 import pytest
 
-from engine import handoff
-from engine.handoff import decode_handoff
+from engine.kit import handoff
+from engine.kit.handoff import decode_handoff
 from protocol.frames import FrameReader
 from protocol.internal import MEDIA_TYPE, VERSION, PrefillInfo, PrefillRequest, pieces
 from routers.internal import leased

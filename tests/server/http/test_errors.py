@@ -290,6 +290,7 @@ STATUS: dict[type[Exception], tuple[int, bool]] = {
     engine.errors.EngineWoken: (409, False),
     engine.errors.NotSupported: (501, False),
     engine.errors.EngineDied: (503, True),
+    engine.errors.EmbeddingsLost: (503, True),
     engine.errors.QueueFull: (429, True),
     engine.errors.QueueTimeout: (503, True),
     engine.errors.EngineFailure: (500, False),

@@ -16,11 +16,11 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
-from engine import handoff
 from engine.base import DeltaStream, Engine
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
 from engine.errors import EngineDied, EngineNotReady, EngineUnavailable, InvalidRequest
+from engine.kit import handoff
 from engine.kit.logits import unregister
 from engine.kit.processors import ProcessorConfig
 from engine.types import Delta, GenerateRequest, Guide, Handoff, Held
