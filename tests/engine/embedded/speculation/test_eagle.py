@@ -176,8 +176,6 @@ def test_a_head_computes_what_it_was_trained_to(
         assert len(found.tokens) == (DEPTH if last > start else 0)
     assert found.tokens == text[start + 2 : start + 2 + DEPTH]
     assert found.probabilities == pytest.approx(probabilities, abs=1e-3)
-    (broken,) = loaded.draft(HeadStep([7], [0], [0], [1], [[6, 101]], features[:1] * torch.nan), [1], 0.0)
-    assert broken.tokens[0] in drafted
 
 
 @pytest.mark.parametrize("options", [{"num_blocks": 22}, {"attention": "sdpa", "overlap_scheduler": "on"}])
