@@ -88,9 +88,10 @@ class ChatTemplate:
         self.wants_parts = not self._shows(_PROBE) and self._shows(_parts(_PROBE))
         """Whether it reads contents as lists only."""
         system = "developer" if self._knows_developer else "system"
-        self._shows_systems = self._shows_roles("system", system, "user", "assistant", system, "user")
+        untried = not self._shows_roles("user", "assistant", "user")  # say, it always needs tools
+        self._shows_systems = untried or self._shows_roles("system", system, "user", "assistant", system, "user")
         """Whether it shows system messages behind the first message."""
-        self._shows_users = self._shows_roles("user", "user")
+        self._shows_users = untried or self._shows_roles("user", "user")
         """Whether it shows several messages of a user in a row."""
         if control is not None and (composed := self._composes(control)):
             control.trust(composed)
@@ -313,5 +314,7 @@ def _joined(first: Any, second: Any, between: str = "\n") -> Any:
     """Join two contents, each a text or a list of parts; `between` separates texts."""
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}{between}{second}"
-    parts = [[{"type": "text", "text": part}] if isinstance(part, str) else part for part in (first, second)]
-    return [*parts[0], *parts[1]]
+    (*before, last), (following, *after) = _parts(first), _parts(second)
+    if last["type"] == following["type"] == "text":
+        return [*before, *_parts(f"{last['text']}{between}{following['text']}"), *after]
+    return [*before, last, following, *after]

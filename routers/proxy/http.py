@@ -19,8 +19,8 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from engine import trace
-from engine.errors import EngineAsleep, EngineDied, EngineNotReady
-from engine.replicas.client import ConnectionFailed, Header, ReplicaConnection
+from engine.errors import EngineAsleep, EngineDied, EngineFailure, EngineNotReady
+from engine.replicas.client import AnswerTooLong, ConnectionFailed, Header, ReplicaConnection
 from engine.replicas.routing.fleet import Fleet, RoutedPrompt
 from engine.replicas.routing.load import Assignment
 from engine.replicas.routing.replica import RoutedRank, RoutedReplica
@@ -147,10 +147,11 @@ class _Exchange:
         scope = self._request.scope
         if self._path in _BODIES:
             return await read(self._router, state_of(self._request), scope, self._body, *_BODIES[self._path])
+        if self._path == BATCHES_PATH:  # without the session, which may be with another replica than the list
+            return RoutedPrompt(count=1), Affinity(conversation=f"{scope['state'].get('owner', '')} batches")
         named = _STORED.match(self._path)
-        listed = f"{scope['state'].get('owner', '')} batches" if self._path == BATCHES_PATH else ""
         session = session_of(self._router, scope)
-        return RoutedPrompt(count=1), Affinity((named[1],) if named is not None else (), listed, session)
+        return RoutedPrompt(count=1), Affinity((named[1],) if named is not None else (), session=session)
 
     async def _ask(self, rank: RoutedRank, work: Assignment, attempt: int) -> Response:
         """Send the request to a replica. Raises ConnectionFailed."""
@@ -185,6 +186,9 @@ class _Exchange:
             elif self._path.startswith(BATCHES_PATH) and not self._path.endswith("/results"):
                 content = _RESULTS.sub(str(self._request.base_url).rstrip("/").encode(), content)
             return _WholeAnswer(connection.status, headers, content)
+        except AnswerTooLong as error:  # not the replica's fault
+            outcome = "error"
+            raise EngineFailure(f"The answer has more than {_MAX_ANSWER >> 20} MiB: ask the replica itself.") from error
         except ConnectionFailed as error:
             outcome = "unreachable"
             replica.fail(error)

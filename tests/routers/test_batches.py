@@ -186,17 +186,24 @@ async def test_large_requests_do_not_hold_up_the_event_loop(tmp_path: Path, monk
     assert threads and threading.get_ident() not in threads
 
 
-async def test_a_router_finds_the_replica_that_has_a_batch(tmp_path: Path) -> None:
-    """Each replica has a store of its own, and the second router has seen no answer."""
+async def test_a_router_finds_the_replica_that_has_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replica has a store of its own, and the second router has seen no answer. Clients have sessions with
+    different replicas.
+    """
     async with AsyncExitStack() as stack:
         urls = []
         for number in range(2):
             urls.append((await stack.enter_async_context(replica("aggregated", cache_dir=tmp_path / str(number))))[0])
         clients = []
-        for _ in range(2):
+        for place in range(2):
             url, life = await stack.enter_async_context(router(urls, route_policy="round_robin", route_attempts=1))
             await available(life, 2)
             clients.append(await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10)))
+            for session in "abc":
+                clients[-1].headers["x-session-id"] = session
+                counted = await clients[-1].post("/v1/messages/count_tokens", json=PARAMS)
+                if counted.headers["x-trellis-replica"] == str(place):
+                    break
         client, other = clients
         made = [await create(client, {}) for _ in range(3)]
         for asking in clients:
@@ -205,6 +212,11 @@ async def test_a_router_finds_the_replica_that_has_a_batch(tmp_path: Path) -> No
         found = await ended(other, made[0]["id"])
         assert found["results_url"] == f"{str(other.base_url).rstrip('/')}{PATH}/{made[0]['id']}/results"
         assert (await results(other, found))["r0"]["type"] == "succeeded"
+        with monkeypatch.context() as patched:
+            patched.setattr("routers.proxy.http._MAX_ANSWER", 10)
+            long = await client.get(f"{PATH}/{made[0]['id']}/results")
+            assert (long.status_code, long.json()["error"]["type"]) == (500, "api_error")
+        assert checked(await client.get(f"{PATH}/{made[0]['id']}"))["id"] == found["id"], "the replica is in use"
         assert checked(await other.post(f"{PATH}/{made[1]['id']}/cancel"))["id"] == made[1]["id"]
         assert (await other.delete(f"{PATH}/{made[0]['id']}")).json()["type"] == "message_batch_deleted"
         missing = await client.get(f"{PATH}/{made[0]['id']}")

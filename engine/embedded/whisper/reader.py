@@ -106,12 +106,12 @@ class SpeechReader:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _seconds(self, file: AudioFile) -> float:
-        return min(claimed_seconds(bytes(readable(file.data))), self._config.longest)
+        with self._timed():
+            return min(claimed_seconds(bytes(readable(file.data))), self._config.longest)
 
     def _read(self, file: AudioFile, left: threading.Event) -> Recording:
-        config, number = self._config, next(self._numbers)
-        self._begun[number] = time.monotonic()
-        try:
+        config = self._config
+        with self._timed():
             samples = decode_audio(bytes(readable(file.data)), config.longest, lambda: not left.is_set())
             seconds = len(samples) / SAMPLE_RATE
             if seconds < _MIN_SECONDS:
@@ -120,6 +120,14 @@ class SpeechReader:
             if frames < config.frames:
                 samples = np.pad(samples, (0, config.frames * HOP - len(samples)))
             return Recording(seconds, frames, config.bins, log_mel(samples, config.bins).tobytes())
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count the block as work on a file, which must not take too long."""
+        number = next(self._numbers)
+        self._begun[number] = time.monotonic()
+        try:
+            yield
         finally:
             del self._begun[number]
 

@@ -181,6 +181,23 @@ def test_templates_get_the_roles_that_they_show(source: str, expected: str) -> N
     assert template.render(TALK[2:3]) == "u:C;"
 
 
+def test_texts_beside_images_are_joined_as_texts_are() -> None:
+    source = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles') }}"
+        "{% endif %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+        "{{ '<image>' if part.type == 'image' else part.text | trim }}{% endfor %}{% endif %};{% endfor %}"
+    )
+    picture = [{"type": "image"}, {"type": "text", "text": "A"}]
+    contents = [picture, "B", [{"type": "text", "text": "C"}, {"type": "image"}], picture]
+    text = ChatTemplate(source, {}).render([{"role": "user", "content": content} for content in contents])
+    assert text == "<image>A\n\nB\n\nC<image><image>A;"
+
+
+def test_a_template_that_always_needs_tools_gets_the_messages_as_they_are() -> None:
+    template = ChatTemplate(f"{{% for tool in tools %}}{{% endfor %}}{{% for m in messages %}}{_SAY}{{% endfor %}}", {})
+    assert template.render(TALK, tools=[{}]) == "s:A;s:B;u:C;u:D;a:E;s:F;u:G;"
+
+
 def test_the_final_message_can_be_continued() -> None:
     template = ChatTemplate(CHATML, {})
     text = template.render(MESSAGES, continue_final_message=True, add_generation_prompt=False)

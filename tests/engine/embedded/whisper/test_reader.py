@@ -99,15 +99,18 @@ async def test_a_recording_may_be_as_long_as_a_message(monkeypatch: pytest.Monke
     await here.close()
 
 
-async def test_a_file_that_takes_too_long_makes_the_process_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "result"), [("claimed_seconds", 1.0), ("decode_audio", np.zeros(16000, np.float32))])
+async def test_a_file_that_takes_too_long_makes_the_process_unhealthy(
+    monkeypatch: pytest.MonkeyPatch, name: str, result: float | np.ndarray
+) -> None:
     """The host ends an unhealthy service."""
     release = threading.Event()
 
-    def hang(*_: object) -> np.ndarray:
+    def hang(*_: object) -> float | np.ndarray:
         release.wait()
-        return speech(1.0)
+        return result
 
-    monkeypatch.setattr(reader, "decode_audio", hang)
+    monkeypatch.setattr(reader, name, hang)
     here = SpeechReader(ReaderConfig(bins=80, frames=200, max_seconds=10, timeout_seconds=0))
     assert here.healthy
     reading = asyncio.create_task(here.read(AudioFile(wav(1.0))))
