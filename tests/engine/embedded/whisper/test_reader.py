@@ -114,8 +114,10 @@ async def test_a_file_that_takes_too_long_makes_the_process_unhealthy(
     here = SpeechReader(ReaderConfig(bins=80, frames=200, max_seconds=10, timeout_seconds=0))
     assert here.healthy
     reading = asyncio.create_task(here.read(AudioFile(wav(1.0))))
-    await until(lambda: not here.healthy)
-    release.set()
+    try:
+        await until(lambda: not here.healthy)
+    finally:
+        release.set()
     assert (await reading).frames == 100
     assert here.healthy
     await here.close()
