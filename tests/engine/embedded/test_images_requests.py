@@ -17,7 +17,7 @@ from engine.config import EmbeddedConfig
 from engine.embedded.engine import EmbeddedEngine
 from engine.embedded.kv.blocks import block_key, root_key
 from engine.embedded.models.embeddings import NO_IMAGES
-from engine.embedded.vision.kept import KeptRows
+from engine.embedded.vision.kept import KeptRows, RowsReader
 from engine.errors import EmbeddingsLost, EngineFailure, EngineUnavailable, InvalidRequest
 from engine.kit.checks import ImageTokens, check_embeddings, check_prompt
 from engine.media import MediaSpan, MediaSpans, overlaps_of
@@ -161,7 +161,7 @@ async def test_the_engine_takes_and_refuses_images(
     short = replace(spans[0].remote, size=16)  # type: ignore[type-var]
     with pytest.raises(InvalidRequest, match="image 0 has 16 bytes"):
         await anext(engine.generate(replace(request, media=MediaSpans((replace(spans[0], remote=short), *spans[1:])))))
-    monkeypatch.setattr(engine._rows, "fetched", _broken)
+    monkeypatch.setattr(RowsReader, "fetched", _broken)
     with pytest.raises(EngineFailure, match="MemoryError"):
         await anext(engine.generate(elsewhere))
     wrong = replace(request, media=MediaSpans((replace(request.spans[0], data=b"0" * 16), request.spans[1])))
@@ -178,7 +178,7 @@ async def test_the_engine_takes_and_refuses_images(
         await blind.close()
 
 
-async def _broken(request: GenerateRequest, device: str) -> GenerateRequest:
+async def _broken(self: RowsReader, request: GenerateRequest, device: str) -> GenerateRequest:
     raise MemoryError
 
 

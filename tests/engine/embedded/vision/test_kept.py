@@ -136,11 +136,26 @@ async def test_readers_wait_for_room(reader: RowsReader) -> None:
     assert found == [rows_of(3, seed).view(torch.uint8).numpy().tobytes() for seed in range(12)]
 
 
-class _Process:
-    """Answers one batch."""
+class _Encoder(EmbeddedEncoder):
+    """Sends nothing, and receives what a test says."""
 
-    def __init__(self, outcomes: dict[int, EncodedMedia | EngineError]) -> None:
+    def __init__(self) -> None:
+        super().__init__(EncoderConfig(model=""))
+        self._serving = True
+        self._answers: list[tuple[int, dict[int, EncodedMedia | EngineError]]] = []
+        self.released: list[RemoteRows] = []
+
+    def release(self, rows: RemoteRows, *, lost: bool = False) -> None:
+        self.released.append(rows)
+
+    def sent(self) -> None:
+        lane = self._lanes[0]
+        lane.sent.append(dict(enumerate(lane.next_batch(2))))
+
+    async def answered(self, outcomes: dict[int, EncodedMedia | EngineError]) -> None:
         self._answers = [(0, outcomes)]
+        process: Any = self
+        await self._receive(process)
 
     async def receive(self) -> tuple[int, dict[int, EncodedMedia | EngineError]] | None:
         return self._answers.pop() if self._answers else None
@@ -148,25 +163,19 @@ class _Process:
 
 @pytest.mark.parametrize("cancelled", [True, False])
 async def test_rows_that_nobody_waits_for_any_more_are_released(cancelled: bool) -> None:
-    encoder = EmbeddedEncoder(EncoderConfig(model=""))
-    encoder._serving = True
+    encoder = _Encoder()
     rows = RemoteRows((), 0, PAGE, LeaseWord(0, 1))
-    outcomes: dict[int, EncodedMedia | EngineError] = {
-        0: EncodedMedia(text="", rows=1, dtype="bfloat16", remote=rows),
-        1: InvalidRequest("it cannot be read"),
-    }
     encoding = asyncio.create_task(encoder.encode([MediaInput(b"a"), MediaInput(b"b")]))
     await asyncio.sleep(0)
-    lane = encoder._lanes[0]
-    lane.sent.append(dict(enumerate(lane.next_batch(2))))
+    encoder.sent()
     if cancelled:
         encoding.cancel()
         await asyncio.wait([encoding])
-    process: Any = _Process(outcomes)
-    await encoder._receive(process)
+    left = EncodedMedia(text="", rows=1, dtype="bfloat16", remote=rows)
+    await encoder.answered({0: left, 1: InvalidRequest("it cannot be read")})
     with pytest.raises(asyncio.CancelledError if cancelled else InvalidRequest):
         await encoding
-    assert [*encoder._released] == [rows]
+    assert encoder.released == [rows]
 
 
 def _of_another_host(offer: Offer) -> Offer:
