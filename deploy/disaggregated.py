@@ -78,12 +78,17 @@ class Member:
         """End the process, by SIGKILL if it takes longer than STOP_SECONDS."""
         self._stopping = True
         self._supervisor.stop()
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(self._stop_signal)
+        self._signal(self._stop_signal)
         done, _ = await asyncio.wait({self._supervision}, timeout=STOP_SECONDS)
-        if not done and self._process is not None:
-            self._process.kill()
+        if not done:
+            self._signal(signal.SIGKILL)
             await asyncio.wait({self._supervision})
+
+    def _signal(self, signum: signal.Signals) -> None:
+        """Send a signal to the process, unless it has ended. asyncio's own methods may take its exit code away."""
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signum)
 
     async def _live(self) -> End:
         """Run one process to its end."""
@@ -105,7 +110,7 @@ class Member:
         finally:
             os.close(written)
         if self._stopping:  # stopped while it was being started
-            process.terminate()
+            self._signal(self._stop_signal)
         passing = asyncio.create_task(self._pass_on(output))
         watching = asyncio.create_task(self._watch())
         code = await process.wait()
