@@ -53,9 +53,6 @@ config: $(RUNTIME)  ## Show every setting and engine argument, and what set it; 
 test: $(DEV)  ## Run the tests that fit five minutes on two cores; ARGS go to pytest
 	@exec $(PYTEST) -m "not slow" $(ARGS)
 
-# Slow tests wait for processes even longer.
-test-slow test-all: WORKERS = 4
-
 test-slow: $(DEV)  ## Run the other tests: faults, fleets of replicas, matrices
 	@exec $(PYTEST) -m slow $(ARGS)
 
