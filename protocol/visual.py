@@ -55,7 +55,7 @@ class ImageFields(DrawingFields):
     stream: bool | None = None
     """Send the picture, and before it unfinished ones, as server-sent events. Needs `n` of 1. Example: false"""
     partial_images: Annotated[int, Field(ge=0, le=3)] | None = None
-    """How many unfinished pictures a stream has at most; each costs the decoding of a picture. Example: 2"""
+    """Maximum number of unfinished pictures in a stream; each has to be decoded like a picture. Example: 2"""
 
 
 class ImageRequest(ImageFields):
@@ -193,7 +193,7 @@ class CompletedImage(BaseModel):
     seed: int
     """The seed of the picture, an extension."""
     usage: ImageUsage
-    """What it was made of."""
+    """Tokens and patches of the picture."""
 
 
 class VideoError(BaseModel):

@@ -103,7 +103,7 @@ def install() -> None:
 
 
 REPLACED = ((cuda_ipc, "Cuda", FakeCuda), (arena, "Cuda", FakeCuda), (cuda_ipc, "PIECE", PIECE))
-"""What stands in for what; for tests to replace with `monkeypatch.setattr`."""
+"""Module, name and replacement of each part; tests pass them to `monkeypatch.setattr`."""
 
 
 def _free(address: int) -> None:

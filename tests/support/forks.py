@@ -20,7 +20,7 @@ from pathlib import Path
 
 
 class Forked:
-    """What `subprocess.Popen` is to a child, to a child of another process."""
+    """A process with the methods of `subprocess.Popen`, although it is the child of another process."""
 
     def __init__(self, status: socket.socket) -> None:
         self._status = status

@@ -124,8 +124,8 @@ class DiskTier:
         self._missed: dict[Name, float] = {}
         """Times from which on missing files may be looked for again."""
         self._unfinished = f".{secrets.token_hex(8)}"
-        """What names of unfinished files begin with. A process id is no such name: containers that share a folder have
-        equal ones, and so does a container that starts again."""
+        """Prefix of the names of unfinished files. It is random, since process ids are equal in containers that share a
+        folder, and in a container that starts again."""
         self._temporary = 0
         self._cleared = 0
         """Number of times that all files were deleted."""

@@ -152,9 +152,9 @@ class _Followed:
     known: int
     """Its number of tokens when the drafts were made."""
     found: Draft = NOTHING
-    """What lookup has drafted for its next tokens, whether that was computed or not."""
+    """Draft of its next tokens by lookup, whether it was computed or not."""
     modelled: Draft = NOTHING
-    """What a model has drafted for them."""
+    """Draft of the same tokens by a model."""
     without: int = 0
     """Number of steps since a model drafted for it."""
 

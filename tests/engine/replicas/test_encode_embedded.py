@@ -79,7 +79,7 @@ async def stay_until_released(
 
 
 async def read(rows: RemoteRows) -> bytes:
-    """What an engine reads."""
+    """Return the bytes that an engine reads."""
     reader = RowsReader(1 << 20, 5.0)
     try:
         return bytes(await reader.read(rows, torch.device("cpu")))  # type: ignore[arg-type]

@@ -27,7 +27,9 @@ def resetting(listener: socket.socket) -> None:
 
 
 async def errors(url: str, transport: httpx.AsyncHTTPTransport, count: int, until: type | None = None) -> Counter[type]:
-    """Of `count` requests by a busy event loop, or of fewer up to the first error of the type `until`."""
+    """Send up to `count` requests from a busy event loop, and count their errors by type. Stop after an error of the type
+    `until`.
+    """
     found: Counter[type] = Counter()
     async with httpx.AsyncClient(transport=transport) as client:
         while found.total() < count and until not in found:

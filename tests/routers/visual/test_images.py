@@ -262,7 +262,7 @@ def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
 async def test_pictures_are_streamed_unfinished(client: httpx.AsyncClient) -> None:
     asked = BODY | {"seed": 7, "size": "32x16"}
     (whole,) = (await client.post(NEW, json=asked)).json()["data"]
-    body = asked | {"stream": True, "partial_images": 3, "num_inference_steps": 3}  # after the last there is none
+    body = asked | {"stream": True, "partial_images": 3, "num_inference_steps": 3}  # no preview of the last step
     *previews, last = events_of(await client.post(NEW, json=body))
     assert [PartialImage.model_validate(event).partial_image_index for event in previews] == [0, 1]
     assert {event["type"] for event in previews} == {"image_generation.partial_image"}

@@ -322,7 +322,7 @@ def test_loading_or_computing_is_chosen_by_speed(store: Store, speeds: Speeds, t
     st.sampled_from([0.0, 0.003, 0.05]),
 )
 def test_of_a_prefix_as_much_is_loaded_as_saves_most(levels: list[int], host: float, disk: float) -> None:
-    """By the definition: every end that all levels have, and what it saves beside computing."""
+    """Compare with a search over all lengths of the prefix, which computes the time that each one saves."""
     usable = [*levels, ABSENT].index(ABSENT)
     present = next((index for index, level in enumerate(levels) if level != DEVICE), len(levels))
     seconds = {DEVICE: 0.0, HOST: host, DISK: disk}
