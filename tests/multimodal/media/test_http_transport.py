@@ -27,7 +27,7 @@ def resetting(listener: socket.socket) -> None:
 
 
 async def errors(url: str, transport: httpx.AsyncHTTPTransport, count: int, until: type | None = None) -> Counter[type]:
-    """Send up to `count` requests from a busy event loop, and count their errors by type. Stop after an error of the type
+    """Send up to `count` requests from a busy event loop, and count their errors by type. Stop after one of the type
     `until`.
     """
     found: Counter[type] = Counter()
