@@ -16,10 +16,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.speculation import BLOCK, SUBJECTS, Case, run
+from benchmarks.speculation import SUBJECTS, Case, core_of, run
 from engine.checkpoints.store import resolve_model
-from engine.config import EmbeddedConfig
-from engine.embedded.core import EngineCore
 from engine.embedded.grammar.library import Setup
 from engine.embedded.grammar.with_llguidance import Llguidance
 from engine.types import Guide
@@ -52,20 +50,10 @@ def main() -> None:
     tokenizer = Tokenizer.load(Path(folder))
     torch.set_num_threads(1)
 
-    def core(quantization: Any) -> EngineCore:
-        most = max(options.streams)
-        config = EmbeddedConfig(
-            model=str(folder),
-            max_batch_size=most,
-            num_blocks=most * (512 // BLOCK),
-            kv_block_size=BLOCK,
-            cache_dir=str(settings.cache_dir),
-            quantization=quantization,
-            threads=1,
-        )
-        return EngineCore(config, lambda _: None)
-
-    cores = {quantization: core(quantization) for quantization in options.quantizations}
+    cores = {
+        quantization: core_of(folder, settings, max(options.streams), 512, quantization=quantization, threads=1)
+        for quantization in options.quantizations
+    }
     runner = next(iter(cores.values())).runner
     library = Llguidance(Setup("llguidance", str(folder), runner.vocab_size, tuple(runner.eos_token_ids)))
     grammar = library.prepare(Guide(kind="json_schema", spec=SCHEMA))[0]

@@ -172,6 +172,19 @@ def repeated(case: Case, answer: list[int], tokenizer: Tokenizer) -> float:
     return sum(block.size for block in matcher.get_matching_blocks() if block.size >= 4) / max(len(answer), 1)
 
 
+def core_of(folder: Path, settings: Settings, streams: int, length: int, **options: Any) -> EngineCore:
+    """Return an engine of this process with room for `length` tokens in each stream; `options` are EmbeddedConfig's."""
+    config = EmbeddedConfig(
+        model=str(folder),
+        max_batch_size=streams,
+        num_blocks=streams * (length // BLOCK),
+        kv_block_size=BLOCK,
+        cache_dir=str(settings.cache_dir),
+        **options,
+    )
+    return EngineCore(config, lambda _: None)
+
+
 def run(core: EngineCore, tokenizer: Tokenizer, asked: list[Case], tokens: int, salt: str) -> Rate:
     """Run requests at the same time."""
     for index, case in enumerate(asked):
@@ -233,20 +246,17 @@ def main() -> None:
         models["eagle3"] = options.head or str(resolve_head(options.model))
 
     def core(mode: str) -> EngineCore:
-        most = max(options.streams)
-        config = EmbeddedConfig(
-            model=str(folder),
-            max_batch_size=most,
-            num_blocks=most * (1024 // BLOCK),
-            kv_block_size=BLOCK,
-            cache_dir=str(settings.cache_dir),
+        return core_of(
+            folder,
+            settings,
+            max(options.streams),
+            1024,
             speculative=mode,
             speculative_model=models.get(mode, ""),
             speculative_tokens=options.draft_tokens,
             quantization=options.quantization,
             threads=threads,
         )
-        return EngineCore(config, lambda _: None)
 
     cores = {mode: core(mode) for mode in ("none", *options.modes)}
     runner = cores["none"].runner
