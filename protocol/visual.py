@@ -150,48 +150,41 @@ class ImagesAnswer(BaseModel):
     """Tokens and patches that were read and made."""
 
 
-class PartialImage(BaseModel):
+class _ImageEvent(BaseModel):
+    """Fields of both events of a stream."""
+
+    type: str
+    """Kind of event."""
+    b64_json: str
+    """The file in base64."""
+    created_at: int
+    """Unix time in seconds."""
+    background: Literal["opaque"] = "opaque"
+    """Pictures are opaque."""
+    output_format: Literal["png", "webp", "jpeg"]
+    """Format of the file."""
+    quality: str
+    """As asked for."""
+    size: str
+    """Width and height in pixels."""
+    seed: int
+    """The seed of the picture, an extension."""
+
+
+class PartialImage(_ImageEvent):
     """An event of a stream: an unfinished picture."""
 
     type: Literal["image_generation.partial_image", "image_edit.partial_image"]
     """Kind of event."""
     partial_image_index: int
     """Which unfinished picture it is, from 0."""
-    b64_json: str
-    """The file in base64."""
-    created_at: int
-    """Unix time in seconds."""
-    background: Literal["opaque"] = "opaque"
-    """Pictures are opaque."""
-    output_format: Literal["png", "webp", "jpeg"]
-    """Format of the file."""
-    quality: str
-    """As asked for."""
-    size: str
-    """Width and height in pixels."""
-    seed: int
-    """The seed of the picture, an extension."""
 
 
-class CompletedImage(BaseModel):
+class CompletedImage(_ImageEvent):
     """The last event of a stream: the picture."""
 
     type: Literal["image_generation.completed", "image_edit.completed"]
     """Kind of event."""
-    b64_json: str
-    """The file in base64."""
-    created_at: int
-    """Unix time in seconds."""
-    background: Literal["opaque"] = "opaque"
-    """Pictures are opaque."""
-    output_format: Literal["png", "webp", "jpeg"]
-    """Format of the file."""
-    quality: str
-    """As asked for."""
-    size: str
-    """Width and height in pixels."""
-    seed: int
-    """The seed of the picture, an extension."""
     usage: ImageUsage
     """Tokens and patches of the picture."""
 
