@@ -18,6 +18,7 @@ from engine.checkpoints.facts import read_model_facts
 from engine.config import EncoderConfig
 from engine.embedded.models.transformers_models import load_config
 from engine.embedded.threads import compute_threads
+from engine.embedded.vision.kept import KeptRows
 from engine.embedded.vision.processing import ImageProcessing
 from engine.embedded.vision.tower import Tower
 from engine.embedded.vision.videos import Prepared
@@ -105,15 +106,17 @@ class BatchEncoder:
 
     def release(self, rows: RemoteRows) -> None:
         """End the lease of embeddings that stayed here. Callable from any thread."""
-        if isinstance(self.tower, Tower) and self.tower.kept is not None:
-            self.tower.kept.release(rows)
+        if (kept := self._kept) is not None:
+            kept.release(rows)
+
+    @property
+    def _kept(self) -> KeptRows | None:
+        return self.tower.kept if isinstance(self.tower, Tower) else None
 
     def _copied(self, rows: RemoteRows) -> Outcome:
         """Return embeddings that stayed here, and nothing else of their file."""
-        found = None
-        if isinstance(self.tower, Tower) and self.tower.kept is not None:
-            with self._computing:
-                found = self.tower.kept.copied(rows)
+        with self._computing:
+            found = None if (kept := self._kept) is None else kept.copied(rows)
         if found is None:
             return EngineFailure("the embeddings have been given up")
         count = len(found) // (self.tower.hidden_size * self.tower.dtype.itemsize)
