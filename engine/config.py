@@ -12,7 +12,7 @@ MAX_AUDIO_SECONDS = 600.0
 MAX_IMAGE_PIXELS = 64_000_000
 """Default limit for the size of an image, width times height, of all its frames."""
 
-CpuIsa = Literal["auto", "portable", "avx2", "avx_vnni", "avx512", "avx512_vnni"]
+CpuIsa = Literal["auto", "portable", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"]
 """`auto`, or a level of `engine/embedded/models/native/levels.py`."""
 
 

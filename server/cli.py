@@ -312,7 +312,7 @@ def _check_instruction_set(settings: Settings) -> None:
     from engine.errors import EngineFailure  # noqa: PLC0415
 
     try:
-        chosen(settings.cpu_isa)
+        chosen(settings.cpu_isa, settings.dtype)
     except EngineFailure as error:
         raise SettingsError(str(error)) from error
 

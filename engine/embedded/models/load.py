@@ -64,7 +64,7 @@ def resume_memory(runner: ModelRunner, tags: Collection[Tag]) -> None:
 def forecast(config: EmbeddedConfig) -> Iterator[tuple[str, str]]:
     """Yield what `load_runner` would compute with, as name and value, as far as that is known before weights are
     read. Raises EngineFailure."""
-    level, device = chosen(config.cpu_isa), device_of(config)
+    levels, device = chosen(config.cpu_isa, config.dtype), device_of(config)
     yield "device", str(device)
     if device.type == "cuda":
         yield "dtype", str(dtype_of(config, device)).removeprefix("torch.")
@@ -73,7 +73,8 @@ def forecast(config: EmbeddedConfig) -> Iterator[tuple[str, str]]:
             "transformers" if config.attention == "sdpa" else "cuda, or transformers where the model has no fast path",
         )
         return
-    from engine.embedded.models.native.runner import NativeRunner, check  # noqa: PLC0415
+    from engine.embedded.models.native.build import first_compiled  # noqa: PLC0415
+    from engine.embedded.models.native.runner import NativeRunner, check, code_folder  # noqa: PLC0415
 
     try:
         if config.attention != "auto":
@@ -90,13 +91,13 @@ def forecast(config: EmbeddedConfig) -> Iterator[tuple[str, str]]:
             "compute_path",
             NativeRunner.compute_path + ("" if certain else ", or transformers if bfloat16 would change the weights"),
         )
-        yield "instruction_set", level.name
+        yield "instruction_set", first_compiled(code_folder(config), levels).name
         if config.quantization != "none":
             yield "quantization", config.quantization
 
 
 def _load(config: EmbeddedConfig) -> ModelRunner:
-    chosen(config.cpu_isa)  # whether or not the compiled path is taken: a setting that cannot be kept stops the start
+    chosen(config.cpu_isa, config.dtype)  # a setting that cannot be kept stops the start, compiled path or not
     if device_of(config).type == "cuda":
         return _on_gpu(config)
     if not config.num_blocks:

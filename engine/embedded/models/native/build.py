@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -27,11 +28,20 @@ class NoCompilerError(Exception):
     """The code cannot be compiled here; the message says why."""
 
 
+def first_compiled(folder: Path, levels: Iterable[Level]) -> Level:
+    """Return the first level whose code is in `folder` or whose flags the compiler knows. Raises NoCompilerError."""
+    *levels, last = levels
+    for level in levels:
+        if _path(folder, level).exists() or _knows(find_compiler(), level.flags):
+            return level
+        log.warning("%s does not know the instructions of CPU_ISA=%s", find_compiler(), level.name)
+    return last
+
+
 @cache
 def library(folder: Path, level: Level) -> ctypes.CDLL:
     """Load the compiled code, which is kept in `folder`. Raises NoCompilerError."""
-    flags = (*_FLAGS, *level.flags, f"-DLANES={level.lanes}")
-    path = folder / f"decoder-{level.name}-{_fingerprint(flags)}.so"
+    path, flags = _path(folder, level), flags_of(level)
     if not path.exists():
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -50,6 +60,22 @@ def find_compiler() -> str:
     if compiler is None:
         raise NoCompilerError(f"there is no C++ compiler ({', '.join(_COMPILERS)}); install g++")
     return compiler
+
+
+def flags_of(level: Level) -> tuple[str, ...]:
+    """Return the compiler's arguments, without names of files."""
+    return *_FLAGS, *level.flags, f"-DLANES={level.lanes}", f"-DPRODUCTS={int(level.products)}"
+
+
+def _path(folder: Path, level: Level) -> Path:
+    return folder / f"decoder-{level.name}-{_fingerprint(flags_of(level))}.so"
+
+
+@cache
+def _knows(compiler: str, flags: tuple[str, ...]) -> bool:
+    """Return whether a compiler compiles an empty file with these flags."""
+    command = [compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+    return subprocess.run(command, capture_output=True, check=False, timeout=_SECONDS).returncode == 0
 
 
 def _compile(path: Path, flags: tuple[str, ...]) -> None:

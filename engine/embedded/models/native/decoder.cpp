@@ -11,6 +11,7 @@
 #include <cmath>
 #include <utility>
 
+#include "bfloat16.h"
 #include "blocks.h"
 #include "products.h"
 #include "sampling.h"
@@ -21,10 +22,17 @@ namespace {
 constexpr int kTaskPanels = 6;                 // panels in a task: even, as gate and up panels come in pairs
 constexpr int kMostPanels = 8;                 // the same where two are read side by side
 constexpr int kTaskRows = 16 * kTileRows;
-static_assert(kTaskRows % kBlockRows == 0, "tasks begin where tiles of activations begin");
+static_assert(kTaskRows % kBlockRows == 0 && kTaskRows % kRoundedRows == 0, "tasks begin where tiles of activations begin");
 static_assert(kTaskPanels % (2 * kStreams) == 0, "a gate and what it gates are in one task");
 constexpr int kAttentionRows = 8 * kTileRows;  // query rows that share a pass over keys and values
 constexpr int kFewRows = 32;
+
+// Where a panel has the weight of an input and an output, counted in bfloat16: a word has those of two outputs
+// (products.h), or of two inputs (bfloat16.h).
+inline int64_t index_in_panel(int64_t input, int lane) {
+  if (kProducts != kFloats) return (input / 2 * kPanel + lane) * 2 + input % 2;
+  return (input * kLanes + lane % kLanes) * 2 + lane / kLanes;
+}
 
 }  // namespace
 
@@ -37,7 +45,8 @@ struct Matrix {
 
   // Bytes of a panel.
   long stride() const {
-    return kind == kBfloat16 ? inputs * kLanes * 4 : (inputs + kBlock - 1) / kBlock * block_bytes(kind);
+    if (kind == kBfloat16) return (kProducts == kFloats ? inputs : (inputs + kGroup - 1) / kGroup * kGroup) * kLanes * 4;
+    return (inputs + kBlock - 1) / kBlock * block_bytes(kind);
   }
 };
 struct Layer {
@@ -100,13 +109,16 @@ class Decoder {
     for (auto [buffer, size] : {std::pair{&x_, tokens * hidden}, {&normed_, tokens * (model_.hidden_norm ? 2 : 1) * hidden}, {&qkv_, tokens * most_outputs},
                                 {&attended_, tokens * model_.heads * model_.head_dim}, {&gated_, tokens * model_.layers[0].gate_up.outputs / 2}})
       if ((long)buffer->size() < size) *buffer = std::vector<float>(size);
-    if (tokens > kFewRows) coded_.rows(tokens, widest_, 1);  // before threads share it
+    if (tokens > kFewRows) coded_.rows(tokens, widest_, 1), rounded_.rows(tokens, widest_);  // before threads share them
     queries_.clear();
     const int most = std::max<int>(1, kAttentionRows / (model_.heads / model_.kv_heads));
     for (int c = 0; c < step.num_chunks; c++)
       for (int i = 0; i < step.chunks[c].length; i += most) queries_.push_back({c, i, std::min(most, step.chunks[c].length - i)});
     prompts_ = std::partition(queries_.begin(), queries_.end(), [&](auto& q) { return step.chunks[q.chunk].length > 1; }) - queries_.begin();
-    auto work = [this] { layers(); };
+    auto work = [this] {
+      const ProductState state;
+      layers();
+    };
     team_.run(12 * (int)model_.num_layers + 6 + (int)taken_.size(), work);
   }
 
@@ -232,9 +244,8 @@ class Decoder {
         using Format = decltype(format);
         for (long k = 0; k < m.inputs; k++) x[k] = Format::value(panel + k / kBlock * Format::kBytes, lane, k % kBlock);
       });
-    const uint32_t* from = (const uint32_t*)panel + lane % kLanes;
     for (long k = 0; k < m.inputs; k++) {
-      const uint32_t bits = lane < kLanes ? from[k * kLanes] << 16 : from[k * kLanes] & 0xffff0000u;
+      const uint32_t bits = (uint32_t)((const uint16_t*)panel)[index_in_panel(k, lane)] << 16;
       std::memcpy(x + k, &bits, sizeof bits);
     }
   }
@@ -258,6 +269,7 @@ class Decoder {
   void product(int& phase, const Matrix& m, const float* x, long stride, int rows, Store store) {
     const bool blocks = m.kind != kBfloat16;
     const Activations codes = blocks ? coded(phase, m, x, stride, rows) : Activations{};
+    const Rounded narrow = blocks || kProducts == kFloats ? Rounded{} : rounded(phase, m, x, stride, rows);
     const int sides = streams_of(m.kind, rows), width = sides == 2 ? kMostPanels / 2 : kTaskPanels / sides;
     const int panels = (m.outputs + kPanel - 1) / kPanel, tasks = (panels + sides * width - 1) / (sides * width);
     const int row_blocks = (rows + kTaskRows - 1) / kTaskRows;
@@ -271,11 +283,12 @@ class Decoder {
       }
       const uint8_t* group[kMostPanels];
       for (int p = 0; p < count; p++) group[p] = m.panels + numbers[p] * m.stride();
-      const auto place = [&](int row, int panel, Vec low, Vec high) { store(first_row + row, numbers[panel], low, high); };
-      if (blocks) return multiply(codes, first_row, count_rows, m.kind, group, count, place);
+      const auto give = [&](int row, int panel, Vec low, Vec high) { store(first_row + row, numbers[panel], low, high); };
+      if (blocks) return multiply(codes, first_row, count_rows, m.kind, group, count, give);
+      if (kProducts != kFloats) return multiply(narrow, first_row, count_rows, (const uint32_t* const*)group, count, give);
       WeightPanel weights[kMostPanels];
       for (int p = 0; p < count; p++) weights[p].data = (const uint32_t*)group[p];
-      multiply(x + first_row * stride, stride, count_rows, weights, count, m.inputs, place);
+      multiply(x + first_row * stride, stride, count_rows, weights, count, m.inputs, give);
     });
   }
 
@@ -287,6 +300,16 @@ class Decoder {
     if (rows > kFewRows) team_.each(phase, rows, row);
     else for (int i = 0; i < rows; i++) row(i);
     return coded;
+  }
+
+  // The same for a product of bfloat16.
+  Rounded rounded(int& phase, const Matrix& m, const float* x, long stride, int rows) {
+    thread_local RoundedBuffer own;
+    Rounded rounded = (rows <= kFewRows ? own : rounded_).rows(rows, m.inputs);
+    const auto row = [&](int i) { rounded.set(i, x + i * stride, m.inputs); };
+    if (rows > kFewRows) team_.each(phase, rows, row);
+    else for (int i = 0; i < rows; i++) row(i);
+    return rounded;
   }
 
   void project(int& phase, const Matrix& m, const float* x, long stride, int rows, float* out, bool add) {
@@ -414,12 +437,14 @@ class Decoder {
   }
 
   const Model model_;
-  const long widest_ = 
-      std::max({model_.embedding.inputs, model_.heads * model_.head_dim, model_.layers[0].gate_up.outputs / 2});
+  const long widest_ =  // inputs of a product
+      std::max({model_.embedding.inputs, model_.layers[0].qkv.inputs, model_.heads * model_.head_dim,
+                model_.layers[0].gate_up.outputs / 2, model_.fc.inputs});
   const Step* step_ = nullptr;
   Team team_;
   std::vector<float> x_, normed_, qkv_, attended_, gated_;
   ActivationBuffer coded_;
+  RoundedBuffer rounded_;
   std::vector<Queries> queries_;  // of prompts first
   std::vector<int64_t> taken_;
   long prompts_ = 0;
@@ -429,6 +454,7 @@ class Decoder {
 
 extern "C" {
 int panel_size() { return kPanel; }
+int64_t panel_bytes(int64_t kind, int64_t inputs) { return Matrix{.inputs = inputs, .kind = kind}.stride(); }
 
 // Whether none of some bfloat16 values is infinite or NaN: those have the largest exponent.
 int all_finite(const uint16_t* values, int64_t count) {
@@ -438,14 +464,13 @@ int all_finite(const uint16_t* values, int64_t count) {
 }
 
 // Rows of a weight, bfloat16 [outputs, inputs], as panels: the first at index `first` of `panels`, the others `step` apart.
-void pack(const uint16_t* weight, int64_t outputs, int64_t inputs, uint32_t* panels, int64_t first, int64_t step) {
-  for (int64_t p = 0; p * kPanel < outputs; p++)
-    for (int64_t k = 0; k < inputs; k++)
-      for (int i = 0; i < kLanes; i++) {
-        const int64_t low = p * kPanel + i, high = low + kLanes;
-        panels[((first + p * step) * inputs + k) * kLanes + i] =
-            (low < outputs ? weight[low * inputs + k] : 0u) | (high < outputs ? (uint32_t)weight[high * inputs + k] << 16 : 0u);
-      }
+// The panels are zero before.
+void pack(const uint16_t* weight, int64_t outputs, int64_t inputs, uint8_t* panels, int64_t first, int64_t step) {
+  const int64_t stride = panel_bytes(kBfloat16, inputs);
+  for (int64_t output = 0; output < outputs; output++) {
+    auto* panel = (uint16_t*)(panels + (first + output / kPanel * step) * stride);
+    for (int64_t k = 0; k < inputs; k++) panel[index_in_panel(k, output % kPanel)] = weight[output * inputs + k];
+  }
 }
 
 // The same of rows of blocks as GGUF has them, into panels that are zero.
@@ -467,8 +492,6 @@ int quantize(const float* weight, int64_t outputs, int64_t inputs, uint8_t* raw)
       finite &= quantize_block(weight + first, std::min<int64_t>(kBlock, inputs - first), raw);
   return finite;
 }
-
-int64_t panel_bytes(int64_t kind, int64_t inputs) { return Matrix{.inputs = inputs, .kind = kind}.stride(); }
 
 // A token for each row of logits [rows][vocab].
 void draw(const float* logits, int64_t rows, int64_t vocab, const Draw* draws, int64_t* tokens) {

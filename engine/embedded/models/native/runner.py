@@ -21,7 +21,7 @@ from engine.config import EmbeddedConfig, Tag
 from engine.embedded.kv.layout import Attends, LayerGroup, share
 from engine.embedded.kv.memory import KvMemory, discard, shared_zeros
 from engine.embedded.models.devices import UnsupportedModelError
-from engine.embedded.models.native.build import NoCompilerError, find_compiler, library
+from engine.embedded.models.native.build import NoCompilerError, find_compiler, first_compiled, library
 from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig, read_config
 from engine.embedded.models.native.head import NativeHead
 from engine.embedded.models.native.levels import chosen
@@ -52,17 +52,18 @@ class NativeRunner(PendingTokens):
     def __init__(self, config: EmbeddedConfig) -> None:
         super().__init__(config.max_batch_size, self.device)
         _check_settings(config)
-        folder, level = Path(config.model), chosen(config.cpu_isa)
-        self.instruction_set = level.name
+        folder, levels = Path(config.model), chosen(config.cpu_isa, config.dtype)
         self._folder, self._shape = folder, (shape := read_config(folder))
         try:
-            code = library(Path(config.cache_dir or "~/.cache/trellis").expanduser(), level)
+            level = first_compiled(code_folder(config), levels)
+            code = library(code_folder(config), level)
         except NoCompilerError as error:
             raise UnsupportedModelError(str(error)) from error
         with Checkpoint(folder, shape) as checkpoint, SharedWeights(config) as self.shared_weights:
             self._weights = Weights(code, checkpoint, shape, self.shared_weights, int8=config.quantization == "int8")
             if checkpoint.unused:
                 log.warning("the model does not use all that %s has: %s", folder, some(checkpoint.unused))
+        self.instruction_set = level.name
         self.takes_images = shape.takes_images
         self.vocab_size = shape.vocab_size
         self.sampler = NativeSampler(shape.vocab_size, code)
@@ -155,6 +156,11 @@ def check(config: EmbeddedConfig) -> bool:
     except NoCompilerError as error:
         raise UnsupportedModelError(str(error)) from error
     return certain
+
+
+def code_folder(config: EmbeddedConfig) -> Path:
+    """Return where compiled code is kept."""
+    return Path(config.cache_dir or "~/.cache/trellis").expanduser()
 
 
 def _check_settings(config: EmbeddedConfig) -> None:

@@ -38,7 +38,7 @@ TRUNCATIONS: tuple[dict[str, Any], ...] = (
 @pytest.fixture
 def compiled(level: str) -> Any:
     """Return a compiled sampler for a size of vocabulary."""
-    code = library(Path("~/.cache/trellis").expanduser(), levels.chosen(level))
+    code = library(Path("~/.cache/trellis").expanduser(), levels.chosen(level)[0])
     return lambda vocab: NativeSampler(vocab, code)
 
 

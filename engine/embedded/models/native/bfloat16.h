@@ -1,0 +1,272 @@
+// Arithmetic of bfloat16 with bfloat16, summed in float32: activations are rounded to bfloat16 once for each product.
+//
+// What a sum is does not depend on how many rows are computed together, nor on the instructions that compute it:
+// kTiles: products of 32 inputs are added up one after the other, those with even and those with odd inputs apart; then
+//   both sums to each other, and to the output. So does AMX's TDPBF16PS.
+// kPairs: to an output, the product with the odd input is added, then that with the even one. So does VDPBF16PS.
+// A product of two bfloat16 is exact in float32, so ordinary multiplications and additions give the same bits.
+#pragma once
+
+#include <vector>
+
+#include "vectors.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#define WITH_TILES (defined(__AMX_BF16__) && PRODUCTS == 2 && LANES == 16)
+
+enum Arithmetic { kFloats, kPairs, kTiles };  // kFloats: weights times activations as they are (products.h)
+constexpr Arithmetic kProducts = (Arithmetic)PRODUCTS;
+
+constexpr int kGroup = 32;                                    // inputs that are added up apart from others
+constexpr int kRoundedRows = kProducts == kTiles ? 16 : 12;   // rows of a tile of activations
+constexpr int kScalarRows = kProducts == kTiles ? 4 : 12;     // rows that are computed at a time by ordinary vectors
+constexpr int kGroupWords = kGroup / 2 * kPanel;              // words of a panel's group
+
+// Activations: [tiles][groups][kRoundedRows][kGroup] bfloat16; beyond a row's inputs are zeros.
+struct Rounded {
+  uint16_t* values;
+  long groups;
+
+  const uint16_t* at(long row) const {
+    return values + (row / kRoundedRows * groups * kRoundedRows + row % kRoundedRows) * kGroup;
+  }
+  void set(long row, const float* x, long inputs) {
+    auto* to = (uint16_t*)at(row);
+    for (long g = 0; g < groups; g++, x += kGroup, to += kRoundedRows * kGroup) {
+      const long size = std::min<long>(kGroup, inputs - g * kGroup);
+      for (long i = 0; i < size; i++) to[i] = rounded(x[i]);
+      for (long i = size; i < kGroup; i++) to[i] = 0;
+    }
+  }
+
+ private:
+  // The nearest, an even one of two.
+  static uint16_t rounded(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  }
+};
+
+// Room for activations; it only grows.
+class RoundedBuffer {
+ public:
+  Rounded rows(long count, long inputs) {
+    const long groups = (inputs + kGroup - 1) / kGroup;
+    const size_t size = (count + kRoundedRows - 1) / kRoundedRows * kRoundedRows * groups * kGroup + 64;
+    if (values_.size() < size) values_ = std::vector<uint16_t>(size);
+    return {(uint16_t*)(((uintptr_t)values_.data() + 63) & ~(uintptr_t)63), groups};
+  }
+
+ private:
+  std::vector<uint16_t> values_;
+};
+
+// While it lives, this thread can compute with tiles, and takes subnormal numbers for zeros as all these instructions do.
+class ProductState {
+ public:
+  ProductState() {
+#if defined(__SSE2__)
+    if (kProducts != kFloats) _mm_setcsr(before_ | 0x8040);
+#endif
+#if WITH_TILES
+    struct {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t bytes[16] = {};
+      uint8_t rows[16] = {};
+    } shape;
+    for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = 16;
+    asm volatile("" : : "r"(&shape) : "memory");
+    _tile_loadconfig(&shape);
+#endif
+  }
+  ~ProductState() {
+#if WITH_TILES
+    _tile_release();
+#endif
+#if defined(__SSE2__)
+    _mm_setcsr(before_);
+#endif
+  }
+  ProductState(const ProductState&) = delete;
+
+ private:
+#if defined(__SSE2__)
+  const unsigned before_ = _mm_getcsr();
+#endif
+};
+
+// sum += weights * inputs, in each lane those of a pair.
+inline Vec add_pairs(Vec sum, Bits weights, Bits inputs) {
+#if defined(__AVX512BF16__) && LANES == 16
+  return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)inputs);
+#else
+  sum += (Vec)(weights & 0xffff0000u) * (Vec)(inputs & 0xffff0000u);
+  return sum + (Vec)(weights << 16) * (Vec)(inputs << 16);
+#endif
+}
+
+// M rows times P panels, by ordinary vectors.
+template <int M, int P, class Store>
+__attribute__((noinline)) void pairs(const Rounded& x, int first, int row, const uint32_t* const* panels, int panel, Store& store) {
+  Vec sums[M][P][2] = {};
+  const uint16_t* a = x.at(first + row);
+  for (long g = 0; g < x.groups; g++, a += kRoundedRows * kGroup) {
+    Vec even[M][P][2] = {}, odd[M][P][2] = {};
+    for (int k = 0; k < kGroup / 2; k++) {
+#pragma GCC unroll 4
+      for (int p = 0; p < P; p++) {
+        const uint32_t* words = panels[panel + p] + g * kGroupWords + k * kPanel;
+        if (M > 1)
+          for (int i = 0; i < kPanel; i += 16) __builtin_prefetch(words + 2 * kGroupWords + i);
+        const Bits weights[2] = {load<Bits>(words), load<Bits>(words + kLanes)};
+#pragma GCC unroll 16
+        for (int m = 0; m < M; m++) {
+          const Bits inputs = load<uint32_t>(a + m * kGroup + 2 * k) - Bits{};
+          for (int h = 0; h < 2; h++) {
+            if constexpr (kProducts == kPairs) {
+              sums[m][p][h] = add_pairs(sums[m][p][h], weights[h], inputs);
+            } else {
+              even[m][p][h] += (Vec)(weights[h] << 16) * (Vec)(inputs << 16);
+              odd[m][p][h] += (Vec)(weights[h] & 0xffff0000u) * (Vec)(inputs & 0xffff0000u);
+            }
+          }
+        }
+      }
+    }
+    if constexpr (kProducts == kTiles)
+      for (int m = 0; m < M; m++)
+        for (int p = 0; p < P; p++)
+          for (int h = 0; h < 2; h++) sums[m][p][h] += even[m][p][h] + odd[m][p][h];
+  }
+  for (int m = 0; m < M; m++)
+    for (int p = 0; p < P; p++) store(row + m, panel + p, sums[m][p][0], sums[m][p][1]);
+}
+
+template <int M, class Store>
+inline void some_rows(const Rounded& x, int first, int row, int rows, const uint32_t* const* panels, int count, Store& store) {
+  if constexpr (M > 0) {
+    if (rows != M) return some_rows<M - 1>(x, first, row, rows, panels, count, store);
+    constexpr int P = M == 1 ? 3 : M == 2 && kProducts == kPairs ? 3 : M == 3 && kProducts == kPairs ? 2 : 1;
+    int panel = 0;
+    for (; panel + P <= count; panel += P) pairs<M, P>(x, first, row, panels, panel, store);
+    for (; panel < count; panel++) pairs<M, 1>(x, first, row, panels, panel, store);
+  }
+}
+
+#if WITH_TILES
+constexpr int kFewestTiled = 2;  // rows for which tiles are faster than vectors
+constexpr int kGroupsAhead = 2;  // of weights to prefetch before they are needed
+
+// Results of a tile of rows and a panel.
+struct alignas(64) Sums {
+  float low[16][16], high[16][16];
+};
+
+inline void ahead(const uint32_t* words) {
+  for (int i = 0; i < kGroupWords; i += 16) __builtin_prefetch(words + kGroupsAhead * kGroupWords + i);
+}
+
+// Two tiles of rows times a panel.
+inline void tiles_2x1(const uint16_t* a, const uint16_t* b, const uint32_t* panel, long groups, bool first, Sums* to) {
+  constexpr long kStep = kRoundedRows * kGroup;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (long g = 0; g < groups; g++, a += kStep, b += kStep, panel += kGroupWords) {
+    if (first) ahead(panel);
+    _tile_loadd(6, panel, 4 * kPanel);
+    _tile_loadd(4, a, 2 * kGroup);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, panel + kLanes, 4 * kPanel);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, b, 2 * kGroup);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, to[0].low, 64);
+  _tile_stored(1, to[0].high, 64);
+  _tile_stored(2, to[1].low, 64);
+  _tile_stored(3, to[1].high, 64);
+}
+
+// A tile of rows times two panels.
+inline void tiles_1x2(const uint16_t* a, const uint32_t* panel, const uint32_t* other, long groups, Sums* to) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (long g = 0; g < groups; g++, a += kRoundedRows * kGroup, panel += kGroupWords, other += kGroupWords) {
+    ahead(panel), ahead(other);
+    _tile_loadd(4, a, 2 * kGroup);
+    _tile_loadd(6, panel, 4 * kPanel);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, panel + kLanes, 4 * kPanel);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, other, 4 * kPanel);
+    _tile_dpbf16ps(2, 4, 5);
+    _tile_loadd(6, other + kLanes, 4 * kPanel);
+    _tile_dpbf16ps(3, 4, 6);
+  }
+  _tile_stored(0, to[0].low, 64);
+  _tile_stored(1, to[0].high, 64);
+  _tile_stored(2, to[1].low, 64);
+  _tile_stored(3, to[1].high, 64);
+}
+
+// A tile of rows times a panel.
+inline void tiles_1x1(const uint16_t* a, const uint32_t* panel, long groups, Sums* to) {
+  _tile_zero(0);
+  _tile_zero(1);
+  for (long g = 0; g < groups; g++, a += kRoundedRows * kGroup, panel += kGroupWords) {
+    ahead(panel);
+    _tile_loadd(4, a, 2 * kGroup);
+    _tile_loadd(6, panel, 4 * kPanel);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, panel + kLanes, 4 * kPanel);
+    _tile_dpbf16ps(1, 4, 7);
+  }
+  _tile_stored(0, to[0].low, 64);
+  _tile_stored(1, to[0].high, 64);
+}
+
+template <class Store>
+void tiled(const Rounded& x, int first, int rows, const uint32_t* const* panels, int count, Store& store) {
+  Sums sums[2];
+  asm volatile("" : : : "memory");  // the intrinsics do not say that they read memory
+  const auto give = [&](const Sums& from, int row, int panel) {
+    for (int m = 0; m < std::min(kRoundedRows, rows - row); m++)
+      store(row + m, panel, load<Vec>(from.low[m]), load<Vec>(from.high[m]));
+  };
+  int p = 0;
+  for (; rows <= kRoundedRows && p + 1 < count; p += 2) {
+    tiles_1x2(x.at(first), panels[p], panels[p + 1], x.groups, sums);
+    give(sums[0], 0, p), give(sums[1], 0, p + 1);
+  }
+  for (; p < count; p++) {
+    int row = 0;
+    for (; row + kRoundedRows < rows; row += 2 * kRoundedRows) {
+      tiles_2x1(x.at(first + row), x.at(first + row + kRoundedRows), panels[p], x.groups, row == 0, sums);
+      give(sums[0], row, p), give(sums[1], row + kRoundedRows, p);
+    }
+    if (row < rows) tiles_1x1(x.at(first + row), panels[p], x.groups, sums), give(sums[0], row, p);
+  }
+}
+#endif
+
+// store(row, panel, low, high) takes rows from `first` on, where a tile begins, times `count` panels.
+template <class Store>
+void multiply(const Rounded& x, int first, int rows, const uint32_t* const* panels, int count, Store store) {
+#if WITH_TILES
+  if (kProducts == kTiles && rows >= kFewestTiled) return tiled(x, first, rows, panels, count, store);
+#endif
+  for (int row = 0; row < rows; row += kScalarRows)
+    some_rows<kScalarRows>(x, first, row, std::min(kScalarRows, rows - row), panels, count, store);
+}
+
+}  // namespace
