@@ -9,7 +9,7 @@
 
 #include <vector>
 
-#include "vectors.h"
+#include "products.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -24,6 +24,7 @@ constexpr Arithmetic kProducts = (Arithmetic)PRODUCTS;
 constexpr int kGroup = 32;                                    // inputs that are added up apart from others
 constexpr int kRoundedRows = kProducts == kTiles ? 16 : 12;   // rows of a tile of activations
 constexpr int kScalarRows = kProducts == kTiles ? 4 : 12;     // rows that are computed at a time by ordinary vectors
+constexpr int kWordsAhead = 512;                              // of weights to prefetch into the second cache
 constexpr int kGroupWords = kGroup / 2 * kPanel;              // words of a panel's group
 
 // Activations: [tiles][groups][kRoundedRows][kGroup] bfloat16; beyond a row's inputs are zeros.
@@ -121,8 +122,7 @@ __attribute__((noinline)) void pairs(const Rounded& x, int first, int row, const
 #pragma GCC unroll 4
       for (int p = 0; p < P; p++) {
         const uint32_t* words = panels[panel + p] + g * kGroupWords + k * kPanel;
-        if (M > 1)
-          for (int i = 0; i < kPanel; i += 16) __builtin_prefetch(words + 2 * kGroupWords + i);
+        for (int i = 0; i < kPanel; i += 16) __builtin_prefetch(words + kWordsAhead + i, 0, 2);
         const Bits weights[2] = {load<Bits>(words), load<Bits>(words + kLanes)};
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++) {
@@ -151,7 +151,7 @@ template <int M, class Store>
 inline void some_rows(const Rounded& x, int first, int row, int rows, const uint32_t* const* panels, int count, Store& store) {
   if constexpr (M > 0) {
     if (rows != M) return some_rows<M - 1>(x, first, row, rows, panels, count, store);
-    constexpr int P = M == 1 ? 3 : M == 2 && kProducts == kPairs ? 3 : M == 3 && kProducts == kPairs ? 2 : 1;
+    constexpr int P = M == 1 ? kStreams : M == 2 ? 2 : 1;
     int panel = 0;
     for (; panel + P <= count; panel += P) pairs<M, P>(x, first, row, panels, panel, store);
     for (; panel < count; panel++) pairs<M, 1>(x, first, row, panels, panel, store);
@@ -159,7 +159,7 @@ inline void some_rows(const Rounded& x, int first, int row, int rows, const uint
 }
 
 #if WITH_TILES
-constexpr int kFewestTiled = 2;  // rows for which tiles are faster than vectors
+constexpr int kFewestTiled = 3;  // rows for which tiles are faster than vectors
 constexpr int kGroupsAhead = 2;  // of weights to prefetch before they are needed
 
 // Results of a tile of rows and a panel.

@@ -46,6 +46,15 @@ inline float exponential(float x) { return exponential(all(x))[0]; }
 
 inline long padded(long size) { return (size + kPanel - 1) / kPanel * kPanel; }
 
+// All of `count` values: one half with the other, then the halves of what that gives.
+template <int count, class Join>
+inline float reduced(const float* values, Join join) {
+  float halves[std::max(count / 2, 1)];
+  if constexpr (count == 1) return *values;
+  for (int i = 0; i < count / 2; i++) halves[i] = join(values[i], values[i + count / 2]);
+  return reduced<std::max(count / 2, 1)>(halves, join);
+}
+
 // The sum of a term of each value, in the same order at every width of vector.
 template <class Term>
 inline float total(const float* x, long size, Term term) {
@@ -53,16 +62,13 @@ inline float total(const float* x, long size, Term term) {
   long i = 0;
   for (; i + kSums <= size; i += kSums)
     for (int p = 0; p < kSums / kLanes; p++) parts[p] += term(load<Vec>(x + i + p * kLanes));
-  float sums[kSums], whole = 0;
+  float sums[kSums];
   std::memcpy(sums, parts, sizeof sums);
   for (int lane = 0; i < size; i++, lane++) sums[lane] += term(x[i]);
-  for (float part : sums) whole += part;
-  return whole;
+  return reduced<kSums>(sums, [](float a, float b) { return a + b; });
 }
 inline float largest(Vec v) {
-  float best = v[0];
-  for (int i = 1; i < kLanes; i++) best = std::max(best, v[i]);
-  return best;
+  return reduced<kLanes>((const float*)&v, [](float a, float b) { return a > b ? a : b; });
 }
 
 }  // namespace
