@@ -23,7 +23,7 @@ def smolvideo(smollm2: object) -> Iterator[ServerProcess]:
         yield running
 
 
-ASKED = {"mover": "mp4", "direction": "webm", "count": "mp4"}
+ASKED = {"mover": "mp4", "direction": "webm", "bounces": "mp4", "faster": "webm", "describe": "mp4"}
 """Kinds of questions, each about a clip in a file of this kind."""
 
 
