@@ -164,6 +164,11 @@ class Bench:
                 await ask(engine, other)  # takes all blocks of the device
                 host = await ask(engine, prompt)
                 await settled(engine)
+                if self.options.trace and not times["host"]:
+                    await ask(engine, other)
+                    await engine.start_profile()
+                    await ask(engine, prompt)
+                    await engine.stop_profile(self.options.trace)
             async with running(config) as engine:
                 await asyncio.sleep(1)
                 disk = await ask(engine, prompt)
@@ -270,6 +275,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="", help="folder or name; default: the packaged model")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--trace", default="", help="file for a profile of a conversation that returns from the host")
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"))
     parser.add_argument("--tokens", type=int, default=4000, help="of the conversation that returns")
     parser.add_argument("--conversations", type=int, default=24)
