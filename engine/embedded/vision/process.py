@@ -1,7 +1,6 @@
 """The parent's side of the process that encodes images: starts it, sends batches, receives answers, ends it."""
 
 import asyncio
-import contextlib
 import signal
 import socket
 from asyncio.subprocess import Process
@@ -16,7 +15,7 @@ from engine.encoder import EncoderInfo
 from engine.errors import EngineError, EngineFailure
 from engine.media import EncodedMedia, MediaInput, RemoteRows, detach_media
 from engine.process import wire
-from engine.process.command import module_command
+from engine.process.command import kill, module_command
 from engine.transfer.shared_bytes import Data, SharedBytes, crowded
 from protocol.frames import packed, receive_payload
 
@@ -115,8 +114,7 @@ class EncoderProcess:
         return answer.lane, failed | encoded
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
+        kill(self.process)
 
     async def stop(self) -> str:
         """End the process, if it still runs, and return how it ended."""
