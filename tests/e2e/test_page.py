@@ -710,7 +710,8 @@ async def test_a_server_that_goes_away_and_comes_back(opened: Any) -> None:
 
 @pytest.mark.timeout(600)
 async def test_smollm2(opened: Any, smollm2: Path) -> None:
-    with serving("--engine", "embedded", environment={"MODEL": "smollm2-135m-instruct"}) as server:
+    flags = ("--engine", "embedded", "--engine-process", "false", "--model", "smollm2-135m-instruct")
+    with serving(*flags) as server:
         tab: Tab = await opened(server.url)
         await tab.set(max_tokens="24", temperature="0")
         await tab.say("What is the capital of France?")
