@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def smolvideo(smollm2: object) -> Iterator[ServerProcess]:
-    with servers(("--engine", "embedded", "--model", "smolvideo", "--max-seq-len", "1024")) as (running,):
+    flags = ("--engine", "embedded", "--engine-process", "false", "--model", "smolvideo", "--max-seq-len", "1024")
+    with servers(flags) as (running,):
         yield running
 
 
