@@ -21,7 +21,7 @@ RUNTIME := $(VENV)/.runtime-$(shell cat pyproject.toml constraints.txt | cksum |
 DEV := $(VENV)/.dev-$(shell cat pyproject.toml constraints.txt constraints-dev.txt | cksum | tr ' ' '-')
 
 .DEFAULT_GOAL := help
-.PHONY: help serve serve-vision serve-video serve-audio serve-disaggregated serve-routed doctor config test test-slow test-all check bench
+.PHONY: help serve serve-vision serve-video serve-audio serve-draw serve-disaggregated serve-routed doctor config test test-slow test-all check bench
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -37,6 +37,9 @@ serve-video: $(RUNTIME)  ## Start the server with a small model that understands
 
 serve-audio: $(RUNTIME)  ## Start the server with a small model that understands spoken numbers, words and commands
 	@exec $(BIN)/trellis serve --model smolaudio $(ARGS)
+
+serve-draw: $(DEV)  ## Start the server with a small model that draws pictures of coloured shapes
+	@exec $(BIN)/trellis serve --model smoldraw $(ARGS)
 
 serve-disaggregated: $(RUNTIME)  ## Start 2 prefill and 2 decode replicas behind nginx, or a router without it, on PORT or 8000; ARGS are settings of all
 	@exec $(BIN)/python deploy/disaggregated.py $(ARGS)

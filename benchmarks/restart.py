@@ -226,8 +226,8 @@ def measure(options: argparse.Namespace, setup: str) -> None:
         )
         if service is not None:
             found = status(socket)
-            leases = sum(held.leases for held in found.held)
-            print(f"memory service: {len(found.held)} weights, {leases} leases, filled {found.filled} time(s)")
+            leases = sum(owned.leases for owned in found.owned)
+            print(f"memory service: {len(found.owned)} weights, {leases} leases, filled {found.filled} time(s)")
         print(flush=True)
 
 

@@ -50,6 +50,23 @@ class Processor:
         async with self._in_time():
             await off_loop(schemas, lambda: check_tools(ask, self.limits))
             prompts = await self.prompts.of(ask, info, self.limits)
+        try:
+            return await self._generation(ask, shape, request_id, dp_rank, prompts)
+        except BaseException:  # the request is refused, or its client has left
+            if self.prompts.images is not None:
+                for prompt in prompts:
+                    self.prompts.images.release(prompt.media)
+            raise
+
+    async def _generation(
+        self,
+        ask: Ask,
+        shape: Callable[[AnswerContext], Shape],
+        request_id: str,
+        dp_rank: int | None,
+        prompts: Sequence[Prompt],
+    ) -> "Generation":
+        info, schemas = self.engine.info, ask.schema_length
         if not all(prompt.ids for prompt in prompts):
             raise RequestError("The prompt is empty.", ask.spelled("prompt"))
         tokenizer = self.prompts.tokenizer

@@ -406,7 +406,7 @@ def check_memory_service(path: Path) -> Finding:
     except MemoryServiceError as error:
         text = f"MEMORY_SERVICE={path}: {error}; engines load weights of their own"
         return Finding("warning", text, f"trellis memory --memory-service {path}")
-    taken, leases = sum(held.size for held in found.held), sum(held.leases for held in found.held)
+    taken, leases = sum(owned.size for owned in found.owned), sum(owned.leases for owned in found.owned)
     return Finding("ok", f"memory service at {path}: {taken / GIB:.1f} GiB of weights, {leases} lease(s)")
 
 

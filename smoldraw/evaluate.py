@@ -123,11 +123,12 @@ def main() -> None:
     judge = load_judge(args.weights / JUDGE, args.device)
     found = {}
     for kind, number in (("image", args.pictures), ("clip", args.clips)):
+        if not number:
+            continue
         pipeline = load_shipped(kind, args.weights, args.device)
         drawings = held_out(kind, number)
-        if drawings:
-            found[kind] = evaluate(pipeline, judge, drawings, args.batch if kind == "image" else args.batch // 8 + 1)
-        if drawings and args.sheets:
+        found[kind] = evaluate(pipeline, judge, drawings, args.batch if kind == "image" else args.batch // 8 + 1)
+        if args.sheets:
             args.sheets.mkdir(parents=True, exist_ok=True)
             some = drawings[: 32 if kind == "image" else 4]
             drawn = draw(pipeline, [drawing.prompt for drawing in some]).flatten(0, -4)

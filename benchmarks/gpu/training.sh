@@ -1,8 +1,8 @@
 #!/bin/sh
 # Trains models of this repository, each on a GPU of its own: SMOLLM2=FILE.gguf benchmarks/gpu/training.sh MODEL...
 #
-# MODEL is one of these; the first takes the first GPU, and so on, and cores are divided evenly. Each takes about eight
-# minutes on an H200.
+# MODEL is one of these; the first takes the first GPU (or FIRST_GPU), and so on, with its share of the cores. Each takes
+# about eight minutes on an H200.
 #   smolvideo, smoleagle              continue from the weights in this repository
 #   smoldraw                          begins anew
 #   smoldraw-more, smoldraw-clips     continue from smoldraw
@@ -23,8 +23,8 @@ if [ -n "${WHEELS:-}" ]; then
     export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
 fi
 gpus=$(nvidia-smi -L | wc -l)
-[ $# -le "$gpus" ] || { echo "$# models need as many GPUs: there are $gpus" >&2 && exit 2; }
-cores=$(($(nproc) / $#))
+[ $((${FIRST_GPU:=0} + $#)) -le "$gpus" ] || { echo "$# models need as many GPUs: there are $gpus" >&2 && exit 2; }
+cores=$(($(nproc) / gpus))
 workers=$((cores > 3 ? cores - 2 : 1))
 
 train() { # MODEL GPU
@@ -47,7 +47,7 @@ train() { # MODEL GPU
     cp -r "$out/$module" "$KEPT"
 }
 
-gpu=0
+gpu=$FIRST_GPU
 for model; do
     train "$model" "$gpu" &
     gpu=$((gpu + 1))

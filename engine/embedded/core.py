@@ -254,7 +254,7 @@ class EngineCore:
     def release_memory(self, tags: Collection[Tag], level: int) -> bool:
         """Give back unused memory; return False if a sequence has not ended yet, or its blocks are still copied."""
         self.poll()  # who asks again and again keeps the engine's thread from polling
-        copied = self._fetches.poll_seconds is not None or (self.tiers is not None and self.tiers.saving)
+        copied = self._fetches.poll_seconds is not None or (self.tiers is not None and self.tiers.copying)
         if self._sequences or self._launched is not None or copied:
             return False
         if "kv_cache" in tags:
@@ -478,6 +478,8 @@ class EngineCore:
     def _begin_fetches(self) -> None:
         """Start to read what the step's admissions need, now that the device is done with the step before."""
         if fetches := self.scheduler.take_fetches():
+            if self.tiers is not None:
+                self.tiers.land()
             self._fetches.start(fetches)
             self._stalled = False
             self.poll()

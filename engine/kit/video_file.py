@@ -33,8 +33,9 @@ os.environ.setdefault("OPENCV_LOG_LEVEL", "OFF")
 
 
 class VideoFile:
-    """An opened file, whose header keeps within the limits. Decoding ends early once `going_on` returns False. Raises
-    InvalidRequest.
+    """An opened file, whose header keeps within the limits. Raises InvalidRequest.
+
+    Decoding ends early once `going_on` returns False; time that this call takes does not count as decoding.
     """
 
     def __init__(self, video: MediaInput, options: VideoOptions, going_on: Callable[[], bool] = lambda: True) -> None:
@@ -45,7 +46,7 @@ class VideoFile:
         self._options = options
         self._going_on = going_on
         self._until = time.monotonic() + options.decode_seconds
-        self._capture = self._open()
+        self._capture: Any = self._open()
         width, height, count, fps = (
             float(self._capture.get(name))
             for name in (
@@ -81,6 +82,8 @@ class VideoFile:
         Raises InvalidRequest if no frame can be decoded.
         """
         self._until = time.monotonic() + self._left  # what passes between opening a file and reading it is no decoding
+        if self._capture is None:
+            self._capture = self._open()
         rising = iter(wanted)
         index = next(rising, None)
         failures = 0
@@ -100,6 +103,10 @@ class VideoFile:
                 index = next(rising, None)
         if not shape:
             raise InvalidRequest("no frame of the video can be decoded", _PARAM)
+
+    def close(self) -> None:
+        """Give the decoder's memory back; `frames` opens the file again."""
+        self._capture = None
 
     def _open(self) -> Any:
         file: Any = io.BytesIO(self._data)
@@ -125,9 +132,11 @@ class VideoFile:
         return count
 
     def _grab(self) -> bool:
+        asked = time.monotonic()
         if not self._going_on():
             raise InvalidRequest("nobody waits for the video any more", _PARAM)
-        if time.monotonic() > self._until:
+        self._until += (now := time.monotonic()) - asked
+        if now > self._until:
             raise InvalidRequest(
                 f"the video takes longer than {self._options.decode_seconds:g} seconds to decode", _PARAM
             )

@@ -102,8 +102,8 @@ class MemoryService:
 
     @property
     def status(self) -> wire.Status:
-        held = [
-            wire.HeldMemory(
+        owned = [
+            wire.OwnedMemory(
                 key=memory.key.hex(),
                 device=memory.device,
                 size=memory.size,
@@ -113,7 +113,7 @@ class MemoryService:
             )
             for memory in self._memories.values()
         ]
-        return wire.Status(held, self._limit, **self._counts)
+        return wire.Status(owned, self._limit, **self._counts)
 
     def acquire(self, connection: "_ConnectedEngine", asked: wire.Acquire) -> None:
         """Answer at once, or when the engine that fills this memory has done so. Raises MemoryServiceError."""

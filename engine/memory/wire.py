@@ -61,7 +61,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
     reason: str
 
 
-class HeldMemory(msgspec.Struct, frozen=True, array_like=True):
+class OwnedMemory(msgspec.Struct, frozen=True, array_like=True):
     """Memory that the service owns."""
 
     key: str
@@ -75,7 +75,7 @@ class HeldMemory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    held: list[HeldMemory]
+    owned: list[OwnedMemory]
     limit: int
     """Bytes; 0 is no limit."""
     granted: int

@@ -19,7 +19,7 @@ from engine.errors import EngineFailure
 from engine.kit import logs
 from engine.kit.machine import free_memory
 from engine.process import tree
-from engine.process.command import module_command
+from engine.process.command import kill, module_command
 from engine.process.engine_service import ENGINE
 from engine.process.folder import PrivateFolder
 from engine.process.service import Interface
@@ -282,8 +282,7 @@ class _Host:
         """Kill a standby host that has not prepared in time."""
         if not self.prepared:
             log.error("the standby %s process is not prepared after %g s: killing it", self._noun, PREPARE_SECONDS)
-            with contextlib.suppress(ProcessLookupError):
-                self.process.kill()
+            kill(self.process)
 
     async def wait(self) -> str:
         """Wait for the end of the process and of its descendants. Returns how it ended, with its last log lines."""
@@ -303,8 +302,7 @@ class _Host:
             async with asyncio.timeout(seconds):
                 await self.process.wait()
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.kill()
+            kill(self.process)
             await self.process.wait()
         await self._end()
 
@@ -354,8 +352,7 @@ class _Host:
             await asyncio.sleep(PARENT_BEAT_SECONDS)
             self._silent_seconds += PARENT_BEAT_SECONDS
         log.error("the %s process has not responded for %g s: killing it", self._noun, self._hang_seconds)
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
+        kill(self.process)
 
     def _read_log(self) -> None:
         try:

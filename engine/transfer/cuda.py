@@ -38,6 +38,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "cudaIpcCloseMemHandle": [c_void_p],
     "cudaStreamCreateWithFlags": [c_void_p, c_uint],
     "cudaStreamSynchronize": [c_void_p],
+    "cudaStreamWaitEvent": [c_void_p, c_void_p, c_uint],
     "cudaStreamDestroy": [c_void_p],
     "cudaEventCreateWithFlags": [c_void_p, c_uint],
     "cudaEventRecord": [c_void_p, c_void_p],
@@ -137,6 +138,27 @@ class Cuda:
             raise TransferError(f"{name}: {self._runtime.cudaGetErrorString(code).decode()} (error {code})")
 
 
+class StreamPoint:
+    """A point in the work of a stream: the copies begun before it."""
+
+    def __init__(self, cuda: Cuda, stream: c_void_p) -> None:
+        self._cuda = cuda
+        self._event = c_void_p()
+        cuda._call("cudaEventCreateWithFlags", byref(self._event), EVENT_BLOCKING_SYNC | EVENT_DISABLE_TIMING)
+        cuda._call("cudaEventRecord", self._event, stream)
+
+    def wait(self) -> None:
+        """Sleep until the copies have ended."""
+        self._cuda._call("cudaEventSynchronize", self._event)
+
+    def hold_back(self, stream: int) -> None:
+        """Have the work that a stream is given from now on begin after the copies; does not wait."""
+        self._cuda._call("cudaStreamWaitEvent", stream, self._event, 0)
+
+    def close(self) -> None:
+        self._cuda._call("cudaEventDestroy", self._event)
+
+
 class Stream:
     """A CUDA stream for copies."""
 
@@ -148,6 +170,10 @@ class Stream:
     def copy(self, to: int, source: int, size: int) -> None:
         """Copy between two addresses in device memory, of one GPU or two, or in pinned memory; does not wait."""
         self._cuda._check(self._cuda._copy(to, source, size, COPY_KIND_BY_POINTERS, self._stream), "cudaMemcpyAsync")
+
+    def point(self) -> StreamPoint:
+        """Return the present end of this stream's work. It may outlive the stream; close it."""
+        return StreamPoint(self._cuda, self._stream)
 
     def wait(self) -> None:
         """Sleep until all copies on this stream have ended."""

@@ -44,6 +44,10 @@ class VisualConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Time that a step of the fake backend takes."""
 
 
+FPS = 8.0
+"""Frames a second of a video, if neither the request nor the pipeline says it."""
+
+
 class VisualInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of a backend, fixed at start."""
 
@@ -75,7 +79,7 @@ class VisualInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Whether videos have no other number of frames."""
     frames_step: int = 1
     """Numbers of frames are one more than a multiple of this."""
-    fps: float = 8.0
+    fps: float = FPS
 
 
 class VisualRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

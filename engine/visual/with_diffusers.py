@@ -20,7 +20,7 @@ from engine.errors import EngineFailure, InvalidRequest
 from engine.kit.image_file import decode, limit_pixels
 from engine.media import MediaInput
 from engine.visual.base import Picture, Show, Tick, is_previewed
-from engine.visual.types import VisualConfig, VisualInfo, VisualRequest
+from engine.visual.types import FPS, VisualConfig, VisualInfo, VisualRequest
 
 _FRAMES = ("num_frames", "video_length")
 """Names of the parameter of pipelines that make videos."""
@@ -245,7 +245,7 @@ class DiffusersPipeline:
             frames=(fixed or parameters[frames] or _CLIP) if frames else 1,
             frames_fixed=bool(fixed),
             frames_step=_first_of(self._pipe, 1, "vae_scale_factor_temporal", "vae_temporal_compression_ratio"),
-            fps=parameters.get("frame_rate") or VisualInfo.fps,
+            fps=parameters.get("frame_rate") or FPS,
         )
 
 

@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -83,17 +84,20 @@ class EncodedPrompts:
         """Give up a prompt's embeddings that stayed with encode replicas; those that were `lost` come here the next
         time."""
         for span in media.spans if isinstance(media, MediaSpans) else ():
-            if span.remote is None:
-                continue
-            found = self.cache.peek(span.key)
-            if lost:
-                self.cache.drop(span.key)
-                self._lost.add(span.key)
-            elif found is not None and found.remote == span.remote:
-                if span.key not in self._copies:
-                    self._copies[span.key] = asyncio.create_task(self._copy(span.key, found, span.remote))
-                continue
-            self.encoder.release(span.remote, lost=lost)
+            self._release(span.key, span.remote, lost=lost)
+
+    def _release(self, key: str, rows: RemoteRows | None, *, lost: bool = False) -> None:
+        if rows is None:
+            return
+        found = self.cache.peek(key)
+        if lost:
+            self.cache.drop(key)
+            self._lost.add(key)
+        elif found is not None and found.remote == rows:
+            if key not in self._copies:
+                self._copies[key] = asyncio.create_task(self._copy(key, found, rows))
+            return
+        self.encoder.release(rows, lost=lost)
 
     async def _copy(self, key: str, encoded: EncodedMedia, rows: RemoteRows) -> None:
         """Bring embeddings here for the cache: the replica that has them may leave."""
@@ -113,14 +117,32 @@ class EncodedPrompts:
 
     async def _prompt(self, text: str, refs: Sequence[MediaRef], tokenise: Tokenise, *, stay: bool) -> Prompt:
         media = await self._load_all(refs, stay=stay)
-        ids = await tokenise(self._expanded(text, media, refs))
-        return Prompt(ids, MediaSpans(self._spans(ids, media, [ref.kind for ref in refs])))
+        with self._released_on_error(media):
+            ids = await tokenise(self._expanded(text, media, refs))
+            return Prompt(ids, MediaSpans(self._spans(ids, media, [ref.kind for ref in refs])))
 
     async def _load_all(self, refs: Sequence[MediaRef], *, stay: bool) -> list[Keyed]:
         _check_count(refs, {"image": self.max_images, "video": self.max_videos, "audio": self.max_audios})
         self._check_kinds(refs)
         budget = _Pixels(self.max_pixels)
-        return await all_of(self._load(ref, budget, stay=stay) for ref in refs)
+        loaded: list[Keyed] = []
+
+        async def load(ref: MediaRef) -> Keyed:
+            loaded.append(keyed := await self._load(ref, budget, stay=stay))
+            return keyed
+
+        with self._released_on_error(loaded):
+            return await all_of(map(load, refs))
+
+    @contextmanager
+    def _released_on_error(self, media: Sequence[Keyed]) -> Iterator[None]:
+        """Release what stayed with encode replicas if the block fails: the request is refused, or its client left."""
+        try:
+            yield
+        except BaseException:
+            for key, encoded in media:
+                self._release(key, encoded.remote)
+            raise
 
     def placed(self, ids: Sequence[int], media: Sequence[Keyed]) -> Prompt:
         """Return the prompt for token ids with a placeholder for each of the media. Raises RequestError."""

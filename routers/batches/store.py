@@ -74,6 +74,8 @@ class BatchStore:
         """Set when this process has stored a batch."""
         self._max_bytes = max_bytes
         self._database = Database(path, _SCHEMA, "batches")
+        self._turns: dict[str, int] = {}
+        """Number of the last turn of each owner; there are as many as API keys."""
 
     @property
     def path(self) -> Path:
@@ -160,7 +162,11 @@ class BatchStore:
         await self._database.run(lambda db: db.execute("UPDATE requests SET state='waiting' WHERE state='running'"))
 
     async def take(self) -> BatchJob | None:
-        """Return the next waiting request and mark it as running; None if none waits."""
+        """Return the next waiting request and mark it as running; None if none waits.
+
+        Owners take turns: the next has the fewest running requests, and among these has waited the longest for its
+        turn. Batches of an owner follow one another.
+        """
 
         def work(db: sqlite3.Connection) -> BatchJob | None:
             late = "SELECT number FROM batches WHERE ended IS NULL AND created<=?"
@@ -168,10 +174,21 @@ class BatchStore:
                 query = "UPDATE requests SET state='expired', params=NULL WHERE batch=? AND state='waiting'"
                 db.execute(query, (number,))
                 _end(db, number)
-            query = "SELECT batch, place, params FROM requests WHERE state='waiting' ORDER BY batch, place LIMIT 1"
-            row = db.execute(query).fetchone()
-            if row is None:
+            query = (
+                "SELECT owner, min(number) FROM batches WHERE ended IS NULL AND EXISTS"
+                " (SELECT 1 FROM requests WHERE state='waiting' AND batch=number) GROUP BY owner"
+            )
+            first: dict[str, int] = dict(db.execute(query).fetchall())
+            if not first:
                 return None
+            query = (
+                "SELECT owner, count(*) FROM requests JOIN batches ON number=batch WHERE state='running' GROUP BY owner"
+            )
+            running: dict[str, int] = dict(db.execute(query).fetchall())
+            owner = min(first, key=lambda owner: (running.get(owner, 0), self._turns.get(owner, 0), first[owner]))
+            self._turns[owner] = max(self._turns.values(), default=0) + 1
+            query = "SELECT batch, place, params FROM requests WHERE state='waiting' AND batch=? ORDER BY place LIMIT 1"
+            row = db.execute(query, (first[owner],)).fetchone()
             db.execute("UPDATE requests SET state='running' WHERE batch=? AND place=?", row[:2])
             return BatchJob(*row)
 

@@ -43,16 +43,18 @@ class VideoRecord(msgspec.Struct, frozen=True):
 
 
 class VideoJobs:
-    """Jobs of all owners, of which `max_open` may wait or be in progress; an owner without any may always add one.
+    """Jobs of all owners, of which `max_open` may wait or be in progress, `max_own` of them of one owner; an owner
+    without any may always add one.
 
     Clients see only jobs of `owner`.
     """
 
-    def __init__(self, media: MediaStore, max_open: int) -> None:
+    def __init__(self, media: MediaStore, max_open: int, max_own: int | None = None) -> None:
         self.media = media
         self._news = asyncio.Event()
         """Set when this process has added or cancelled a job."""
         self._max_open = max_open
+        self._max_own = max_open if max_own is None else max_own
         self._database = media.database
 
     @property
@@ -70,6 +72,11 @@ class VideoJobs:
             open_, own = db.execute(query, (owner,)).fetchone()
             if own and open_ >= self._max_open:
                 raise QueueFull("too many videos wait already (VIDEO_MAX_JOBS)")
+            if own >= self._max_own:
+                raise QueueFull(
+                    f"{own} videos of this API key wait or are being made already; a key may have {self._max_own} of "
+                    f"the {self._max_open} of VIDEO_MAX_JOBS"
+                )
             query = "INSERT INTO videos (id, owner, created, state, request) VALUES (?, ?, ?, 'queued', ?)"
             number = db.execute(query, (job, owner, time.time(), encoded)).lastrowid
             if request.image:

@@ -39,10 +39,10 @@ def main(arguments: Sequence[str]) -> int:
 def lines(found: Status) -> Iterator[str]:
     """Yield what a service owns, for people."""
     limit = f" of at most {size_text(found.limit)}" if found.limit else ""
-    yield f"{size_text(sum(held.size for held in found.held))}{limit} of weights"
-    for held in found.held:
-        state = f"{held.leases} lease(s)" if held.ready else "being filled"
-        yield f"{held.key[:8]}  {size_text(held.size):>9}  {held.device or 'host':<40}  {state}"
+    yield f"{size_text(sum(owned.size for owned in found.owned))}{limit} of weights"
+    for owned in found.owned:
+        state = f"{owned.leases} lease(s)" if owned.ready else "being filled"
+        yield f"{owned.key[:8]}  {size_text(owned.size):>9}  {owned.device or 'host':<40}  {state}"
     yield f"granted {found.granted}, filled {found.filled}, refused {found.refused}, freed {found.freed}"
 
 

@@ -24,6 +24,9 @@ from server.metrics.replica import watch_engine_process
 from server.metrics.visual import watch_visual
 from server.settings import Settings
 
+_KEYS_SHARE = 4
+"""If there are several API keys, the videos that wait or are made are this many times those that one key may have."""
+
 
 async def add_visual(to: Composition, folder: Path | None) -> Failed:
     """Start the engine and set the replica's service."""
@@ -36,7 +39,7 @@ async def add_visual(to: Composition, folder: Path | None) -> Failed:
     loader = MediaLoader(media_limits(settings))
     to.stack.push_async_callback(loader.aclose)
     await to.stack.enter_async_context(background(clean_for_ever(media), "media-store"))
-    jobs = VideoJobs(media, settings.video_max_jobs)
+    jobs = VideoJobs(media, settings.video_max_jobs, _own_jobs(settings))
     limits = {
         field.name: getattr(settings, field.name)
         for field in dataclasses.fields(VisualLimits)
@@ -96,6 +99,12 @@ async def _open_engine(to: Composition, folder: Path | None) -> tuple[VisualEngi
     to.stack.push_async_callback(process.close)
     await process.start()
     return VisualClient(process.address, process.wait_failed), process.wait_failed
+
+
+def _own_jobs(settings: Settings) -> int:
+    """Return how many videos of a key may wait or be made, so that one key cannot fill the queue."""
+    several = len(settings.api_keys) > 1
+    return max(1, settings.video_max_jobs // _KEYS_SHARE) if several else settings.video_max_jobs
 
 
 def _media_store(to: Composition) -> MediaStore:

@@ -25,7 +25,7 @@ from engine.errors import EngineFailure
 from engine.kit.logs import printable
 from engine.kit.tasks import background, in_thread
 from engine.process.child import ServiceProcess
-from engine.process.command import module_command
+from engine.process.command import kill, module_command
 from engine.process.engine_service import ENGINE
 from engine.process.folder import PrivateFolder
 from engine.process.service import Interface
@@ -184,7 +184,7 @@ class Launcher:
             if self._stops <= 2:
                 child.orders.write(DRAIN if self._stops == 1 else CUT_OFF)
             else:
-                child.process.kill()
+                kill(child.process)
 
 
 @dataclass(frozen=True, eq=False)

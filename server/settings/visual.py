@@ -48,7 +48,7 @@ class VisualSettings(Section):
     """Maximum size of a video in pixels, of all its frames. Making one takes about 16 bytes of memory for each."""
     video_max_jobs: int = Field(64, ge=1)
     """Number of videos, of all keys, that may wait or be made; more are refused with 429, but a key may always have
-    one. Keys take turns."""
+    one. If there are several keys, each may have a quarter. Keys take turns."""
     video_timeout_seconds: float = Field(3600.0, gt=0)
     """Seconds that a video may take, its wait for others included."""
     media_store_mb: int = Field(1024, ge=1)

@@ -33,9 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def servers(folder: Path) -> Iterator[list[ServerProcess]]:
     """A server that encodes by itself, and one that asks an encode replica."""
-    common = ("--engine", "embedded", "--model", str(folder), "--served-model-name", "tiny", "--dtype", "float32",
-              "--threads", "1", "--kv-cache-memory-mb", "16", "--internal-secret", SECRET,
-              "--max-audio-seconds", "20")  # fmt: skip
+    common = ("--engine", "embedded", "--engine-process", "false", "--model", str(folder),
+              "--served-model-name", "tiny", "--dtype", "float32", "--threads", "1", "--kv-cache-memory-mb", "16",
+              "--internal-secret", SECRET, "--max-audio-seconds", "20")  # fmt: skip
     started = [ServerProcess(*common), ServerProcess(*common, "--disaggregation-mode", "encode")]
     try:
         started[1].wait_ready(200)

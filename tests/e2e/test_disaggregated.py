@@ -27,6 +27,8 @@ MODEL = "smollm2-135m-instruct"
 EMBEDDED = (
     "--engine",
     "embedded",
+    "--engine-process",
+    "false",
     "--threads",
     "1",
     "--max-seq-len",

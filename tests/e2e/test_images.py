@@ -47,6 +47,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 MODEL = (
     "--engine",
     "embedded",
+    "--engine-process",
+    "false",
     "--model",
     "smolvision",
     "--threads",

@@ -53,7 +53,7 @@ def test_the_blocks_of_a_gguf_file_are_computed_as_they_are(exact: float, tmp_pa
 
 
 def test_runtime_and_log_name_the_quantised_compute_path() -> None:
-    with serving("--engine", "embedded", "--quantization", "int8") as server:
+    with serving("--engine", "embedded", "--engine-process", "false", "--quantization", "int8") as server:
         runtime = httpx.get(f"{server.url}/server_info").json()["runtime"]
         assert (runtime["dtype"], runtime["compute_path"], runtime["quantization"]) == ("float32", "native", "int8")
         assert f"float32 on cpu (native, {available()[-1].name}, int8); after" in server.log

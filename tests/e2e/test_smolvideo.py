@@ -19,11 +19,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def smolvideo(smollm2: object) -> Iterator[ServerProcess]:
-    with servers(("--engine", "embedded", "--model", "smolvideo", "--max-seq-len", "1024")) as (running,):
+    flags = ("--engine", "embedded", "--engine-process", "false", "--model", "smolvideo", "--max-seq-len", "1024")
+    with servers(flags) as (running,):
         yield running
 
 
-ASKED = {"mover": "mp4", "direction": "webm", "count": "mp4"}
+ASKED = {"mover": "mp4", "direction": "webm", "bounces": "mp4", "faster": "webm", "describe": "mp4"}
 """Kinds of questions, each about a clip in a file of this kind."""
 
 

@@ -11,12 +11,13 @@ from prometheus_client import CollectorRegistry
 
 from engine.base import DeltaStream
 from engine.config import FakeConfig
-from engine.errors import EmbeddingsLost, EngineDied, EngineFailure
+from engine.errors import ContextOverflow, EmbeddingsLost, EngineDied, EngineFailure, InvalidRequest
 from engine.fake.encoder import HIDDEN_SIZE, FakeEncoder
 from engine.fake.engine import FakeEngine
 from engine.media import EncodedMedia, MediaInput, MediaSpans, RemoteRows
 from engine.transfer.base import LeaseWord
 from engine.types import GenerateRequest
+from multimodal.errors import RequestError
 from multimodal.media.cache import EmbeddingCache
 from multimodal.media.prompts import EncodedPrompts
 from multimodal.metrics import GenerationMetrics
@@ -187,3 +188,25 @@ async def test_prompts_that_no_engine_sees_leave_nothing_behind() -> None:
     async with served() as (processor, encoder, _):
         await processor.tokenize(ask_of(chat()))
         assert encoder.asked == [False] and not encoder.kept
+
+
+async def test_a_request_that_is_refused_gives_them_up() -> None:
+    """Whether its parameters are refused, or another of its images."""
+    async with served() as (processor, encoder, engine):
+        with pytest.raises(ContextOverflow):
+            await prepare(processor, chat(max_tokens=1 << 30))
+        await until(lambda: encoder.released == [(0, False)])
+
+        async def refused(media: Sequence[MediaInput], prompt: str = "") -> list[EncodedMedia]:
+            if media[0].kept is None and len(media[0].data) != len(image_file(size=(33, 32))):
+                await until(lambda: len(encoder.kept) == 2)
+                raise InvalidRequest("the image cannot be read", "image")
+            return await Encoder.encode(encoder, media, prompt)
+
+        encoder.encode = refused  # type: ignore[method-assign]
+        body = chat(1)
+        body["messages"][0]["content"] += chat(400)["messages"][0]["content"]
+        with pytest.raises(RequestError, match="cannot be read"):
+            await prepare(processor, body)
+        await until(lambda: encoder.released == [(0, False), (1, False)])
+        assert not engine.read

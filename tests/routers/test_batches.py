@@ -16,7 +16,7 @@ from multimodal.request import Ask
 from protocol.batches import BatchesPage, MessageBatch
 from protocol.messages import MessagesErrorEnvelope, MessagesRequest, WholeMessage
 from routers.batches import store as store_module
-from routers.batches.store import BatchStore
+from routers.batches.store import BatchJob, BatchStore
 from routers.batches.worker import BatchWorker
 from routers.body import INLINE_BYTES
 from routers.fields import FieldCheck
@@ -141,6 +141,46 @@ async def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
     async with application(cache_dir=tmp_path) as (client, _):
         found = await ended(client, batch["id"])
     assert found["request_counts"]["succeeded"] == 2
+
+
+async def test_keys_take_turns_and_go_on_with_them_after_a_restart(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "batches.sqlite", 1 << 20, 10)
+    for owner, batch, count in (("a", "a1", 3), ("a", "a2", 2), ("b", "b1", 2), ("c", "c1", 1)):
+        await store.create(owner, batch, [(f"{batch}-{place}", batch.encode()) for place in range(count)])
+
+    async def taken() -> BatchJob:
+        job = await store.take()
+        assert job is not None
+        return job
+
+    for batch in (b"a1", b"b1"):  # these run when the process ends
+        assert (await taken()).params == batch
+    await store.close()
+    store = BatchStore(tmp_path / "batches.sqlite", 1 << 20, 10)
+    await store.resume()
+    running = [await taken(), await taken()]
+    order = [job.params.decode() for job in running]
+    while running:
+        assert await store.finish(running.pop(0), "succeeded", b"")
+        if (job := await store.take()) is not None:
+            running.append(job)
+            order.append(job.params.decode())
+    assert order == ["a1", "b1", "c1", "a1", "b1", "a1", "a2", "a2"]
+    assert [(await store.get("a", batch)).counts for batch in ("a1", "a2")] == [{"succeeded": 3}, {"succeeded": 2}]
+    await store.close()
+
+
+async def test_a_key_with_ever_new_batches_does_not_keep_another_waiting(tmp_path: Path) -> None:
+    store, order = BatchStore(tmp_path / "batches.sqlite", 1 << 20, 10), b""
+    await store.create("a", "a", [(f"a-{place}", b"a") for place in range(3)])
+    for place in range(6):
+        await store.create("b", f"b{place}", [("b", b"b")])
+        job = await store.take()
+        assert job is not None
+        order += job.params
+        await store.finish(job, "succeeded", b"")
+    assert order == b"ababab"
+    await store.close()
 
 
 async def test_late_requests_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

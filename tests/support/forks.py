@@ -1,7 +1,9 @@
 """Servers without their second of imports: a process that has imported everything forks one for each request.
 
 `python -m tests.support.forks` is that process, `fork` asks for a server. A server so made is `python -m server` in all
-but its command line; that the command works is for the tests of `deploy/` and `tests/server/process/`.
+but its command line; that the command works is for the tests of `deploy/` and `tests/server/process/`. Engines of their
+own process start as anywhere; `--engine embedded --engine-process false` saves importing torch, too, where a test is
+about something else than that process.
 """
 
 import atexit
@@ -89,6 +91,9 @@ def _serve() -> int:
         if not message:
             return 0
         stderr, status = descriptors
+        *arguments, environment = json.loads(message)
+        if {"embedded", "--engine-process"} <= {*arguments}:
+            import engine.embedded.models.native.runner  # noqa: PLC0415, F401 - torch takes a second
         if os.fork() == 0:
             requests.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -97,7 +102,6 @@ def _serve() -> int:
                 os.open(os.devnull, os.O_RDONLY)  # as 0, which was the socket
                 os.dup2(stderr, 2)
                 os.close(stderr)
-                *arguments, environment = json.loads(message)
                 os.environ.clear()
                 os.environ.update(environment)
                 sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)

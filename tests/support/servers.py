@@ -191,7 +191,8 @@ def serving(*flags: str, environment: dict[str, str] | None = None) -> Iterator[
         for signum in (signal.SIGTERM, signal.SIGINT):  # the second ends what still runs
             if server.process.poll() is None:
                 server.process.send_signal(signum)
-                time.sleep(0.2)
+                with suppress(subprocess.TimeoutExpired):
+                    server.process.wait(0.2)
         server.wait()
         _, left = psutil.wait_procs(children, timeout=20)
         for child in left:

@@ -10,7 +10,7 @@ import msgspec
 from engine.embedded.grammar.library import Setup
 from engine.embedded.grammar.worker import Reply
 from engine.errors import EngineFailure
-from engine.process.command import module_command
+from engine.process.command import kill, module_command
 from engine.types import Guide
 from protocol.frames import packed, receive_payload
 
@@ -85,8 +85,8 @@ class GrammarWorker:
 
     def kill(self) -> None:
         """End the process at once; a compilation under way raises WorkerKilledError."""
-        if self._process is not None and self.alive:
-            self._process.kill()
+        if self._process is not None:
+            kill(self._process)
 
     async def close(self) -> None:
         """Kill the worker if it runs; it has no state."""
@@ -103,6 +103,5 @@ async def _ask(process: asyncio.subprocess.Process, message: Guide | Setup) -> R
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.kill()
+    kill(process)
     await process.communicate()

@@ -28,11 +28,29 @@ def padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+class CopyPoint(Protocol):
+    """The copies that a thread had begun at some moment."""
+
+    def wait(self) -> None:
+        """Wait until they have ended."""
+        ...
+
+    def hold_back(self, stream: int) -> None:
+        """Have the device begin what a CUDA stream is given from now on after they have ended; does not wait."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Copies(Protocol):
     """Copies of one thread between addresses of the device and of the host."""
 
     def copy(self, to: int, source: int, size: int) -> None:
         """Begin a copy; does not wait."""
+        ...
+
+    def point(self) -> CopyPoint:
+        """Return the copies begun so far."""
         ...
 
     def wait(self) -> None:
@@ -69,6 +87,13 @@ class Device:
                 while self._pinned:
                     self._cuda.free_host(self._pinned.pop())
 
+    def hold_back(self, points: Sequence[CopyPoint]) -> None:
+        """Have what is computed from now on begin after copies have ended; does not wait. For the engine's thread."""
+        if self._cuda is not None:
+            with self._cuda.on(self._index):
+                for point in points:
+                    point.hold_back(torch.cuda.current_stream(self._index).cuda_stream)
+
     def copies(self) -> AbstractContextManager[Copies]:
         """Return the copies of a thread. They have ended when the block ends."""
         return _memmoves() if self._cuda is None else self._on_stream(self._cuda)
@@ -80,13 +105,22 @@ class Device:
 
 
 class _Memmove:
-    """Copies on a CPU, which end at once."""
+    """Copies on a CPU, which end at once, and every point of them."""
 
     def copy(self, to: int, source: int, size: int) -> None:
         populate(to, size)
         ctypes.memmove(to, source, size)
 
+    def point(self) -> CopyPoint:
+        return self
+
+    def hold_back(self, stream: int) -> None:
+        pass
+
     def wait(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 

@@ -19,7 +19,7 @@ class Reading(Protocol):
         """Return whether all blocks have arrived and are what was offered.
 
         Raises TransferError if they never will. Once this has returned True or raised, nothing is written to the blocks
-        any more.
+        any more; or the last copies are under way, and the device waits for them before it computes anything else.
         """
         ...
 

@@ -24,7 +24,7 @@ from engine.config import EmbeddedConfig
 from engine.embedded.kv.blocks import BlockKey
 from engine.embedded.kv.disk_tier import HEADER_LIMIT, Description, DiskError, DiskTier, Found
 from engine.embedded.kv.groups import BlockGroups
-from engine.embedded.kv.host_tier import Copies, Device, HostTier, Name, Slot, padded
+from engine.embedded.kv.host_tier import Copies, CopyPoint, Device, HostTier, Name, Slot, padded
 from engine.embedded.kv.memory import KvMemory
 from engine.embedded.sequence import Sequence as Prompt
 from engine.embedded.sequence import SequenceStatus
@@ -44,6 +44,9 @@ _REMEMBERED = 4
 """Keys whose requests are counted, for each block on the device and on the host."""
 _SAMPLE, _TRIALS = 8, 3
 """Blocks that are copied to measure the speed, and how often."""
+_TAIL_SECONDS = 0.01
+"""The last copies of a load, for which no thread waits but the device: launching the step that reads their blocks takes
+about as long."""
 _SLOW_DISK = 100e6
 """Bytes a second."""
 _MOST_WRITES = 0.5
@@ -135,6 +138,8 @@ class _TierReading:
         """An error, and the block whose load it ended; None if it came before any."""
         self.took: deque[tuple[int, int, float]] = deque()
         """Cache level, bytes and seconds of loads."""
+        self.ends: deque[CopyPoint] = deque()
+        """The end of each thread's copies, once all but the last few have ended."""
         self._tiers = tiers
         self._sequence = sequence
         self._items = items
@@ -144,19 +149,33 @@ class _TierReading:
     def begin(self, loaders: ThreadPoolExecutor, load: Callable[["_TierReading"], None]) -> None:
         self._futures = [loaders.submit(load, self) for _ in range(min(LOADERS, len(self.left)))]
 
+    @property
+    def copying(self) -> bool:
+        """Whether a thread still has to do with it."""
+        return not all(future.done() for future in self._futures)
+
     def done(self) -> bool:
-        if not all(future.done() for future in self._futures):
-            return False
-        for future in self._futures:
-            future.result()
-        if not self._over:
-            self._over = True
-            self._tiers.ended(self, self._sequence, self._items)
+        if self.copying:
+            if len(self.ends) < len(self._futures) or self.cancelled or self.failure is not None:
+                return False
+            self._tiers.arriving(self)
+            return True
+        self.end()
         if self.failure is not None:
             raise TransferError(f"a KV tier failed: {self.failure[1]}")
         if self.cancelled:
             raise TransferError("the load was cancelled")
         return True
+
+    def end(self) -> None:
+        """Wait for its threads, and have the tiers take note of what they did."""
+        for future in self._futures:
+            future.result()
+        if not self._over:
+            self._over = True
+            while self.ends:
+                self.ends.pop().close()
+            self._tiers.ended(self, self._sequence, self._items)
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -190,6 +209,8 @@ class Tiers:
         self._figures = {HOST: _Figures(), DISK: _Figures()}
         self._saving: dict[Name, Future[None]] = {}
         self._saved: queue.SimpleQueue[tuple[list[_BlockSave], Exception | None]] = queue.SimpleQueue()
+        self._arriving: list[_TierReading] = []
+        """Readings whose last copies are under way, while the device waits for them."""
         self._refused: set[str] = set()
         """Requests to which nothing is offered any more, because a load failed or took too long."""
         self._avoided: dict[str, tuple[int, int]] = {}
@@ -209,14 +230,14 @@ class Tiers:
             self._buffers.put(self._device.allocate(self._buffer_bytes))
 
     @property
-    def saving(self) -> bool:
-        """Whether a thread is copying from the device."""
-        return bool(self._saving)
+    def copying(self) -> bool:
+        """Whether a thread is copying from the device, or to blocks of sequences that run already."""
+        return bool(self._saving or self._arriving)
 
     @property
     def working(self) -> bool:
-        """Whether threads are copying from the device or to the disk."""
-        return self.saving or (self.disk is not None and self.disk.working)
+        """Whether threads are copying from or to the device, or to the disk."""
+        return self.copying or (self.disk is not None and self.disk.working)
 
     def stats(self) -> tuple[TierStats, ...]:
         """Return figures of each tier."""
@@ -357,10 +378,16 @@ class Tiers:
         changed = not self._saved.empty() or (self.disk is not None and self.disk.reported)
         while not self._saved.empty():
             self._note_saves(*self._saved.get())
+        self._land(wait=False)
         if self.disk is not None:
             for found in self.disk.poll():
                 self._tell(found)
         return changed
+
+    def land(self) -> None:
+        """Wait for the last copies to blocks of sequences that run already, some milliseconds: else others could read
+        into these blocks at the same time, if such a sequence has ended before its first step."""
+        self._land(wait=True)
 
     def measure(self, compute: float) -> None:
         """Measure loads while nothing runs; computing a block's tokens takes `compute` seconds. Blocks keep their
@@ -391,6 +418,23 @@ class Tiers:
         if self.disk is not None:
             self.disk.close()
         self._device.close()
+
+    def arriving(self, reading: _TierReading) -> None:
+        """Have the device wait for the last copies of a reading before it computes anything else."""
+        self._device.hold_back(list(reading.ends))
+        self._arriving.append(reading)
+
+    def _land(self, *, wait: bool) -> None:
+        """Note the readings that have arrived whole. A copy that fails now would leave a running sequence without its
+        blocks, but only on a broken device does one fail. Raises RuntimeError then."""
+        arriving, self._arriving = self._arriving, []
+        for reading in arriving:
+            if reading.copying and not wait:
+                self._arriving.append(reading)
+                continue
+            reading.end()
+            if reading.failure is not None:
+                raise RuntimeError("copies of KV blocks have failed") from reading.failure[1]
 
     def ended(self, reading: _TierReading, sequence: Prompt, items: Sequence[_BlockLoad]) -> None:
         """Note that threads are done with a reading."""
@@ -560,14 +604,23 @@ class Tiers:
 
     def _load(self, reading: _TierReading) -> None:
         buffer = self._buffers.get() if self.disk is not None else 0
-        item = None
+        item: _BlockLoad | None = None
+        body: CopyPoint | None = None
+        tail = int(_TAIL_SECONDS / seconds) if (seconds := max(self.speeds.host)) else 0
         try:
             with self._device.copies() as copies:
                 while reading.left and not (reading.cancelled or reading.failure):
                     with contextlib.suppress(IndexError):  # another thread may have taken the last
                         item = reading.left.popleft()
+                        if body is None and len(reading.left) < tail:
+                            body = copies.point()
                         reading.took.append(self._load_block(item, buffer, copies))
                 started = time.perf_counter()
+                end = copies.point()
+                (body or end).wait()
+                if body is not None:
+                    body.close()
+                reading.ends.append(end)
                 copies.wait()
                 reading.took.append((HOST, 0, time.perf_counter() - started))
         except (DiskError, TransferError) as error:

@@ -1,13 +1,15 @@
-"""Encodes batches of media: the processor runs in a few threads, the tower takes images of equal shape together."""
+"""Encodes media: the processor runs in a few threads, and the tower takes small images of equal shape together. Large
+files take turns while they are decoded, and each is answered as soon as it is done."""
 
 import io
 import logging
 import wave
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice, repeat
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Lock
 from typing import TypeAlias
 
@@ -25,12 +27,15 @@ from engine.embedded.vision.videos import Prepared
 from engine.embedded.whisper.tower import AudioProcessing, AudioTower
 from engine.encoder import EncoderInfo
 from engine.errors import EngineError, EngineFailure
+from engine.kit.time_slices import SlicedWork, TimeSlices
 from engine.media import EncodedMedia, MediaInput, RemoteRows
 from engine.transfer.shared_bytes import readable, shared_or_copied
 
 _THREADS = min(16, max(4, compute_threads() // 2))
-_LARGE_THREADS = min(16, max(1, compute_threads() // 2))
-"""Threads for large images, each of which keeps a core busy for seconds."""
+_LARGE_AT_ONCE = min(16, max(1, compute_threads() // 2))
+"""Large files that are decoded at the same moment, each of which keeps a core busy for seconds."""
+_LARGE_OPEN = max(8, 2 * _LARGE_AT_ONCE)
+"""Large files that take turns."""
 _GPU_IMAGES = 8
 """Images that the tower computes together on a GPU. A CPU gains nothing by waiting for several."""
 _CALL_VALUES = 32 << 20
@@ -39,6 +44,14 @@ _CALL_VALUES = 32 << 20
 Outcome: TypeAlias = EncodedMedia | EngineError
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Large:
+    """A large file for the tower."""
+
+    work: SlicedWork
+    result: Prepared | RemoteRows | EngineError
 
 
 class BatchEncoder:
@@ -60,7 +73,10 @@ class BatchEncoder:
             self.tower = Tower(config)
             videos = self.processing.videos.placeholder
         self.together = 1 if self.tower.device.type == "cpu" else _GPU_IMAGES
-        self._pools = [ThreadPoolExecutor(_THREADS), ThreadPoolExecutor(_LARGE_THREADS)]
+        self.open = _LARGE_OPEN
+        self._small_threads, self._large_threads = ThreadPoolExecutor(_THREADS), ThreadPoolExecutor(_LARGE_OPEN)
+        self._small_slices, self._large_slices = TimeSlices(_THREADS), TimeSlices(_LARGE_AT_ONCE)
+        self._decoded: SimpleQueue[_Large] = SimpleQueue()
         self._computing = Lock()
         self.info = EncoderInfo(
             fingerprint=self.tower.fingerprint(self.processing.description),
@@ -79,30 +95,48 @@ class BatchEncoder:
         return self.embed(self.prepare(images))
 
     def prepare(
-        self, images: Sequence[MediaInput], lane: int = 0, going_on: Sequence[Callable[[], bool]] | None = None
+        self, images: Sequence[MediaInput], going_on: Sequence[Callable[[], bool]] | None = None
     ) -> Iterator[Prepared | RemoteRows | EngineError]:
-        """Begin the work before the tower, in other threads, which the lanes do not share. Callable from any thread.
+        """Begin the work before the tower, in other threads. Callable from any thread.
 
         `going_on` tells of each image whether somebody still waits for it.
         """
-        return self._pools[lane].map(self._prepare, images, going_on or repeat(lambda: True))
+        return self._small_threads.map(self._prepare_small, images, going_on or repeat(lambda: True))
 
-    def embed(
-        self, images: Iterator[Prepared | RemoteRows | EngineError], lane: int = 0
-    ) -> Iterator[list[tuple[int, Outcome]]]:
-        """Yield the outcome of each image, with its index, as soon as it is known. Callable from several threads.
+    def embed(self, images: Iterator[Prepared | RemoteRows | EngineError]) -> Iterator[list[tuple[int, Outcome]]]:
+        """Yield the outcome of each image, with its index, as soon as it is known.
 
-        Large images and videos are computed one by one: none waits for another to be decoded. Raises
-        torch.AcceleratorError if the device no longer works for this process.
+        Raises torch.AcceleratorError if the device no longer works for this process.
         """
         prepared = enumerate(images)
-        while some := list(islice(prepared, 1 if lane else self.together)):
+        while some := list(islice(prepared, self.together)):
             if refused := [(index, image) for index, image in some if isinstance(image, EngineError)]:
                 yield [*refused]
             if kept := [(index, self._copied(rows)) for index, rows in some if isinstance(rows, RemoteRows)]:
                 yield [*kept]
             for call in _calls({index: image for index, image in some if isinstance(image, Prepared)}):
                 yield self._embed(call)
+
+    def begin_large(self, number: int, file: MediaInput, going_on: Callable[[], bool]) -> None:
+        """Begin with a large file, in threads of their own, in turns with the others. Callable from any thread."""
+        self._large_threads.submit(self._prepare_large, file, self._large_slices.begin(number, going_on))
+
+    def embed_large(self) -> Iterator[tuple[int, Outcome]]:
+        """Yield number and outcome of each large file as soon as it is known, without end.
+
+        Files wait for the tower with the memory that they have been given. Raises as `embed` does.
+        """
+        while True:
+            large = self._decoded.get()
+            large.work.leave()
+            with large.work.elsewhere():
+                outcome = self._outcome(large.result)
+            large.work.end()
+            yield large.work.number, outcome
+
+    def longest(self) -> tuple[int, float] | None:
+        """Return number and seconds of the large file that has been computed on for longest; None without one."""
+        return self._large_slices.longest()
 
     def release(self, rows: RemoteRows) -> None:
         """End the lease of embeddings that stayed here. Callable from any thread."""
@@ -122,13 +156,31 @@ class BatchEncoder:
         count = len(found) // (self.tower.hidden_size * self.tower.dtype.itemsize)
         return EncodedMedia(text="", rows=count, dtype=self.tower.dtype_name, data=shared_or_copied(found.numpy().data))
 
-    def _prepare(self, image: MediaInput, going_on: Callable[[], bool]) -> Prepared | RemoteRows | EngineError:
-        if not going_on():
+    def _outcome(self, prepared: Prepared | RemoteRows | EngineError) -> Outcome:
+        if isinstance(prepared, EngineError):
+            return prepared
+        if isinstance(prepared, RemoteRows):
+            return self._copied(prepared)
+        ((_, outcome),) = self._embed({0: prepared})
+        return outcome
+
+    def _prepare_small(self, image: MediaInput, going_on: Callable[[], bool]) -> Prepared | RemoteRows | EngineError:
+        with self._small_slices.begin(going_on=going_on) as work:
+            return self._prepare(image, work)
+
+    def _prepare_large(self, file: MediaInput, work: SlicedWork) -> None:
+        work.start()
+        result = self._prepare(file, work)
+        work.stop()
+        self._decoded.put(_Large(work, result))
+
+    def _prepare(self, image: MediaInput, work: SlicedWork) -> Prepared | RemoteRows | EngineError:
+        if not work():
             return EngineFailure("nobody waits for the image any more")
         try:
             if image.kept is not None:
                 return image.kept
-            prepared = self.processing.prepare(image, going_on)
+            prepared = self.processing.prepare(image, work)
             return replace(prepared, stay=True) if image.stay else prepared
         except EngineError as error:
             return error

@@ -1,10 +1,11 @@
 """The embedded engine's encoder: a vision tower in a process of its own, so that neither HTTP nor the engine waits for
 it.
 
-This side keeps the queue and moves bytes. Requests take turns, image by image, however many images each has. Large
-images are in a lane of their own, so that small ones pass them while they are decoded. Of each lane the process has at
-most two batches at a time: one to compute, and the next. Cancelled images that have not been sent are skipped; of
-those that have, the process is told, which ends the decoding of videos and recordings.
+This side keeps the queue and moves bytes. Requests take turns, image by image, however many images each has. Of small
+images the process has at most two batches at a time: one to compute, and the next. Large images, videos and large
+recordings are in a lane of their own, so that small images pass them while they are decoded. The process has a few of
+them at a time, which take turns; half of its places are for files of few bytes. Cancelled images that have not been
+sent are skipped; of those that have, the process is told, which ends the decoding of videos and recordings.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import chain, count
 
 from engine.config import EncoderConfig
-from engine.embedded.vision.messages import LANES, LARGE_PIXELS, Options
+from engine.embedded.vision.messages import LARGE, LARGE_PIXELS, SMALL, Busy, Options
 from engine.embedded.vision.process import EncoderProcess
 from engine.encoder import EncoderInfo
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady
@@ -31,6 +32,8 @@ _BATCH_BYTES = 32 << 20
 _BATCH_PIXELS = 1 << 25
 _LARGE_BYTES = 1 << 20
 """LARGE_PIXELS in bytes, for images whose pixels have not been counted."""
+_OPEN_BYTES = _BATCHES * _BATCH_BYTES
+"""Bytes of the files that take turns, unless a single file has more."""
 
 log = logging.getLogger(__name__)
 
@@ -45,17 +48,17 @@ class _Job:
     @property
     def lane(self) -> int:
         if self.image.kind == "video":
-            return 1
+            return LARGE
         pixels = self.image.pixels
-        return int(pixels > LARGE_PIXELS if pixels else len(self.image.data) > _LARGE_BYTES)
+        return LARGE if (pixels > LARGE_PIXELS if pixels else len(self.image.data) > _LARGE_BYTES) else SMALL
 
 
 class _ImageLane:
-    """Images that wait, by request, and the batches that the process has."""
+    """Images that wait, by request, and the batches that the process has, each by number."""
 
     def __init__(self) -> None:
         self.waiting: FairQueue[Hashable, _Job] = FairQueue()
-        self.sent: deque[dict[int, _Job]] = deque()
+        self.sent: list[dict[int, _Job]] = []
         self.timer: asyncio.TimerHandle | None = None
         self.hung = False
 
@@ -68,8 +71,11 @@ class _ImageLane:
         for job in (*jobs, *waiting):
             self.add(job)
 
-    def next_batch(self, most: int) -> list[_Job]:
-        """Take up to `most` images, in turns, without those whose requests have ended."""
+    def next_batch(self, process: EncoderProcess) -> list[_Job]:
+        """Take the images that the process is to have now, in turns, without those whose requests have ended."""
+        if len(self.sent) >= _BATCHES:
+            return []
+        most = max(2, process.together)
         batch: list[_Job] = []
         size = pixels = 0
         while self.waiting and len(batch) < most:
@@ -84,17 +90,46 @@ class _ImageLane:
         return batch
 
     def unfinished(self) -> list[list[_Job]]:
-        """Forget the batches that the process had; return the images of each that still have waiters."""
+        """Forget the batches that the process had; return the images of each that still have waiters. Suspect of having
+        ended the process are those of the first."""
         batches = [[job for job in batch.values() if not job.done.done()] for batch in self.sent]
         self.sent.clear()
         return batches
 
 
+class _LargeLane(_ImageLane):
+    """Large files, each a batch of its own. Any of those that the process has may have ended it."""
+
+    hanging: int | None = None
+    """Number of a file that takes too long, of which the process has told."""
+
+    def next_batch(self, process: EncoderProcess) -> list[_Job]:
+        while ended := next((request for request, job in self.waiting.firsts() if job.done.done()), None):
+            self.waiting.take(ended)
+        if len(self.sent) >= process.open:
+            return []
+        sizes = [len(job.image.data) for batch in self.sent for job in batch.values()]
+        sizes = [size for size in sizes if size > _LARGE_BYTES]
+        for request, job in self.waiting.firsts():
+            size = len(job.image.data)
+            full = len(sizes) >= process.open // 2 or sum(sizes) + size > _OPEN_BYTES
+            if not sizes or not full or size <= _LARGE_BYTES:
+                return [self.waiting.take(request)]
+        return []
+
+    def unfinished(self) -> list[list[_Job]]:
+        jobs = [*chain(*super().unfinished())]
+        number, self.hanging = self.hanging, None
+        hanging = [job for job in jobs if job.number == number]
+        return [hanging, [job for job in jobs if job not in hanging]] if hanging else [jobs]
+
+
 class EmbeddedEncoder:
     """An `Encoder` whose process is restarted when it dies, after pauses that grow from 0.5 to 30 seconds.
 
-    A process that is busy with a lane but silent about it for `timeout_seconds` is killed. The images of the batch are
-    then retried one by one, with nothing else beside them; others lose nothing but time. An image that takes too long
+    A process that is busy with a lane but silent about it for `timeout_seconds`, or computes on one large file for as
+    long, is killed. The images that may be the cause are then retried one by one, with nothing else beside them; others
+    lose nothing but time. An image that takes too long
     by itself raises EngineFailure, one that has ended the process twice raises EngineDied. If the process does not
     start again, all do.
     """
@@ -106,7 +141,8 @@ class EmbeddedEncoder:
         self._process: EncoderProcess | None = None
         self._serving = False
         self._supervision: asyncio.Task[None] | None = None
-        self._lanes = [_ImageLane() for _ in range(LANES)]
+        self._large = _LargeLane()
+        self._lanes = [_ImageLane(), self._large]
         self._suspects: deque[_Job] = deque()
         """Images of batches that ended the process or took too long, one of which may be the cause."""
         self._suspect: _Job | None = None
@@ -238,7 +274,7 @@ class EmbeddedEncoder:
                     return
             for index, batch in self._batches(process):
                 lane = self._lanes[index]
-                lane.sent.append(dict(enumerate(batch)))
+                lane.sent.append({job.number: job for job in batch})
                 if len(lane.sent) == 1:
                     self._arm(lane, process)
                 if not await process.send(index, [job.image for job in batch], [job.number for job in batch]):
@@ -255,16 +291,22 @@ class EmbeddedEncoder:
                 yield self._suspect.lane, [self._suspect]
             return
         for index, lane in enumerate(self._lanes):
-            while len(lane.sent) < _BATCHES and (batch := lane.next_batch(max(2, process.together))):
+            while batch := lane.next_batch(process):
                 yield index, batch
 
     async def _receive(self, process: EncoderProcess) -> None:
         while (received := await process.receive()) is not None:
+            if isinstance(received, Busy):
+                self._arm(self._large, process)
+                if received.seconds >= self._timeout:
+                    self._large.hanging = received.number
+                    self._kill(self._large, process)
+                continue
             index, outcomes = received
             lane = self._lanes[index]
-            batch = lane.sent[0]
-            for place, outcome in outcomes.items():
-                done = batch.pop(place).done
+            batch = next(batch for batch in lane.sent if outcomes.keys() <= batch.keys())
+            for number, outcome in outcomes.items():
+                done = batch.pop(number).done
                 if done.done():
                     self._discard(outcome)
                 elif isinstance(outcome, EngineError):
@@ -272,7 +314,7 @@ class EmbeddedEncoder:
                 else:
                     done.set_result(outcome)
             if not batch:
-                lane.sent.popleft()
+                lane.sent.remove(batch)
                 self._suspect = None
             self._arm(lane, process)
             self._wake.set()
@@ -283,7 +325,7 @@ class EmbeddedEncoder:
             self.release(outcome.remote)
 
     def _arm(self, lane: _ImageLane, process: EncoderProcess) -> None:
-        """Restart the timeout for the lane's next answer, if one is due."""
+        """Restart the timeout for the lane's next message, if one is due."""
         self._disarm(lane)
         if lane.sent:
             lane.timer = asyncio.get_running_loop().call_later(self._timeout, self._kill, lane, process)
@@ -300,7 +342,7 @@ class EmbeddedEncoder:
     def _recover(self, reason: str) -> None:
         """Queue the images of the lost process again, except one that made it hang or ended it twice.
 
-        Suspect are the first batch of a lane that hung or, if none did, the first of each.
+        Suspect are the first batch of a lane that hung or, if none did, the first of each; of large files all.
         """
         hung = any(lane.hung for lane in self._lanes)
         suspect, self._suspect = self._suspect, None

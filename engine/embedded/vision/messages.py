@@ -12,7 +12,7 @@ from engine.kit.logs import LogOptions
 from engine.media import EncodedMedia, MediaInput, RemoteRows
 from engine.process.wire import Failed
 
-LANES = 2
+SMALL, LARGE = LANES = range(2)
 LARGE_PIXELS = 1 << 20
 """Number of pixels above which an image is in the lane of large ones: decoding this many takes about 15 ms."""
 
@@ -25,15 +25,15 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True, tag="batch"):
-    """Files to encode. Answers name each of them once, before any of the next batch of the same lane. The files follow,
-    in order.
+    """Files to encode, which follow in order. Answers name each of them once. Batches of small images are computed in
+    order; large files take turns.
     """
 
     lane: int
     """Lanes do not wait for each other, except for the tower, one call at a time: 0 is for small images."""
     media: list[MediaInput]
     numbers: list[int]
-    """Number of each file, for `GivenUp`."""
+    """Number of each file, for `Answer` and `GivenUp`."""
     sizes: list[int]
     """Bytes of each file."""
 
@@ -54,10 +54,21 @@ class EncoderReady(msgspec.Struct, frozen=True, array_like=True, tag=0):
     info: EncoderInfo
     together: int
     """Images that the tower computes together."""
+    open: int
+    """Large files that take turns."""
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """Outcomes for files of a batch, by their indices in it. Embeddings follow in order, then the descriptors."""
+class Busy(msgspec.Struct, frozen=True, tag="busy"):
+    """A sign of life, sent while there are large files."""
+
+    number: int
+    """Number of the large file that has been computed on for longest."""
+    seconds: float
+    """How long, without the turns of others."""
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """Outcomes for files of a batch, by their numbers. Embeddings follow in order, then the descriptors."""
 
     lane: int
     encoded: dict[int, EncodedMedia]
@@ -65,5 +76,5 @@ class Answer(msgspec.Struct, frozen=True):
     sizes: list[int]
     """Bytes of the embeddings of each."""
     shared: list[int]
-    """The indices of those whose embeddings are descriptors."""
+    """The numbers of those whose embeddings are descriptors."""
     failed: dict[int, Failed]

@@ -1,7 +1,6 @@
 """The parent's side of the process that encodes images: starts it, sends batches, receives answers, ends it."""
 
 import asyncio
-import contextlib
 import signal
 import socket
 from asyncio.subprocess import Process
@@ -11,12 +10,12 @@ from typing import Self
 import msgspec
 from msgspec.structs import replace
 
-from engine.embedded.vision.messages import Answer, Batch, EncoderReady, GivenUp, Options, Release
+from engine.embedded.vision.messages import Answer, Batch, Busy, EncoderReady, GivenUp, Options, Release
 from engine.encoder import EncoderInfo
 from engine.errors import EngineError, EngineFailure
 from engine.media import EncodedMedia, MediaInput, RemoteRows, detach_media
 from engine.process import wire
-from engine.process.command import module_command
+from engine.process.command import kill, module_command
 from engine.transfer.shared_bytes import Data, SharedBytes, crowded
 from protocol.frames import packed, receive_payload
 
@@ -34,6 +33,8 @@ class EncoderProcess:
         self.process = process
         self.together = 1
         """Images that the tower computes together, but for large ones."""
+        self.open = 1
+        """Large files that take turns."""
         self._channel = channel
 
     @classmethod
@@ -93,10 +94,13 @@ class EncoderProcess:
             return False
         return True
 
-    async def receive(self) -> tuple[int, dict[int, EncodedMedia | EngineError]] | None:
-        """Return a lane and outcomes of its oldest unfinished batch, by index; None if the process has gone."""
+    async def receive(self) -> tuple[int, dict[int, EncodedMedia | EngineError]] | Busy | None:
+        """Return a lane and outcomes of files of one of its batches, by number, or a sign of life of the large files;
+        None if the process has gone."""
         try:
-            answer = msgspec.msgpack.decode(await receive_payload(self._read), type=Answer)
+            answer = msgspec.msgpack.decode(await receive_payload(self._read), type=Answer | Busy)
+            if isinstance(answer, Busy):
+                return answer
             sizes = zip(answer.encoded, answer.sizes, strict=True)
             data: dict[int, Data] = {
                 index: await self._read(size) for index, size in sizes if index not in answer.shared
@@ -110,8 +114,7 @@ class EncoderProcess:
         return answer.lane, failed | encoded
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
+        kill(self.process)
 
     async def stop(self) -> str:
         """End the process, if it still runs, and return how it ended."""
@@ -134,7 +137,7 @@ class EncoderProcess:
             raise EngineFailure(f"the encoder process failed to start ({await self.stop()})") from error
         if isinstance(reply, wire.Failed):
             raise wire.error_of(reply)
-        self.together = reply.together
+        self.together, self.open = reply.together, reply.open
         return reply.info
 
     async def _write(self, data: bytes) -> None:

@@ -5,9 +5,6 @@ Each file is processed by itself, so that its embeddings do not depend on the re
 """
 
 import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,34 +17,8 @@ from engine.embedded.vision.messages import LARGE_PIXELS
 from engine.embedded.vision.videos import Prepared, VideoProcessing
 from engine.errors import EngineFailure, InvalidRequest
 from engine.kit.image_file import decode, limit_pixels, pixels
+from engine.kit.time_slices import Room, SlicedWork, TimeSlices
 from engine.media import MediaInput
-
-
-class PixelRoom:
-    """A limit, for threads, to the pixels that are processed at once: as many as the largest image may have.
-
-    The copies of 64 million pixels take a gigabyte. Threads get room in the order in which they ask.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.free = most
-        self._turn = threading.Lock()
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def take(self, count: int) -> Iterator[None]:
-        """Wait until there is room for `count` pixels; if they never fit, until all room is free."""
-        count = min(count, self.most)
-        with self._turn, self._changed:
-            self._changed.wait_for(lambda: self.free >= count)
-            self.free -= count
-        try:
-            yield
-        finally:
-            with self._changed:
-                self.free += count
-                self._changed.notify()
 
 
 class ImageProcessing:
@@ -64,7 +35,8 @@ class ImageProcessing:
         except Exception as error:  # tokenizers raises a bare Exception for a damaged tokenizer.json
             raise EngineFailure(f"the image processor of {config.model} cannot be loaded: {error}") from error
         self._arguments = facts.vision.processor_arguments
-        self._room = PixelRoom(config.max_image_pixels)  # of large images, for which no small one waits
+        most = config.max_image_pixels  # of which copies take 16 bytes each
+        self._room = Room(most, small=most // 4, reserve=most // 4)
         self.placeholder: str = self.processor.image_token
         """Text that the chat template writes for an image, and of an image token."""
         self.videos = VideoProcessing(config, facts, self._image_processor, self.processor)
@@ -75,22 +47,26 @@ class ImageProcessing:
         )
         """All settings that change the result, as JSON."""
 
-    def prepare(self, media: MediaInput, going_on: Callable[[], bool] = lambda: True) -> Prepared:
-        """Decode and process a file; a video ends early once `going_on` returns False. Raises InvalidRequest."""
+    def prepare(self, media: MediaInput, work: SlicedWork | None = None) -> Prepared:
+        """Decode and process a file, as a `work` that has begun; the caller ends it. Raises InvalidRequest."""
+        if work is None:
+            with TimeSlices(1).begin() as work:
+                return self.prepare(media, work)
         if media.kind == "video":
-            return self.videos.prepare(media, self._room.take, going_on)
-        return self._image(media)
+            return self.videos.prepare(media, self._room, work)
+        return self._image(media, work)
 
-    def _image(self, image: MediaInput) -> Prepared:
+    def _image(self, image: MediaInput, work: SlicedWork) -> Prepared:
         count = pixels(image)
-        with self._room.take(count) if count > LARGE_PIXELS else nullcontext():
-            picture = decode(image, self._max_pixels)
-            try:
-                inputs = self._image_processor([picture], return_tensors="pt", **self._arguments)
-            except ValueError as error:
-                raise InvalidRequest(
-                    f"the model takes no image of {picture.width} x {picture.height} pixels", "image"
-                ) from error
+        if count > LARGE_PIXELS:
+            work.hold(self._room, count)
+        picture = decode(image, self._max_pixels)
+        try:
+            inputs = self._image_processor([picture], return_tensors="pt", **self._arguments)
+        except ValueError as error:
+            raise InvalidRequest(
+                f"the model takes no image of {picture.width} x {picture.height} pixels", "image"
+            ) from error
         text: str = self.processor.replace_image_token(inputs, image_idx=0)
         time, height, width = inputs["image_grid_thw"][0].tolist() if "image_grid_thw" in inputs else (0, 0, 0)
         tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}

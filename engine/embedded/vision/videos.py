@@ -6,8 +6,7 @@ decoded, so that only one is in memory at its full size.
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,11 +20,14 @@ from torch.nn import functional
 from engine.checkpoints.facts import ModelFacts
 from engine.config import EncoderConfig
 from engine.errors import EngineFailure, InvalidRequest
+from engine.kit.time_slices import Room, SlicedWork
 from engine.kit.video_file import VideoFile, as_qwen, as_smolvlm, evenly, sampling_of
 from engine.kit.video_text import video_text
 from engine.media import FrameSampling, MediaInput
 
 _CHOOSE = {None: evenly, "frames": as_smolvlm, "patches": as_qwen}
+_FULL_FRAMES = 3
+"""Frames at full size whose memory a decoder takes, with the frame that it has decoded."""
 _MOST_PROCESSED = 1 << 20
 """Pixels that a frame has once it is processed as an image, in models of today."""
 MOST_PIXELS = 1 << 28
@@ -70,21 +72,19 @@ class VideoProcessing:
             self.placeholder = self._token = processor.video_token
         self.description = [self._kind or "", self._settings, str(self._options)]
 
-    def prepare(
-        self, video: MediaInput, room: Callable[[int], AbstractContextManager[None]], going_on: Callable[[], bool]
-    ) -> Prepared:
-        """Decode and process a file, with `room` for this many pixels. Raises InvalidRequest."""
-        file = VideoFile(video, self._options, going_on)
+    def prepare(self, video: MediaInput, room: Room, work: SlicedWork) -> Prepared:
+        """Decode and process a file, with room for its pixels. Raises InvalidRequest."""
+        file = VideoFile(video, self._options, work)
         sampling = sampling_of(video.sampling, self._options, self._own)
         wanted = _CHOOSE[self._kind](file.total, file.fps, sampling)
         pixels = math.prod(file.size)
         try:
             scaled = math.prod(self._scaled(*file.size)) if self._kind == "patches" else min(pixels, _MOST_PROCESSED)
-            with room(pixels + len(wanted) * scaled):
-                frames = file.frames(wanted)
-                if self._kind == "patches":
-                    return self._patches(file, (self._resized(frame) for _, frame in frames), len(wanted))
-                return self._images(file, [(index, self._image(frame)) for index, frame in frames])
+            work.hold(room, _FULL_FRAMES * pixels + len(wanted) * scaled, file.close)
+            frames = file.frames(wanted)
+            if self._kind == "patches":
+                return self._patches(file, (self._resized(frame) for _, frame in frames), len(wanted))
+            return self._images(file, [(index, self._image(frame)) for index, frame in frames])
         except ValueError as error:
             raise InvalidRequest("the model takes no video of this shape", "video") from error
 

@@ -6,6 +6,7 @@ it, even in the middle of a batch. SIGTERM, SIGINT and SIGHUP are ignored: a ser
 too, which still drains.
 """
 
+import ctypes
 import gc
 import logging
 import os
@@ -13,17 +14,17 @@ import queue
 import signal
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 from weakref import WeakValueDictionary
 
 import msgspec
 from msgspec.structs import replace
 
-from engine.embedded.vision.messages import LANES, Answer, Batch, EncoderReady, GivenUp, Options, Release
+from engine.embedded.vision.messages import LARGE, SMALL, Answer, Batch, Busy, EncoderReady, GivenUp, Options, Release
 from engine.errors import EngineError, EngineFailure
 from engine.kit import logs
 from engine.media import EncodedMedia, RemoteRows, attach_media
@@ -37,9 +38,13 @@ if TYPE_CHECKING:
     from engine.embedded.vision.batches import BatchEncoder
     from engine.embedded.vision.videos import Prepared
 
-    Batches = queue.SimpleQueue[Iterator[Prepared | RemoteRows | EngineError]]
+    Batches = queue.SimpleQueue[tuple[list[int], Iterator[Prepared | RemoteRows | EngineError]]]
 
 log = logging.getLogger(__name__)
+_BUSY_SECONDS = 1.0
+_M_MMAP_THRESHOLD = -3
+_OWN_PAGES = 4 << 20
+"""Bytes from which on an allocation is given back to the system as soon as it is freed."""
 
 
 class _Awaited:
@@ -52,18 +57,21 @@ class _Awaited:
 
 
 def main() -> NoReturn:
-    """Read in this thread and compute in others, one for each lane, so that the end of the socket ends the process at
-    once, and the next batch is prepared while one is computed.
+    """Read in this thread and compute in others, so that the end of the socket ends the process at once, and the next
+    batch is prepared while one is computed.
     """
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     os.dup2(2, 1)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # musl has none
+        mallopt(_M_MMAP_THRESHOLD, _OWN_PAGES)  # else the arena of each thread keeps the frames of its largest video
     channel = socket.socket(fileno=0)
     try:
         options = msgspec.msgpack.decode(_receive_message(channel), type=Options)
         loaded: Future[BatchEncoder] = Future()
-        lanes: list[Batches] = [queue.SimpleQueue() for _ in range(LANES)]
-        threading.Thread(target=_serve, args=(options, channel, loaded, lanes), daemon=True).start()
+        batches: Batches = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(options, channel, loaded, batches), daemon=True).start()
         wanted: WeakValueDictionary[int, _Awaited] = WeakValueDictionary()
         while True:
             message = msgspec.msgpack.decode(_receive_message(channel), type=Batch | GivenUp | Release)
@@ -78,12 +86,17 @@ def main() -> NoReturn:
             media = attach_media(message.media, [_receive(channel, size) for size in message.sizes])
             waiters = [_Awaited() for _ in media]
             wanted.update(zip(message.numbers, waiters, strict=True))
-            lanes[message.lane].put(loaded.result().prepare(media, message.lane, waiters))
+            encoder = loaded.result()
+            if message.lane == LARGE:
+                for number, file, waiter in zip(message.numbers, media, waiters, strict=True):
+                    encoder.begin_large(number, file, waiter)
+            else:
+                batches.put((message.numbers, encoder.prepare(media, waiters)))
     except (EOFError, ConnectionError):
         os._exit(0)
 
 
-def _serve(options: Options, channel: socket.socket, loaded: "Future[BatchEncoder]", lanes: "list[Batches]") -> None:
+def _serve(options: Options, channel: socket.socket, loaded: "Future[BatchEncoder]", batches: "Batches") -> None:
     logs.configure(options.logs)
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about oddities in users' files
     sending = threading.Lock()
@@ -95,18 +108,31 @@ def _serve(options: Options, channel: socket.socket, loaded: "Future[BatchEncode
         gc.enable()
         encoder = BatchEncoder(options.config)
         loaded.set_result(encoder)
-        channel.sendall(packed(EncoderReady(encoder.info, encoder.together)))
+        channel.sendall(packed(EncoderReady(encoder.info, encoder.together, encoder.open)))
 
-    def encode(lane: int) -> None:
+    def encode_small() -> None:
         while True:
-            for outcomes in loaded.result().embed(lanes[lane].get(), lane):
+            numbers, images = batches.get()
+            for outcomes in loaded.result().embed(images):
                 with sending:
-                    _send(channel, lane, dict(outcomes))
+                    _send(channel, SMALL, {numbers[index]: outcome for index, outcome in outcomes})
+
+    def encode_large() -> None:
+        for number, outcome in loaded.result().embed_large():
+            with sending:
+                _send(channel, LARGE, {number: outcome})
+
+    def tell() -> None:
+        while True:
+            time.sleep(min(_BUSY_SECONDS, options.config.timeout_seconds / 4))
+            if (longest := loaded.result().longest()) is not None:
+                with sending:
+                    channel.sendall(packed(Busy(*longest)))
 
     _until_failure(channel, load)
-    for lane in range(1, LANES):
-        threading.Thread(target=_until_failure, args=(channel, partial(encode, lane)), daemon=True).start()
-    _until_failure(channel, partial(encode, 0))
+    for work in (encode_large, tell):
+        threading.Thread(target=_until_failure, args=(channel, work), daemon=True).start()
+    _until_failure(channel, encode_small)
 
 
 def _until_failure(channel: socket.socket, work: Callable[[], None]) -> None:

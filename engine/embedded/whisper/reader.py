@@ -7,12 +7,9 @@ more: only the file at fault is refused.
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
-from itertools import count
 
 import msgspec
 import numpy as np
@@ -21,6 +18,7 @@ from engine.checkpoints.whisper import FRAMES_PER_SECOND
 from engine.errors import EngineDied, EngineNotReady, InvalidRequest
 from engine.kit.audio_file import claimed_seconds, decode_audio
 from engine.kit.log_mel import HOP, SAMPLE_RATE, Recording, log_mel
+from engine.kit.time_slices import Room, TimeSlices
 from engine.kit.work import Turns
 from engine.process.child import ServiceProcess
 from engine.process.client import ServiceClient
@@ -29,9 +27,9 @@ from engine.process.wire import MAX_MESSAGE_BYTES
 from engine.transfer.shared_bytes import Data, readable
 
 _AT_ONCE = 4
-"""Files that are read at the same time."""
+"""Files that are read at the same moment."""
 _ASKED = 16
-"""Files of an API process that the process has at the same time: short ones do not wait for long ones."""
+"""Files of an API process that the process has at the same time, in turns: short ones do not wait for long ones."""
 _MAX_BYTES = 1 << 30
 """Memory of the files of an API process that are being read, and of the samples and features of long ones."""
 _LONG_SECONDS = 600.0
@@ -72,11 +70,11 @@ class SpeechReader:
 
     def __init__(self, config: ReaderConfig) -> None:
         self._config = config
-        self._threads = ThreadPoolExecutor(_AT_ONCE)
-        self._room = Turns(_ASKED, _ASKED, _MAX_BYTES)
-        """Long recordings wait here for memory; short ones pass them."""
-        self._begun: dict[int, float] = {}
-        self._numbers = count()
+        self._threads = ThreadPoolExecutor(_ASKED)
+        self._slices = TimeSlices(_AT_ONCE)
+        short = int(_LONG_SECONDS * _BYTES_PER_SECOND)
+        self._room = Room(_MAX_BYTES, small=short, reserve=_AT_ONCE * short)
+        """Recordings wait here for memory; short ones pass long ones."""
 
     @property
     def info(self) -> ReaderInfo:
@@ -85,34 +83,29 @@ class SpeechReader:
     @property
     def healthy(self) -> bool:
         """False once a file takes too long: a thread cannot be stopped."""
-        oldest = min(self._begun.values(), default=float("inf"))
-        return time.monotonic() - oldest < self._config.timeout_seconds
+        longest = self._slices.longest()
+        return longest is None or longest[1] < self._config.timeout_seconds
 
     async def start(self) -> None:
         """Do nothing: there is nothing to load."""
 
     async def read(self, file: AudioFile) -> Recording:
         """Decode a file into features. Raises InvalidRequest."""
-        in_thread = partial(asyncio.get_running_loop().run_in_executor, self._threads)
         left = threading.Event()
         try:
-            seconds = await in_thread(self._seconds, file)
-            async with self._room.place(int(seconds * _BYTES_PER_SECOND) if seconds > _LONG_SECONDS else 0):
-                return await in_thread(self._read, file, left)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._read, file, left)
         finally:
             left.set()
 
     async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _seconds(self, file: AudioFile) -> float:
-        with self._timed():
-            return min(claimed_seconds(bytes(readable(file.data))), self._config.longest)
-
     def _read(self, file: AudioFile, left: threading.Event) -> Recording:
         config = self._config
-        with self._timed():
-            samples = decode_audio(bytes(readable(file.data)), config.longest, lambda: not left.is_set())
+        with self._slices.begin(going_on=lambda: not left.is_set()) as work:
+            claimed = min(claimed_seconds(bytes(readable(file.data))), config.longest)
+            work.hold(self._room, int(claimed * _BYTES_PER_SECOND))
+            samples = decode_audio(bytes(readable(file.data)), config.longest, work)
             seconds = len(samples) / SAMPLE_RATE
             if seconds < _MIN_SECONDS:
                 raise InvalidRequest(f"the audio is shorter than {_MIN_SECONDS:g} seconds", "audio")
@@ -120,16 +113,6 @@ class SpeechReader:
             if frames < config.frames:
                 samples = np.pad(samples, (0, config.frames * HOP - len(samples)))
             return Recording(seconds, frames, config.bins, log_mel(samples, config.bins).tobytes())
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Count the block as work on a file, which must not take too long."""
-        number = next(self._numbers)
-        self._begun[number] = time.monotonic()
-        try:
-            yield
-        finally:
-            del self._begun[number]
 
 
 READER: Interface[ReaderConfig, SpeechReader] = Interface(

@@ -63,10 +63,10 @@ class AudioProcessing:
         self.description = json.dumps([self._window, self._bins, self.placeholder])
         """All settings that change the result, as JSON."""
 
-    def prepare(self, medium: MediaInput, going_on: Callable[[], bool] = lambda: True) -> Prepared:
-        """Decode a file, unless `going_on` returns False before its end. Tensors are the features of each window, and
+    def prepare(self, medium: MediaInput, work: Callable[[], bool] = lambda: True) -> Prepared:
+        """Decode a file, unless `work` returns False before its end. Tensors are the features of each window, and
         `positions`, how many of each are speech. Raises InvalidRequest."""
-        samples = decode_audio(medium.data, self._max_seconds, going_on)
+        samples = decode_audio(medium.data, self._max_seconds, work)
         windows = [samples[start : start + self._window] for start in range(0, len(samples), self._window)]
         positions = [(-(-len(window) // HOP) - 1) // 2 + 1 for window in windows]
         rows = sum(count // 2 for count in positions)

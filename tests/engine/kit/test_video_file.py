@@ -34,6 +34,27 @@ def test_the_frames_are_those_that_were_written(extension: str) -> None:
         assert frame.shape == wanted.shape and np.abs(frame.astype(int) - wanted).mean() < 12
 
 
+def test_a_file_that_was_closed_is_opened_again() -> None:
+    file = opened(AVI)
+    whole = [frame for _, frame in file.frames([0, 5, 23])]
+    file = opened(AVI)
+    file.close()
+    assert all(np.array_equal(one, frame) for one, (_, frame) in zip(whole, file.frames([0, 5, 23]), strict=True))
+
+
+def test_turns_of_others_do_not_count_as_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(video_file.time, "monotonic", lambda: now)
+
+    def others() -> bool:
+        nonlocal now
+        now += 100.0
+        return True
+
+    file = VideoFile(MediaInput(AVI, kind="video"), VideoOptions(decode_seconds=1.0), others)
+    assert len(list(file.frames(range(24)))) == 24 and now >= 2400.0
+
+
 def claiming(count: int) -> bytes:
     """An AVI file whose headers say that it has `count` frames."""
     data = bytearray(AVI)

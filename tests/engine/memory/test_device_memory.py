@@ -38,14 +38,14 @@ async def test_engines_of_a_device_map_one_copy_that_the_service_frees(driver: F
     await to_thread(first.done)
     second = await to_thread(pages, service)
     assert second.filled and ctypes.string_at(second.address, 6) == b"layers"
-    assert service.status.held[0].device.startswith("GPU-0001") and driver.created == SIZE
+    assert service.status.owned[0].device.startswith("GPU-0001") and driver.created == SIZE
     assert len(driver.handles) == 1, "the service's; mappings keep memory without handles"
     other = await to_thread(pages, service, "other")
     with pytest.raises(MemoryServiceError, match="no room for"):
         await to_thread(pages, service, "more than the device has")
     for each in (first, second, other):
         each.close()
-    await until(lambda: not service.status.held)
+    await until(lambda: not service.status.owned)
     assert not driver.handles
     del first, second, other, each
     gc.collect()

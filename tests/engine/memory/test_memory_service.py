@@ -46,7 +46,7 @@ def contents(of: HostPages) -> bytes:
 
 
 def waiting(service: MemoryService) -> int:
-    return sum(held.waiting for held in service.status.held)
+    return sum(owned.waiting for owned in service.status.owned)
 
 
 async def test_the_first_engine_fills_and_the_others_map_the_same_pages(memory_service: MemoryService) -> None:
@@ -55,7 +55,7 @@ async def test_the_first_engine_fills_and_the_others_map_the_same_pages(memory_s
     assert second.filled and second.address != first.address
     assert contents(first) == contents(second) == b"panels"
     found = await to_thread(status, memory_service.path)
-    assert [(held.size, held.leases, held.ready) for held in found.held] == [(SIZE, 2, True)]
+    assert [(owned.size, owned.leases, owned.ready) for owned in found.owned] == [(SIZE, 2, True)]
     assert (found.filled, found.granted, found.refused) == (1, 1, 0)
 
 
@@ -87,7 +87,7 @@ async def test_other_weights_layouts_and_devices_have_memory_of_their_own(memory
     await to_thread(fill, memory_service)
     others = [await to_thread(lease, memory_service, "blocks"), await to_thread(lease, memory_service, weights=b"x")]
     assert not any(other.filled for other in others)
-    assert len(memory_service.status.held) == 3
+    assert len(memory_service.status.owned) == 3
 
 
 async def test_equal_weights_in_other_files_are_shared_and_known_files_are_not_hashed_again(
@@ -148,16 +148,16 @@ async def test_an_engine_for_which_no_descriptor_is_left_gets_an_answer_and_so_d
     ends = await asyncio.gather(*others, return_exceptions=True)
     assert sorted(isinstance(end, MemoryLease) for end in ends) == [False, True]
     assert any("Too many open files" in str(end) for end in ends)
-    assert memory_service.status.held[0].leases == 2 and memory_service.status.refused == 1
+    assert memory_service.status.owned[0].leases == 2 and memory_service.status.refused == 1
 
 
 async def test_a_lease_ends_with_its_connection_and_unused_memory_is_freed_after_a_while(tmp_path: Path) -> None:
     service = MemoryService(tmp_path / "memory.sock", grace=0.05)
     service.start()
     leased = await to_thread(fill, service)
-    assert service.status.held[0].leases == 1
+    assert service.status.owned[0].leases == 1
     leased.close()
-    await until(lambda: not service.status.held)
+    await until(lambda: not service.status.owned)
     assert service.status.freed == 1 and contents(leased) == b"panels", "what is mapped stays"
     service.close()
 
@@ -167,11 +167,11 @@ async def test_a_new_lease_in_time_keeps_the_memory(tmp_path: Path) -> None:
     service = MemoryService(tmp_path / "memory.sock", grace=grace)
     service.start()
     (await to_thread(fill, service)).close()
-    await until(lambda: not service.status.held[0].leases)
+    await until(lambda: not service.status.owned[0].leases)
     again = await to_thread(lease, service)
     assert again.filled
     await asyncio.sleep(1.2 * grace)
-    assert service.status.held[0].leases == 1
+    assert service.status.owned[0].leases == 1
     service.close()
 
 
@@ -181,20 +181,20 @@ async def test_at_the_limit_unused_memory_makes_room_and_leased_memory_does_not(
     unused = await to_thread(fill, service, b"unused")
     used = await to_thread(lease, service, "used")
     unused.close()
-    await until(lambda: not service.status.held[0].leases)
+    await until(lambda: not service.status.owned[0].leases)
     other = await to_thread(lease, service, "other")
-    assert len(service.status.held) == 2 and service.status.freed == 1
+    assert len(service.status.owned) == 2 and service.status.freed == 1
     with pytest.raises(MemoryServiceError, match="no room"):
         await to_thread(lease, service, "one more")
     with pytest.raises(MemoryServiceError, match="no room"):
         await to_thread(lease, service, "enormous", 1 << 60)
     other.close()
-    await until(lambda: len(service.status.held) == 1)
+    await until(lambda: len(service.status.owned) == 1)
     (await to_thread(fill, service)).close()
-    await until(lambda: not all(held.leases for held in service.status.held))
+    await until(lambda: not all(owned.leases for owned in service.status.owned))
     with pytest.raises(MemoryServiceError, match="no room"):
         await to_thread(lease, service, "too large", 2 * SIZE)
-    assert len(service.status.held) == 2, "what would make no room stays"
+    assert len(service.status.owned) == 2, "what would make no room stays"
     del used
     service.close()
 

@@ -291,8 +291,8 @@ async def test_a_standby_engine_takes_over_from_killed_ones_with_the_weights_it_
     answers, pids = [], {process.pid}
     for kill in range(3):
         await until(lambda: process.standby_pid is not None, 60)
-        (held,) = memory_service.status.held
-        leases = (held.leases, memory_service.status.filled, memory_service.status.granted)
+        (owned,) = memory_service.status.owned
+        leases = (owned.leases, memory_service.status.filled, memory_service.status.granted)
         assert leases == [(2, 1, 1), (1, 1, 1), (1, 1, 2)][kill]
         process.standby = "imports"  # the next ones map no weights
         answers.append([token for delta in await collect(client.generate(request_for())) for token in delta.token_ids])
@@ -314,7 +314,7 @@ async def test_a_standby_engine_takes_over_from_killed_ones_with_the_weights_it_
     await client.close()
     await process.close()
     assert last is not None and gone(last)
-    await until(lambda: not memory_service.status.held[0].leases)
+    await until(lambda: not memory_service.status.owned[0].leases)
 
 
 def pids() -> set[int]:

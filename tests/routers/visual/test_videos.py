@@ -151,6 +151,25 @@ async def test_only_so_many_jobs_may_wait(tmp_path: Path) -> None:
         await create(client)
 
 
+async def test_a_key_cannot_fill_the_queue(tmp_path: Path) -> None:
+    async with application(**SLOW, cache_dir=tmp_path, video_max_jobs=8, api_keys="one,two") as (client, _):
+        for key in ("one", "two"):
+            client.headers["authorization"] = f"Bearer {key}"
+            for _ in range(2):
+                await create(client, LONG)
+            answer = await client.post(PATH, json=LONG)
+            assert refusal(answer, 429)[1] == "queue_full" and "a key may have 2 of the 8" in answer.text
+
+
+async def test_a_server_with_one_key_gives_it_the_whole_queue(tmp_path: Path) -> None:
+    async with application(**SLOW, cache_dir=tmp_path, video_max_jobs=4, api_keys="one") as (client, _):
+        client.headers["authorization"] = "Bearer one"
+        for _ in range(4):
+            await create(client, LONG)
+        answer = await client.post(PATH, json=LONG)
+        assert refusal(answer, 429)[1] == "queue_full" and "oo many videos wait already" in answer.text
+
+
 async def test_keys_take_turns_and_each_may_have_a_job(tmp_path: Path) -> None:
     jobs = VideoJobs(MediaStore(tmp_path, 1000, 60), 3)
     for owner in "aaabc":

@@ -1,10 +1,12 @@
 """Tiers by property: whatever is stored, evicted, loaded, damaged, cleared and restarted, a block is read with its own
 contents, and KV events say where each one is."""
 
+import ctypes
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from engine.embedded.kv.groups import MISSING, BlockGroups
 from engine.embedded.kv.host_tier import Device, HostTier
 from engine.embedded.kv.layout import Attends
 from engine.embedded.kv.memory import KvMemory
+from engine.embedded.kv.source import Reading
 from engine.embedded.kv.tiers import ABSENT, DEVICE, DISK, HOST, Speeds, Tiers, open_tiers, weigh
 from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.errors import EngineFailure
@@ -356,6 +359,108 @@ def test_a_load_that_took_too_long_is_not_offered_again(store: Store) -> None:
     sequence.status = SequenceStatus.FINISHED
     store.tiers.release(sequence)
     assert store.tiers.offer(store.sequence(PROMPT)) == 8
+
+
+class SlowCopies:
+    """Copies that end, and begin, when a test lets them: the bodies of loads and their ends."""
+
+    def __init__(self) -> None:
+        self.body, self.end = threading.Event(), threading.Event()
+        self.held_back = 0
+        self.fails = False
+        self._begun: list[tuple[int, int, int]] = []
+
+    @contextmanager
+    def copies(self, _: Device) -> Iterator["SlowCopies"]:
+        yield self
+
+    def copy(self, *copy: int) -> None:
+        self._begun.append(copy)
+
+    def point(self) -> "SlowPoint":
+        return SlowPoint(self)
+
+    def wait(self) -> None:
+        self.end.wait()
+        if self.fails:
+            raise TransferError("the device is broken")
+        for to, source, size in self._begun:
+            ctypes.memmove(to, source, size)
+
+
+class SlowPoint:
+    def __init__(self, copies: SlowCopies) -> None:
+        self._copies = copies
+
+    def wait(self) -> None:
+        self._copies.body.wait()
+
+    def hold_back(self, stream: int) -> None:
+        raise AssertionError("there is no stream")
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def slow(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowCopies]:
+    """Have blocks of a prompt in the host tier, and copies under control from then on."""
+    store.ask(store.sequence(PROMPT))
+    store.settle()
+    store.forget()
+    slow = SlowCopies()
+    monkeypatch.setattr("engine.embedded.kv.tiers.LOADERS", 1)
+    monkeypatch.setattr(Device, "copies", lambda device: slow.copies(device))
+
+    def hold_back(_: Device, points: list[SlowPoint]) -> None:
+        slow.held_back += len(points)
+
+    monkeypatch.setattr(Device, "hold_back", hold_back)
+    store.tiers.speeds = Speeds(1.0, (0.004, 0.004), (0.0, 0.0))
+    yield slow
+    slow.body.set()
+    slow.end.set()
+
+
+def loading(store: Store) -> tuple[Sequence, Reading]:
+    sequence = store.sequence(PROMPT)
+    position = store.tiers.offer(sequence)
+    tables = store.blocks.plan(sequence.keys[: position // SIZE], position)
+    store.blocks.reference(tables, len(PROMPT))
+    missing = store.blocks.fill(tables)
+    sequence.tables = tables
+    return sequence, store.tiers.read(sequence, missing)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.0005)
+
+
+def test_the_device_waits_for_the_last_copies_of_a_load_and_no_thread_does(store: Store, slow: SlowCopies) -> None:
+    sequence, reading = loading(store)
+    assert not reading.done() and not slow.held_back
+    slow.body.set()
+    until(reading.done)
+    assert slow.held_back == 1 and store.tiers.copying and store.tiers.working
+    store.tiers.poll()
+    assert store.tiers.copying and store.tiers.stats()[0].hit_blocks == 0, "its slots stay pinned"
+    slow.end.set()
+    store.tiers.land()
+    assert not store.tiers.copying and store.tiers.stats()[0].hit_blocks > 0
+    store.check(sequence, 4)
+    store.blocks.release(sequence.tables)
+
+
+def test_a_last_copy_that_fails_ends_the_engine(store: Store, slow: SlowCopies) -> None:
+    sequence, reading = loading(store)
+    slow.body.set()
+    until(reading.done)
+    slow.fails = True
+    slow.end.set()
+    with pytest.raises(RuntimeError, match="copies of KV blocks have failed"):
+        store.tiers.land()
+    store.blocks.release(sequence.tables)
 
 
 def test_a_copy_that_cannot_even_begin_is_a_failure_of_the_tier(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from PIL import Image
 
 from engine.config import EncoderConfig
 from engine.embedded.vision.encoder import EmbeddedEncoder
+from engine.embedded.vision.messages import Busy
 from engine.embedded.vision.process import EncoderProcess
 from engine.encoder import Encoder
 from engine.errors import EngineDied, EngineError, EngineFailure, EngineNotReady, InvalidRequest
@@ -29,6 +30,7 @@ from tests.support.waiting import slowness
 
 ROOT = Path(__file__).resolve().parents[4]
 GOOD = MediaInput(image_bytes())
+Received = tuple[int, dict[int, EncodedMedia | EngineError]] | Busy | None
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -143,12 +145,13 @@ async def test_decoding_ends_for_a_client_that_has_left(
 ) -> None:
     await until_healthy(encoder)
     video = video_of(frames_of(1) * 6000, "mp4", 100)
-    answers: asyncio.Queue[tuple[int, dict[int, EncodedMedia | EngineError]] | None] = asyncio.Queue()
+    answers: asyncio.Queue[Received] = asyncio.Queue()
     sent = asyncio.Event()
     receive, send = EncoderProcess.receive, EncoderProcess.send
 
-    async def watched_receive(self: EncoderProcess) -> tuple[int, dict[int, EncodedMedia | EngineError]] | None:
-        answers.put_nowait(answer := await receive(self))
+    async def watched_receive(self: EncoderProcess) -> Received:
+        if not isinstance(answer := await receive(self), Busy):
+            answers.put_nowait(answer)
         return answer
 
     async def watched_send(self: EncoderProcess, *batch: Any) -> bool:
@@ -165,7 +168,7 @@ async def test_decoding_ends_for_a_client_that_has_left(
     await sent.wait()
     encoding.cancel()
     answer = await answers.get()
-    assert answer is not None and "nobody waits for the video" in str(answer[1][0])
+    assert isinstance(answer, tuple) and "nobody waits for the video" in str(*answer[1].values())
 
 
 async def test_death_is_followed_by_a_restart_and_costs_nothing(encoder: EmbeddedEncoder) -> None:
@@ -280,6 +283,50 @@ async def test_small_images_pass_large_ones_and_requests_take_turns(encoder: Emb
     passed = done[before:]
     await flooding
     assert passed.count("large") <= 6 and passed.count("small") <= 10, passed
+
+
+async def test_a_short_video_does_not_wait_for_long_ones(encoder: EmbeddedEncoder) -> None:
+    await until_healthy(encoder)
+    frames = frames_of(60, 320, 240)
+    long, short = (MediaInput(video_of(frames * count, "mp4", 100), kind="video") for count in (60, 1))
+    await encoder.encode([short])
+    done: list[str] = []
+
+    async def encode(name: str, video: MediaInput) -> None:
+        begin_request()
+        await encoder.encode([video])
+        done.append(name)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(3):
+            group.create_task(encode("long", long))
+        await asyncio.sleep(0)  # they are asked for first
+        group.create_task(encode("short", short))
+    assert "short" in done[:2], "on a busy machine it may need a second turn"
+
+
+async def test_a_large_file_that_hangs_is_named_and_fails_alone(
+    encoder: EmbeddedEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process says that it has computed on the file for too long; others are answered in the meantime."""
+    await until_healthy(encoder)
+    receive, pid = EncoderProcess.receive, encoder.pid
+    told: list[int] = []
+
+    async def busy(self: EncoderProcess) -> Received:
+        answer = await receive(self)
+        if isinstance(answer, Busy) and not told:
+            told.append(answer.number)
+            return Busy(answer.number, 1e9)
+        return answer
+
+    monkeypatch.setattr(EncoderProcess, "receive", busy)
+    await encoder.encode([GOOD])  # the answers after this one are watched
+    video = MediaInput(video_of(frames_of(60, 320, 240) * 60, "mp4", 100), kind="video")
+    videos = [asyncio.create_task(encoder.encode([video])) for _ in range(3)]
+    ends = await asyncio.gather(*videos, return_exceptions=True)
+    (failed,) = [end for end in ends if isinstance(end, BaseException)]
+    assert "took longer than" in str(failed) and encoder.pid != pid
 
 
 async def test_weights_are_released_with_the_process_and_loaded_again(encoder: EmbeddedEncoder, folder: Path) -> None:

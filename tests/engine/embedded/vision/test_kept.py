@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -149,11 +150,13 @@ class _Encoder(EmbeddedEncoder):
         self.released.append(rows)
 
     def sent(self) -> None:
+        process: Any = SimpleNamespace(together=1)
         lane = self._lanes[0]
-        lane.sent.append(dict(enumerate(lane.next_batch(2))))
+        lane.sent.append({job.number: job for job in lane.next_batch(process)})
 
-    async def answered(self, outcomes: dict[int, EncodedMedia | EngineError]) -> None:
-        self._answers = [(0, outcomes)]
+    async def answered(self, *outcomes: EncodedMedia | EngineError) -> None:
+        numbers = [number for batch in self._lanes[0].sent for number in batch]
+        self._answers = [(0, dict(zip(numbers, outcomes, strict=True)))]
         process: Any = self
         await self._receive(process)
 
@@ -172,7 +175,7 @@ async def test_rows_that_nobody_waits_for_any_more_are_released(cancelled: bool)
         encoding.cancel()
         await asyncio.wait([encoding])
     left = EncodedMedia(text="", rows=1, dtype="bfloat16", remote=rows)
-    await encoder.answered({0: left, 1: InvalidRequest("it cannot be read")})
+    await encoder.answered(left, InvalidRequest("it cannot be read"))
     with pytest.raises(asyncio.CancelledError if cancelled else InvalidRequest):
         await encoding
     assert encoder.released == [rows]

@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from transformers.models.smolvlm import processing_smolvlm
 from engine.checkpoints.facts import read_model_facts
 from engine.config import EncoderConfig
 from engine.embedded.vision.batches import BatchEncoder
-from engine.embedded.vision.processing import PixelRoom
 from engine.errors import EngineError, EngineFailure
+from engine.kit.time_slices import TimeSlices
 from engine.media import EncodedMedia, MediaInput
 from tests.support.vision_models import BUILDERS, TOKENS, build_llava, image, image_bytes
 
@@ -129,10 +128,21 @@ def test_an_image_alone_is_what_it_is_among_others(encoder: BatchEncoder) -> Non
 
 
 def test_large_images_do_not_wait_for_others(llava: BatchEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llava, "together", 8)
-    left = [next(llava.prepare([MediaInput(image_bytes())])) for _ in range(2)]
-    outcomes = llava.embed(iter(left.pop, None), 1)
-    assert [index for index, _ in next(outcomes)] == [0] and len(left) == 1
+    waiting = threading.Event()
+
+    def going_on() -> bool:
+        waiting.wait()
+        return True
+
+    outcomes = llava.embed_large()
+    llava.begin_large(1, MediaInput(b"no image"), lambda: True)
+    assert next(outcomes)[0] == 1
+    monkeypatch.setattr(llava, "_large_slices", TimeSlices(2))
+    llava.begin_large(2, MediaInput(image_bytes()), going_on)
+    llava.begin_large(3, MediaInput(image_bytes()), lambda: True)
+    assert next(outcomes)[0] == 3
+    waiting.set()
+    assert next(outcomes)[0] == 2 and llava.longest() is None
 
 
 def test_no_language_model_stays_in_memory(encoder: BatchEncoder) -> None:
@@ -252,22 +262,3 @@ def test_a_damaged_tokenizer_is_refused_with_the_folder(tmp_path: Path) -> None:
     (build_llava(tmp_path) / "tokenizer.json").write_text('{"version": ')
     with pytest.raises(EngineFailure, match=f"the image processor of {tmp_path} cannot be loaded: "):
         new_encoder(tmp_path)
-
-
-def test_pixels_in_process_are_bounded_and_large_images_get_their_turn() -> None:
-    room, order, most = PixelRoom(100), [], []
-
-    def take(count: int) -> None:
-        with room.take(count):
-            order.append(count)
-            most.append(room.most - room.free)
-            time.sleep(0.05)
-
-    threads = [threading.Thread(target=take, args=(count,)) for count in (40, 60, 1000, 10, 20, 30, 50)]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.005)
-    for thread in threads:
-        thread.join(5)
-    assert order[:3] == [40, 60, 1000] and sorted(order[3:]) == [10, 20, 30, 50]
-    assert max(most) == most[2] == 100 and room.free == 100

@@ -43,9 +43,9 @@ async def test_a_second_engine_takes_the_weights_without_reading_them(
     monkeypatch.setattr("engine.embedded.models.torch.runner.load_weights", None)  # nothing is read again
     second = await to_thread(load, memory_service=str(memory_service.path))
     assert torch.equal(logits(second), expected)
-    (held,) = memory_service.status.held
-    assert (held.leases, memory_service.status.filled, memory_service.status.granted) == (2, 1, 1)
-    assert first.shared_weights.bytes == second.shared_weights.bytes == held.size
+    (owned,) = memory_service.status.owned
+    assert (owned.leases, memory_service.status.filled, memory_service.status.granted) == (2, 1, 1)
+    assert first.shared_weights.bytes == second.shared_weights.bytes == owned.size
 
 
 def test_a_standby_engine_takes_the_memory_of_kv_blocks_when_it_starts(

@@ -32,11 +32,11 @@ async def test_engines_map_one_copy_and_compute_the_same(memory_service: MemoryS
     own, socket = load(folder), str(memory_service.path)
     first = await to_thread(load, folder, memory_service=socket)
     second = await to_thread(load, folder, memory_service=socket)
-    (held,) = memory_service.status.held
-    assert (held.leases, memory_service.status.filled, memory_service.status.granted) == (2, 1, 1)
+    (owned,) = memory_service.status.owned
+    assert (owned.leases, memory_service.status.filled, memory_service.status.granted) == (2, 1, 1)
     for runner in (first, second):
         assert torch.equal(logits(runner), logits(own))
-        assert runner.shared_weights.bytes == held.size and not runner.shared_weights.failure
+        assert runner.shared_weights.bytes == owned.size and not runner.shared_weights.failure
     assert not own.shared_weights.bytes and not own.shared_weights.failure
     memory_service.close()
     assert torch.equal(logits(second), logits(own)), "what is mapped stays when the memory_service ends"
@@ -47,12 +47,12 @@ async def test_each_form_of_the_weights_has_memory_of_its_own(memory_service: Me
         await to_thread(load, folder, memory_service=str(memory_service.path), **options)
         for options in ({}, {"quantization": "int8"}, {"cpu_isa": "portable"})
     ]
-    assert len(memory_service.status.held) == 3 and memory_service.status.granted == 0
+    assert len(memory_service.status.owned) == 3 and memory_service.status.granted == 0
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] += 1
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     kept.append(await to_thread(load, folder, memory_service=str(memory_service.path)))
-    assert len(memory_service.status.held) == 4 and memory_service.status.granted == 0
+    assert len(memory_service.status.owned) == 4 and memory_service.status.granted == 0
     assert torch.equal(logits(kept[-1]), logits(load(folder)))
 
 
@@ -63,7 +63,7 @@ async def test_memory_that_was_not_filled_is_given_up(memory_service: MemoryServ
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(EngineFailure, match="not finite"):
         await to_thread(load, folder, memory_service=str(memory_service.path))
-    await until(lambda: not memory_service.status.held)
+    await until(lambda: not memory_service.status.owned)
     save_file(weights | {"lm_head.weight": right}, folder / "model.safetensors", {"format": "pt"})
     runner = await to_thread(load, folder, memory_service=str(memory_service.path))
     assert memory_service.status.filled == 1 and runner.shared_weights.bytes
@@ -76,7 +76,7 @@ async def test_memory_that_cannot_be_shared_is_left_to_the_next_engine(
         patched.setattr(HostPages, "_protect", lambda _: None)
         first = await to_thread(load, folder, memory_service=str(memory_service.path))
     assert "still mapped for writing" in first.shared_weights.failure
-    await until(lambda: not memory_service.status.held)
+    await until(lambda: not memory_service.status.owned)
     second = await to_thread(load, folder, memory_service=str(memory_service.path))
     assert memory_service.status.filled == 1 and second.shared_weights.bytes
     assert torch.equal(logits(first), logits(second)), "what is mapped stays"
@@ -105,4 +105,4 @@ async def test_a_model_that_transformers_computes_has_weights_of_its_own(
     runner = await to_thread(load_runner, config)
     assert runner.compute_path == "transformers"
     assert runner.shared_weights is not None and "transformers" in runner.shared_weights.failure
-    assert not memory_service.status.held
+    assert not memory_service.status.owned
