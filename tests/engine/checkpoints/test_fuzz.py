@@ -45,7 +45,13 @@ def outcome(folder: Path, attention: str) -> str | torch.Tensor:
     try:
         runner = load_runner(
             EmbeddedConfig(
-                model=str(folder), device="cpu", attention=attention, num_blocks=4, threads=1, max_seq_len=64
+                dtype="float32",  # levels that round activations give other logits
+                model=str(folder),
+                device="cpu",
+                attention=attention,
+                num_blocks=4,
+                threads=1,
+                max_seq_len=64,
             )
         )
     except EngineFailure as error:
