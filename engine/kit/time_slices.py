@@ -101,7 +101,7 @@ class TimeSlices:
         return work
 
     def longest(self) -> tuple[int, float] | None:
-        """Return the number of the work that has computed for longest, and its seconds; None if there is none."""
+        """Return number and seconds of the work that has computed for longest; None without any work."""
         with self._lock:
             works = [(work.seconds, work.number) for work in self._works.values()]
         return max(works)[::-1] if works else None

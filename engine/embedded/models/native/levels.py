@@ -14,7 +14,7 @@ from engine.errors import EngineFailure
 _CPUINFO = Path("/proc/cpuinfo")
 _X86_64 = ("x86_64", "AMD64")
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA = 158, 0x1023, 18
-"""Of x86-64 Linux: a system call, its request for the use of a large part of the registers, and that part."""
+"""Numbers on x86-64 Linux: the system call arch_prctl, its request to use AMX, and the registers of AMX's tiles."""
 
 
 class Arithmetic(IntEnum):

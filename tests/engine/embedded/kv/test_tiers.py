@@ -339,22 +339,26 @@ def test_of_a_prefix_as_much_is_loaded_as_saves_most(levels: list[int], host: fl
     assert saved(found.offered) == pytest.approx(saved(best)) or found.offered == best == present
 
 
-def test_a_load_that_took_too_long_is_not_offered_again(store: Store) -> None:
-    store.ask(store.sequence(PROMPT))
-    store.settle()
-    store.forget()
+def loading(store: Store) -> tuple[Sequence, Reading]:
     sequence = store.sequence(PROMPT)
     position = store.tiers.offer(sequence)
     tables = store.blocks.plan(sequence.keys[: position // SIZE], position)
     store.blocks.reference(tables, len(PROMPT))
     missing = store.blocks.fill(tables)
     sequence.tables = tables
-    reading = store.tiers.read(sequence, missing)
+    return sequence, store.tiers.read(sequence, missing)
+
+
+def test_a_load_that_took_too_long_is_not_offered_again(store: Store) -> None:
+    store.ask(store.sequence(PROMPT))
+    store.settle()
+    store.forget()
+    sequence, reading = loading(store)
     reading.cancel()
     with pytest.raises(TransferError):
         while not reading.done():
             time.sleep(0.0005)
-    store.blocks.release(tables)
+    store.blocks.release(sequence.tables)
     assert store.tiers.offer(sequence) == 0
     sequence.status = SequenceStatus.FINISHED
     store.tiers.release(sequence)
@@ -420,16 +424,6 @@ def slow(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowCopies]:
     yield slow
     slow.body.set()
     slow.end.set()
-
-
-def loading(store: Store) -> tuple[Sequence, Reading]:
-    sequence = store.sequence(PROMPT)
-    position = store.tiers.offer(sequence)
-    tables = store.blocks.plan(sequence.keys[: position // SIZE], position)
-    store.blocks.reference(tables, len(PROMPT))
-    missing = store.blocks.fill(tables)
-    sequence.tables = tables
-    return sequence, store.tiers.read(sequence, missing)
 
 
 def until(condition: Callable[[], bool]) -> None:
