@@ -171,13 +171,24 @@ inline void ahead(const uint32_t* words) {
   for (int i = 0; i < kGroupWords; i += 16) __builtin_prefetch(words + kGroupsAhead * kGroupWords + i);
 }
 
-// Two tiles of rows times a panel.
-inline void tiles_2x1(const uint16_t* a, const uint16_t* b, const uint32_t* panel, long groups, bool first, Sums* to) {
-  constexpr long kStep = kRoundedRows * kGroup;
+// The sums of four products are in tiles 0 to 3.
+inline void zero_sums() {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
+}
+inline void store_sums(Sums* to) {
+  _tile_stored(0, to[0].low, 64);
+  _tile_stored(1, to[0].high, 64);
+  _tile_stored(2, to[1].low, 64);
+  _tile_stored(3, to[1].high, 64);
+}
+
+// Two tiles of rows times a panel.
+inline void tiles_2x1(const uint16_t* a, const uint16_t* b, const uint32_t* panel, long groups, bool first, Sums* to) {
+  constexpr long kStep = kRoundedRows * kGroup;
+  zero_sums();
   for (long g = 0; g < groups; g++, a += kStep, b += kStep, panel += kGroupWords) {
     if (first) ahead(panel);
     _tile_loadd(6, panel, 4 * kPanel);
@@ -189,18 +200,12 @@ inline void tiles_2x1(const uint16_t* a, const uint16_t* b, const uint32_t* pane
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
-  _tile_stored(0, to[0].low, 64);
-  _tile_stored(1, to[0].high, 64);
-  _tile_stored(2, to[1].low, 64);
-  _tile_stored(3, to[1].high, 64);
+  store_sums(to);
 }
 
 // A tile of rows times two panels.
 inline void tiles_1x2(const uint16_t* a, const uint32_t* panel, const uint32_t* other, long groups, Sums* to) {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  zero_sums();
   for (long g = 0; g < groups; g++, a += kRoundedRows * kGroup, panel += kGroupWords, other += kGroupWords) {
     ahead(panel), ahead(other);
     _tile_loadd(4, a, 2 * kGroup);
@@ -213,10 +218,7 @@ inline void tiles_1x2(const uint16_t* a, const uint32_t* panel, const uint32_t* 
     _tile_loadd(6, other + kLanes, 4 * kPanel);
     _tile_dpbf16ps(3, 4, 6);
   }
-  _tile_stored(0, to[0].low, 64);
-  _tile_stored(1, to[0].high, 64);
-  _tile_stored(2, to[1].low, 64);
-  _tile_stored(3, to[1].high, 64);
+  store_sums(to);
 }
 
 // A tile of rows times a panel.
