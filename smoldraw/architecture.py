@@ -32,7 +32,8 @@ TEXT = 128
 GUIDANCE = 3.0
 """Scale of classifier-free guidance that evaluation uses."""
 
-_LAYERS = {"image": 8, "clip": 4}
+_LAYERS = 8
+"""Of a transformer; one of clips has as many temporal ones beside them."""
 _HEADS, _HEAD = 6, 32
 
 
@@ -77,7 +78,7 @@ def make_transformer(kind: str) -> PixArtTransformer2DModel | LatteTransformer3D
     same: dict[str, Any] = {
         "num_attention_heads": _HEADS,
         "attention_head_dim": _HEAD,
-        "num_layers": _LAYERS[kind],
+        "num_layers": _LAYERS,
         "in_channels": CHANNELS,
         "cross_attention_dim": _HEADS * _HEAD,
         "caption_channels": TEXT,

@@ -5,8 +5,9 @@
 3. Text encoder and transformer learn the flow from noise to latents of pictures, with their prompts.
 4. Held-out prompts are drawn by diffusers with the models as they ship: rounded to bfloat16, packed and unpacked.
 
-`--part more` goes on with 3, and with `--part clips` temporal layers follow every second layer of the transformer. Both
-continue from what the first run has left in FOLDER, where weights are saved every minute.
+`--part more` goes on with 3, and with `--part clips` a temporal layer follows every layer of the transformer. These are
+trained alone first, as the positions of pictures, which they receive, disturb all that follow them. Both parts continue
+from what the first run has left in FOLDER, where weights are saved every minute.
 """
 
 import argparse
@@ -47,7 +48,7 @@ from smolvision.training import RESULTS, arguments, cosine, device_name, prepare
 PARTS = {
     "pictures": {"autoencoder": 0.2, "judge": 0.1, "image": 0.7},
     "more": {"image": 1.0},
-    "clips": {"clip": 1.0},
+    "clips": {"motion": 0.1, "clip": 0.9},
 }
 """Phases of the parts of training, and their shares of the time."""
 NO_SIZES = {"resolution": None, "aspect_ratio": None}
@@ -348,7 +349,6 @@ class Training:
         transformer = self.transformers["clip"] = make_transformer("clip").to(self.device)
         self._inflate(transformer)
         self._compile(transformer)
-        trainer = Trainer([self.text, transformer], self.args.rate, self.half)
 
         def loss() -> torch.Tensor:
             some = self._some(max(1, self.args.batch // 16))
@@ -359,7 +359,12 @@ class Training:
             made = transformer(noised, times, said, bias, return_dict=False)[0]
             return functional.mse_loss(made[:, :CHANNELS].float(), flow)
 
-        self.found["clip"] = trainer.run("clip", self.clock, loss, self._write)
+        temporal = Trainer([transformer.temporal_transformer_blocks], self.args.rate, self.half)
+        motion = temporal.run("motion", self.clock, loss)
+        for module in (self.text, transformer):  # gradients that nobody took
+            module.zero_grad(set_to_none=True)
+        trainer = Trainer([self.text, transformer], self.args.rate, self.half)
+        self.found["clip"] = {"motion": motion} | trainer.run("clip", self.clock, loss, self._write)
 
     def _as_latte(self, said: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return text states as LattePipeline has them, and a bias that hides those which it cuts off.
@@ -376,18 +381,17 @@ class Training:
         return kept, (hidden[:, None] * -10000.0).repeat_interleave(FRAMES, 0)
 
     def _inflate(self, transformer: nn.Module) -> None:
-        """Start with the weights of the transformer of pictures, of which every second layer is taken."""
+        """Start with the transformer of pictures; temporal layers change nothing at first."""
         source, target = self.transformers["image"].state_dict(), transformer.state_dict()
-        for name, value in target.items():
-            key = name
-            if name.startswith("transformer_blocks."):
-                _, layer, rest = name.split(".", 2)
-                key = f"transformer_blocks.{2 * int(layer) + 1}.{rest}"
-            if key in source:
-                value[: len(source[key])] = source[key]
-        for block in transformer.temporal_transformer_blocks:  # at first, they change nothing
-            nn.init.zeros_(block.attn1.to_out[0].weight)
-            nn.init.zeros_(block.ff.net[2].weight)
+        for name, value in source.items():
+            if name.startswith("proj_out."):  # of each place in a patch, the first half of the channels
+                target[name].unflatten(0, (-1, 2 * CHANNELS))[:, :CHANNELS] = value.unflatten(0, (-1, CHANNELS))
+            else:
+                target[name].copy_(value)
+        for block in transformer.temporal_transformer_blocks:
+            for last in (block.attn1.to_out[0], block.ff.net[2]):
+                nn.init.zeros_(last.weight)
+                nn.init.zeros_(last.bias)
 
     def _compile(self, transformer: nn.Module) -> None:
         if self.args.compile:
