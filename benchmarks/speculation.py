@@ -17,6 +17,7 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Iterable
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -186,20 +187,30 @@ def core_of(folder: Path, settings: Settings, streams: int, length: int, **optio
 
 
 def run(core: EngineCore, tokenizer: Tokenizer, asked: list[Case], tokens: int, salt: str) -> Rate:
-    """Run requests at the same time."""
+    """Run chats at the same time."""
+    requests = []
     for index, case in enumerate(asked):
         chat = f"<|im_start|>user\n{case.prompt}<|im_end|>\n<|im_start|>assistant\n"
-        prompt = tuple(tokenizer.encode(chat))
         params = SamplingParams(**{"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, **case.sampling})
         request = GenerateRequest(
             request_id=str(index),
-            prompt_token_ids=prompt,
+            prompt_token_ids=tuple(tokenizer.encode(chat)),
             sampling=params,
             cache_salt=salt,
             prediction=tuple(tokenizer.encode(case.prediction)) if case.prediction else (),
         )
-        runner = core.runner
-        matcher = Matcher(runner.eos_token_ids, case.grammar) if case.grammar is not None else None
+        requests.append(request)
+    return run_requests(core, requests, [case.grammar for case in asked])
+
+
+def run_requests(
+    core: EngineCore, asked: list[GenerateRequest], grammars: Iterable[Compiled | None] = itertools.repeat(None)
+) -> Rate:
+    """Run requests, whose ids are their numbers, at the same time."""
+    runner = core.runner
+    for index, (request, grammar) in enumerate(zip(asked, grammars, strict=False)):
+        prompt, params = request.prompt_token_ids, request.sampling
+        matcher = Matcher(runner.eos_token_ids, grammar) if grammar is not None else None
         state = SamplerState(
             params, prompt, runner.eos_token_ids, params.seed or 0, matcher, runner.vocab_size, runner.device
         )
@@ -268,7 +279,7 @@ def main() -> None:
     for workload, streams in itertools.product(options.workloads, options.streams):
         rates: dict[str, list[Rate]] = {mode: [] for mode in cores}
         repeats: list[float] = []
-        drafted = {mode: _drafted(cores[mode]) for mode in cores}
+        before = {mode: drafted(cores[mode]) for mode in cores}
         with torch.inference_mode():
             for repeat in range(options.repeats):
                 asked = cases(workload, streams, repeat)
@@ -287,7 +298,7 @@ def main() -> None:
             work = [plain.processor / rate.processor for rate, plain in pairs]
             speed = statistics.median(rate.tokens / rate.seconds for rate in found)
             length = statistics.median(rate.tokens / rate.steps / streams for rate in found)
-            new, right = (now - old for now, old in zip(_drafted(cores[mode]), drafted[mode], strict=True))
+            new, right = (now - old for now, old in zip(drafted(cores[mode]), before[mode], strict=True))
             share = f"{right / new:8.0%}" if new else "       -"
             print(
                 f"{workload:10} {streams:7} {mode:7} {speed:6.1f} {statistics.mean(repeats):8.0%} {length:12.2f}"
@@ -296,7 +307,7 @@ def main() -> None:
             )
 
 
-def _drafted(core: EngineCore) -> tuple[int, int]:
+def drafted(core: EngineCore) -> tuple[int, int]:
     stats = core.stats().spec_decoding_stats
     return (stats.num_draft_tokens, stats.num_accepted_tokens) if stats is not None else (0, 0)
 
