@@ -97,6 +97,7 @@ class FixedMask:
     """A matcher that allows the same ids for every token."""
 
     error = ""
+    shared = None
 
     def __init__(self, ids: set[int]) -> None:
         self._ids = ids
@@ -114,20 +115,24 @@ class FixedMask:
 class _Replayed:
     """In the place of a CUDA graph: computes again, into the same memory."""
 
-    def __init__(self, compute: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+    def __init__(self, compute: Callable[[], tuple[torch.Tensor | None, ...]]) -> None:
         self._compute = compute
         self.outputs = compute()
 
     @torch.inference_mode()
     def replay(self) -> None:
         for held, new in zip(self.outputs, self._compute(), strict=True):
-            held.copy_(new)
+            if held is not None:  # hidden states, of which most models keep none
+                assert new is not None
+                held.copy_(new)
 
     def pool(self) -> None:
         pass
 
 
-def _capture(compute: Callable[[], tuple[torch.Tensor, ...]], pool: None) -> tuple[_Replayed, tuple[torch.Tensor, ...]]:
+def _capture(
+    compute: Callable[[], tuple[torch.Tensor | None, ...]], pool: None
+) -> tuple[_Replayed, tuple[torch.Tensor | None, ...]]:
     """In the place of `engine.embedded.models.cuda.graphs.capture`."""
     graph = _Replayed(compute)
     return graph, graph.outputs
