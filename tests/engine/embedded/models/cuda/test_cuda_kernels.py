@@ -95,12 +95,36 @@ def test_attention_of_decodes(rows: int, heads: int, kv_heads: int, dim: int) ->
     for _ in range(2):
         attend(query, keys, values, tables, positions, out)
     for row in range(rows):
-        length = int(positions[row]) + 1
-        key, value = (
-            part[tables[row].long()].flatten(0, 1)[:length].transpose(0, 1).float() for part in (keys, values)
-        )
-        expected = functional.scaled_dot_product_attention(query[row][:, None].float(), key, value, enable_gqa=True)
-        same(out[row], expected[:, 0])
+        same(out[row], dense(query[row : row + 1], keys, values, tables[row], int(positions[row]) + 1)[0])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_decodes_are_divided_by_length(rows: int) -> None:
+    """Short sequences use few of the splits that a graph has, and every number of splits leaves counters as they
+    were."""
+    heads, kv_heads, dim, blocks = 4, 2, 16, 280
+    attend = decode_attention.DecodeAttention(heads, kv_heads, dim, dim**-0.5, DEVICE)
+    keys, values = random(blocks, 16, kv_heads, dim), random(blocks, 16, kv_heads, dim)
+    tables = torch.stack([torch.randperm(blocks, device=DEVICE)[:256] for _ in range(rows)]).int()
+    for length in (1, 128, 129, 640, 2049, 4096):
+        positions = torch.tensor([length - 1, 0, length // 2][:rows], dtype=torch.int32, device=DEVICE)
+        query = random(rows, heads, dim)
+        out = torch.empty_like(query)
+        attend(query, keys, values, tables, positions, out)
+        for row in range(rows):
+            expected = dense(query[row : row + 1], keys, values, tables[row], int(positions[row]) + 1)
+            same(out[row], expected[0])
+
+
+def dense(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, length: int
+) -> torch.Tensor:
+    """Return attention of the last tokens of a sequence of this length over its blocks: [tokens, heads, dim]."""
+    key, value = (part[table.long()].flatten(0, 1)[:length].transpose(0, 1).float() for part in (keys, values))
+    seen = torch.ones(len(query), length, dtype=torch.bool, device=DEVICE).tril(length - len(query))
+    return functional.scaled_dot_product_attention(
+        query.transpose(0, 1).float(), key, value, attn_mask=seen, enable_gqa=True
+    ).transpose(0, 1)
 
 
 def test_rotation_and_the_cache() -> None:
