@@ -21,7 +21,14 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 tl = pytest.importorskip("triton.language")  # which the interpreter looks for beside every kernel
 
 from engine.embedded import core  # noqa: E402
-from engine.embedded.models.cuda import decode_attention, fp8_kernels, kernels, products, sampling_kernels  # noqa: E402
+from engine.embedded.models.cuda import (  # noqa: E402
+    decode_attention,
+    fp8_kernels,
+    group_attention,
+    kernels,
+    products,
+    sampling_kernels,
+)
 from engine.embedded.sampling import sampler  # noqa: E402
 
 FP8 = torch.float8_e4m3fn
@@ -82,7 +89,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", run)
     monkeypatch.setattr(torch, "_scaled_mm", _scaled_mm)
-    for module in (decode_attention, fp8_kernels, kernels, products, sampling_kernels):
+    for module in (decode_attention, fp8_kernels, group_attention, kernels, products, sampling_kernels):
         monkeypatch.setattr(module, "gdc_wait", lambda: None)
         monkeypatch.setattr(module, "gdc_launch_dependents", lambda: None)
     changed = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
@@ -156,9 +163,9 @@ def cuda_runner(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
     monkeypatch.setattr(
         runner, "_SHORT_PROMPT", 0
     )  # a graph for a step of every size would leave nothing to the others
-    monkeypatch.setattr(
-        decode_attention, "_PROGRAMS", 4
-    )  # as many as are worth dividing a sequence for when they run in turn
+    # As many as are worth dividing a sequence for when they run in turn.
+    monkeypatch.setattr(decode_attention, "_PROGRAMS", 4)
+    monkeypatch.setattr(group_attention, "PROGRAMS", 4)
     monkeypatch.setattr(runner, "dtype_of", lambda *_: torch.bfloat16)  # of the model's check alone
     monkeypatch.setattr(runner, "capture", _capture)
     monkeypatch.setattr(runner, "warn_of_compilation", lambda: None)
