@@ -21,7 +21,14 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 tl = pytest.importorskip("triton.language")  # which the interpreter looks for beside every kernel
 
 from engine.embedded import core  # noqa: E402
-from engine.embedded.models.cuda import decode_attention, fp8_kernels, kernels, products, sampling_kernels  # noqa: E402
+from engine.embedded.models.cuda import (  # noqa: E402
+    decode_attention,
+    fp8_kernels,
+    group_attention,
+    kernels,
+    products,
+    sampling_kernels,
+)
 from engine.embedded.sampling import sampler  # noqa: E402
 
 FP8 = torch.float8_e4m3fn
@@ -82,7 +89,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", run)
     monkeypatch.setattr(torch, "_scaled_mm", _scaled_mm)
-    for module in (decode_attention, fp8_kernels, kernels, products, sampling_kernels):
+    for module in (decode_attention, fp8_kernels, group_attention, kernels, products, sampling_kernels):
         monkeypatch.setattr(module, "gdc_wait", lambda: None)
         monkeypatch.setattr(module, "gdc_launch_dependents", lambda: None)
     changed = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
@@ -97,6 +104,7 @@ class FixedMask:
     """A matcher that allows the same ids for every token."""
 
     error = ""
+    shared = None
 
     def __init__(self, ids: set[int]) -> None:
         self._ids = ids
@@ -114,20 +122,24 @@ class FixedMask:
 class _Replayed:
     """In the place of a CUDA graph: computes again, into the same memory."""
 
-    def __init__(self, compute: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+    def __init__(self, compute: Callable[[], tuple[torch.Tensor | None, ...]]) -> None:
         self._compute = compute
         self.outputs = compute()
 
     @torch.inference_mode()
     def replay(self) -> None:
         for held, new in zip(self.outputs, self._compute(), strict=True):
-            held.copy_(new)
+            if held is not None:  # hidden states, of which most models keep none
+                assert new is not None
+                held.copy_(new)
 
     def pool(self) -> None:
         pass
 
 
-def _capture(compute: Callable[[], tuple[torch.Tensor, ...]], pool: None) -> tuple[_Replayed, tuple[torch.Tensor, ...]]:
+def _capture(
+    compute: Callable[[], tuple[torch.Tensor | None, ...]], pool: None
+) -> tuple[_Replayed, tuple[torch.Tensor | None, ...]]:
     """In the place of `engine.embedded.models.cuda.graphs.capture`."""
     graph = _Replayed(compute)
     return graph, graph.outputs
@@ -151,9 +163,9 @@ def cuda_runner(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
     monkeypatch.setattr(
         runner, "_SHORT_PROMPT", 0
     )  # a graph for a step of every size would leave nothing to the others
-    monkeypatch.setattr(
-        decode_attention, "_PROGRAMS", 4
-    )  # as many as are worth dividing a sequence for when they run in turn
+    # As many as are worth dividing a sequence for when they run in turn.
+    monkeypatch.setattr(decode_attention, "_PROGRAMS", 4)
+    monkeypatch.setattr(group_attention, "PROGRAMS", 4)
     monkeypatch.setattr(runner, "dtype_of", lambda *_: torch.bfloat16)  # of the model's check alone
     monkeypatch.setattr(runner, "capture", _capture)
     monkeypatch.setattr(runner, "warn_of_compilation", lambda: None)

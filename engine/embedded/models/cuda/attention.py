@@ -1,18 +1,21 @@
-"""Attention over our KV blocks on a GPU: FlashInfer for prompts, a kernel of our own for decodes.
+"""Attention over our KV blocks on a GPU: FlashInfer for prompts, kernels of our own for decodes and for short chunks.
 
 What a decode needs lives on the device: a table of blocks for each running sequence, and positions, from which lengths
-and cache rows follow. So a decode step needs no planning and fits a CUDA graph. Prompts are planned on the host, once
-for each step.
+and cache rows follow. So a decode step needs no planning and fits a CUDA graph. A step with chunks of several tokens
+fits one with a worklist that the host writes. What FlashInfer computes is planned on the host, once for each step.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import flashinfer
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.embedded.models.cuda.decode_attention import DecodeAttention
+from engine.embedded.models.cuda.group_attention import GroupAttention
 from engine.embedded.models.devices import to_device
 from engine.embedded.models.runner import StepInput
 from engine.embedded.models.torch.attention import KvCache
@@ -32,6 +35,14 @@ class AttentionStep:
     positions: torch.Tensor
     """int32 [decodes]: the position of each decode's new token."""
     prompts: "_PromptPlan | None"
+    groups: "_Groups | None" = None
+    """All of the step instead, if it is computed in groups of tokens."""
+
+
+class _Groups(NamedTuple):
+    slots: torch.Tensor
+    positions: torch.Tensor
+    work: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +74,11 @@ class CudaAttention:
         """Admission of the sequence in each slot's row, and the number of its blocks that the row has."""
         self._layers = [(cache.data[:, layer, 0], cache.data[:, layer, 1]) for layer in range(cache.layers)]
         self._stride = cache.layers * 2 * cache.block_size
-        self._decode = DecodeAttention(heads, cache.heads, cache.head_dim, scale, self._device)
+        sizes = heads, cache.heads, cache.head_dim, scale, self._device
+        self._decode = DecodeAttention(*sizes)
+        self._group = GroupAttention(*sizes)
+        self.group_rows = self._group.rows
+        """Maximum number of tokens of a sequence that share a pass over its keys in `chunks`."""
         # Two of each, in turn: a plan is copied from pinned memory that the next one overwrites.
         self._wrappers = [self._make_wrappers() for _ in range(2)]
 
@@ -92,6 +107,22 @@ class CudaAttention:
         tables = self.tables.index_select(0, slots)
         return AttentionStep(self._rows(slots, positions), len(slots), tables, positions, None)
 
+    def work_size(self, tokens: int) -> int:
+        """Return the number of values in the worklist of `chunks`."""
+        return self._group.work_size(tokens)
+
+    def plan_chunks(self, lengths: Sequence[int], positions: NDArray[np.int32], work: NDArray[np.int32]) -> None:
+        """Write the worklist of `chunks`, int32 [work_size], for consecutive sequences of these lengths. Further
+        positions, those of padding, count as one more sequence."""
+        counts = np.array([*lengths, len(positions) - sum(lengths)])
+        self._group.plan(counts, positions, work)
+
+    def chunks(self, slots: torch.Tensor, positions: torch.Tensor, work: torch.Tensor) -> AttentionStep:
+        """Prepare a step of sequences of any length, all of it on the device. `slots` and `positions`: int32 [tokens];
+        `work` by `plan_chunks`."""
+        groups = _Groups(slots, positions, work)
+        return AttentionStep(self._rows(slots, positions), 0, self.tables, positions, None, groups)
+
     def mixed(self, step: StepInput, slots: torch.Tensor, positions: torch.Tensor) -> AttentionStep:
         """Prepare a step of any kind. `slots` and `positions`: int32 [tokens]."""
         decodes = step.singles
@@ -108,6 +139,8 @@ class CudaAttention:
         out = torch.empty_like(query)
         keys, values = self._layers[layer]
         count = step.decodes
+        if step.groups is not None:
+            self._group(query, keys, values, step.tables, *step.groups, out)
         if count:
             self._decode(query[:count], keys, values, step.tables, step.positions, out[:count])
         if step.prompts is not None and step.prompts.ragged:

@@ -13,7 +13,73 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 _PROGRAMS = 264
 """Two programs for each multiprocessor of an H200: attention is divided into this many while there are fewer
 sequences."""
-_MAX_SPLITS = 8
+_MAX_SPLITS = 32
+
+
+@triton.jit
+def over_tokens(
+    q, best, total, acc, keys, values, table, head, begin, end, last, scale, block_stride,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Continue an online softmax, of state `best`, `total` and `acc`, over the tokens from `begin` to `end`; with
+    CAUSAL, each row of `q` sees none after its own of `last`."""
+    d = tl.arange(0, DIM)
+    for start in tl.range(begin, end, TILE, num_stages=STAGES):
+        token = start + tl.arange(0, TILE)
+        exists = token < end
+        block = tl.load(table + token // BLOCK, exists, 0).to(tl.int64)
+        cells = (block * block_stride + (token % BLOCK) * (KV_HEADS * DIM) + head * DIM)[:, None] + d[None, :]
+        k = tl.load(keys + cells, exists[:, None], 0.0).to(q.dtype)
+        seen = exists[None, :]
+        if CAUSAL:
+            seen = seen & (token[None, :] <= last[:, None])
+        score = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+        new = tl.maximum(best, tl.max(score, 1))
+        base = new
+        if CAUSAL:
+            base = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen nothing yet
+        shrink, weight = tl.exp2(best - base), tl.exp2(score - base[:, None])
+        v = tl.load(values + cells, exists[:, None], 0.0).to(q.dtype)
+        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
+        total = total * shrink + tl.sum(weight, 1)
+        best = new
+    return best, total, acc
+
+
+@triton.jit
+def store_part(part, best, total, acc, inside, PAD: tl.constexpr, DIM: tl.constexpr):
+    """Store the state of a softmax over some of the tokens: for the rows that are `inside`, [PAD, 1]."""
+    member, d = tl.arange(0, PAD), tl.arange(0, DIM)
+    tl.store(part + member, best)
+    tl.store(part + PAD + member, total)
+    tl.store(part + 2 * PAD + member[:, None] * DIM + d[None, :], acc, inside)
+
+
+@triton.jit
+def joined_parts(parts, used, inside, PAD: tl.constexpr, DIM: tl.constexpr):
+    """Return the state of a softmax over all tokens, from `used` parts that other programs have stored."""
+    AHEAD: tl.constexpr = 128 // PAD if PAD < 64 else 2
+    member, d = tl.arange(0, PAD), tl.arange(0, DIM)
+    best = tl.full((PAD,), float("-inf"), tl.float32)
+    total = tl.zeros((PAD,), tl.float32)
+    acc = tl.zeros((PAD, DIM), tl.float32)
+    for first in range(0, used, AHEAD):
+        for other in tl.static_range(AHEAD):  # whose loads do not wait for each other
+            exists = first + other < used
+            its = parts + (first + other) * (PAD * (DIM + 2))
+            its_best = tl.load(its + member, (member < PAD) & exists, float("-inf"), cache_modifier=".cg")
+            its_total = tl.load(its + PAD + member, (member < PAD) & exists, 0.0, cache_modifier=".cg")
+            its_acc = tl.load(
+                its + 2 * PAD + member[:, None] * DIM + d[None, :], inside & exists, 0.0, cache_modifier=".cg"
+            )
+            new = tl.maximum(best, its_best)
+            base = tl.where(new == float("-inf"), 0.0, new)
+            shrink, weight = tl.exp2(best - base), tl.exp2(its_best - base)
+            total = total * shrink + its_total * weight
+            acc = acc * shrink[:, None] + its_acc * weight[:, None]
+            best = new
+    return best, total, acc
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])  # they follow any number of tokens in a step's inputs
@@ -29,7 +95,12 @@ def _attend(
     gdc_launch_dependents()  # the product that follows may fetch its weights meanwhile
     gdc_wait()
     length = tl.load(positions + row) + 1
-    share = tl.cdiv(tl.cdiv(length, TILE), SPLITS) * TILE
+    # A short sequence uses fewer splits than there are: each has two tiles at least, so that parts cost little.
+    tiles = tl.cdiv(length, TILE)
+    share = tl.cdiv(tiles, tl.minimum(SPLITS, tl.cdiv(tiles, 2)))
+    used = tl.cdiv(tiles, share)
+    if split >= used:
+        return
     q = tl.load(query + heads, inside, 0.0)
     if FP8:
         # Eight bits become float16 by a quarter of the instructions that bfloat16 takes, and none is lost.
@@ -37,51 +108,34 @@ def _attend(
     best = tl.full((PAD,), float("-inf"), tl.float32)
     total = tl.zeros((PAD,), tl.float32)
     acc = tl.zeros((PAD, DIM), tl.float32)
-    for start in tl.range(split * share, tl.minimum(length, (split + 1) * share), TILE, num_stages=STAGES):
-        token = start + tl.arange(0, TILE)
-        exists = token < length
-        block = tl.load(tables + row * width + token // BLOCK, exists, 0).to(tl.int64)
-        cells = (block * block_stride + (token % BLOCK) * (KV_HEADS * DIM) + head * DIM)[:, None] + d[None, :]
-        k = tl.load(keys + cells, exists[:, None], 0.0).to(q.dtype)
-        score = tl.where(exists[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
-        new = tl.maximum(best, tl.max(score, 1))
-        shrink, weight = tl.exp2(best - new), tl.exp2(score - new[:, None])
-        v = tl.load(values + cells, exists[:, None], 0.0).to(q.dtype)
-        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
-        total = total * shrink + tl.sum(weight, 1)
-        best = new
-    if SPLITS == 1:
-        tl.store(out + heads, (acc / total[:, None]).to(out.dtype.element_ty), inside)
-    else:
-        pair = row * KV_HEADS + head
-        mine = partial + (pair * SPLITS + split) * (PAD * (DIM + 2))
-        tl.store(mine + member, best)
-        tl.store(mine + PAD + member, total)
-        tl.store(mine + 2 * PAD + member[:, None] * DIM + d[None, :], acc)
-        tl.debug_barrier()
-        if tl.atomic_add(counters + pair, 1, sem="acq_rel") == SPLITS - 1:  # the last one puts all parts together
-            tl.store(counters + pair, 0)
-            best = tl.full((PAD,), float("-inf"), tl.float32)
-            total = tl.zeros((PAD,), tl.float32)
-            acc = tl.zeros((PAD, DIM), tl.float32)
-            for other in range(SPLITS):
-                its = partial + (pair * SPLITS + other) * (PAD * (DIM + 2))
-                its_best = tl.load(its + member, cache_modifier=".cg")
-                new = tl.maximum(best, its_best)
-                shrink, weight = tl.exp2(best - new), tl.where(its_best == float("-inf"), 0.0, tl.exp2(its_best - new))
-                total = total * shrink + tl.load(its + PAD + member, cache_modifier=".cg") * weight
-                part = tl.load(its + 2 * PAD + member[:, None] * DIM + d[None, :], cache_modifier=".cg")
-                acc = acc * shrink[:, None] + part * weight[:, None]
-                best = new
+    begin = split * (share * TILE)
+    end = tl.minimum(length, begin + share * TILE)
+    best, total, acc = over_tokens(
+        q, best, total, acc, keys, values, tables + row * width, head, begin, end, length, scale, block_stride,
+        KV_HEADS, DIM, BLOCK, TILE, STAGES, False,
+    )  # fmt: skip
+    if SPLITS > 1:
+        if used > 1:
+            pair = row * KV_HEADS + head
+            parts = partial + pair * SPLITS * (PAD * (DIM + 2))
+            store_part(parts + split * (PAD * (DIM + 2)), best, total, acc, inside, PAD, DIM)
+            tl.debug_barrier()
+            if tl.atomic_add(counters + pair, 1, sem="acq_rel") == used - 1:  # the last one puts all parts together
+                tl.store(counters + pair, 0)
+                _, weights, joined = joined_parts(parts, used, inside, PAD, DIM)
+                tl.store(out + heads, (joined / weights[:, None]).to(out.dtype.element_ty), inside)
+        else:
             tl.store(out + heads, (acc / total[:, None]).to(out.dtype.element_ty), inside)
+    else:
+        tl.store(out + heads, (acc / total[:, None]).to(out.dtype.element_ty), inside)
 
 
 class DecodeAttention:
     """One new token of each sequence over its KV blocks, by online softmax; the heads that share keys are rows of one
     product.
 
-    While there are few sequences each is divided among several programs, and the last of them to finish puts the parts
-    together.
+    While there are few sequences each is divided among several programs, as many as its length is worth, and the last
+    of them to finish puts the parts together.
     """
 
     def __init__(self, heads: int, kv_heads: int, dim: int, scale: float, device: torch.device) -> None:
@@ -90,7 +144,7 @@ class DecodeAttention:
         self._dim = dim
         self._scale = scale / math.log(2)
         self._pad = max(16, triton.next_power_of_2(heads // kv_heads))
-        programs = max(_PROGRAMS + kv_heads, _MAX_SPLITS * kv_heads)
+        programs = max(_PROGRAMS, kv_heads)  # a product of rows, heads and splits that are more than one
         self._partial = torch.empty(programs * self._pad * (dim + 2), device=device)
         self._counters = torch.zeros(programs, dtype=torch.int32, device=device)
 

@@ -3,7 +3,7 @@ the device."""
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from engine.checkpoints.eagle import EagleHead
 from engine.checkpoints.facts import ModelFacts
 from engine.config import EmbeddedConfig, Tag
 from engine.embedded.kv.layout import Attends
-from engine.embedded.models.cuda.attention import CudaAttention
+from engine.embedded.models.cuda.attention import AttentionStep, CudaAttention
 from engine.embedded.models.cuda.compiling import expect_compilation, warn_of_compilation
 from engine.embedded.models.cuda.decoder import LlamaDecoder, is_llama_kind, trial, trial_by_transformers
 from engine.embedded.models.cuda.graphs import capture
@@ -36,9 +37,14 @@ _SPACING = ((64, 16), (256, 32), (1 << 30, 64))
 _SHORT_PROMPT = 256
 """Number of tokens in steps that have a graph, however few sequences run: a chat that goes on often adds no more to its
 prompt."""
-_MOST_READ = 1 << 17
-"""Maximum number of keys that the prompts of a graph's step may read for each head: above, FlashInfer is faster than
-its planning takes."""
+_SMALLEST_CHUNKS = 16
+"""Number of tokens of the smallest graph for chunks; further ones double."""
+_FEW_READ = 1 << 14
+"""Maximum number of keys that the prompts and drafts of a step may read for each head as if their tokens were decodes,
+each of which reads all keys up to its own. Above, those of a chunk read them together."""
+_MOST_READ = 1 << 18
+"""Maximum number of keys that groups of their tokens may read in a graph: above, FlashInfer is faster than its planning
+and the launches of its kernels take."""
 
 _TOLERANCE = 0.05
 """Tolerance of logits, relative to the largest and to each: what rounding to bfloat16 explains."""
@@ -78,6 +84,7 @@ class CudaRunner(TorchRunner):
         with torch.inference_mode():
             self.sampler: CudaSampler = CudaSampler(self.vocab_size, largest, self._sampled, self.eos_token_ids)
         self._graphs: dict[int, _Graph] = {}
+        self._chunk_graphs: dict[int, _Graph] = {}
         started = time.monotonic()
         self._warm_up()
         with torch.inference_mode():
@@ -92,28 +99,30 @@ class CudaRunner(TorchRunner):
         """Numbers of tokens for which there is a graph, rising."""
         return list(self._graphs)
 
-    def graph_size(self, step: StepInput) -> int:
-        """Return the size of the graph that runs a step, 0 for none.
+    def graph_of(self, step: StepInput) -> "_Graph | None":
+        """Return the graph that runs a step.
 
-        A token of a prompt is as good as a decode there, unless too many come before it: each of them reads all keys up
-        to its own.
+        Few tokens of a prompt are as good as decodes. Where that has them read the same keys too often, there are
+        graphs for chunks.
         """
-        count, singles = len(step.tokens), step.singles
+        graphs, singles = self._graphs, step.singles
         if singles < len(step.lengths):
-            prompts = zip(step.starts[singles:], step.lengths[singles:], strict=True)
-            if sum(length * (start + length) for start, length in prompts) > _MOST_READ:
-                return 0
-        return next((size for size in self._graphs if size >= count), 0)
+            prompts = list(zip(step.starts[singles:], step.lengths[singles:], strict=True))
+            if sum(length * (start + length) for start, length in prompts) > _FEW_READ:
+                graphs, rows = self._chunk_graphs, self._attention.group_rows
+                if sum(-(-length // rows) * (start + length) for start, length in prompts) > _MOST_READ:
+                    return None
+        return next((graph for size, graph in graphs.items() if size >= len(step.tokens)), None)
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> torch.Tensor:
         self._attention.note_blocks(step)
         if step.embeddings is not None:
             self._decoder.show(step.embeddings.embeddings)
-        if size := self.graph_size(step):
-            return self._replay(self._graphs[size], self._inputs(step, size), step)
-        inputs = self._inputs(step, len(step.tokens))
-        tokens, positions, slots, targets = inputs
+        if (graph := self.graph_of(step)) is not None:
+            return self._replay(graph, step)
+        size = len(step.tokens)
+        tokens, positions, slots, targets = self._inputs(step, size).view(4, size)
         attention_step = self._attention.mixed(step, slots, positions)
         tokens = self._filled_in(tokens)
         rows = self._to_device(step.rows)
@@ -256,9 +265,9 @@ class CudaRunner(TorchRunner):
         found = trial(self._decoder, self.cache_dtype, self.device)
         return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
-    def _replay(self, graph: "_Graph", inputs: torch.Tensor, step: StepInput) -> torch.Tensor:
+    def _replay(self, graph: "_Graph", step: StepInput) -> torch.Tensor:
         """Return the logits of the rows wanted; the sampler has the tokens of those to sample from."""
-        graph.inputs.copy_(inputs)
+        graph.inputs.copy_(self._inputs(step, graph.size, graph.kind))
         graph.graph.replay()
         self.hidden = graph.hidden
         rows, count = step.rows, sum(step.sampled)
@@ -271,10 +280,12 @@ class CudaRunner(TorchRunner):
         self.sampler.results = RowDraws(graph.tokens[drawn], graph.reports[drawn])
         return graph.logits[wanted]
 
-    def _run_whole(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    def _run_whole(
+        self, inputs: torch.Tensor, size: int, kind: "_GraphKind"
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """Run a step as a graph does: compute the logits of all rows, and draw a token for each."""
-        tokens, positions, slots, targets = inputs
-        step = self._attention.decode(slots, positions)
+        tokens, positions, slots, targets = inputs[: 4 * size].view(4, size)
+        step = kind.prepare(slots, positions, inputs[4 * size :])
         tokens = self._filled_in(tokens)
         logits = self._decoder(self._decoder.embed(tokens), positions, self._attention, step, None)
         return logits, self._decoder.hidden, *self.sampler.run(logits, targets, positions, tokens)
@@ -284,14 +295,24 @@ class CudaRunner(TorchRunner):
         pending = self._sampled[(-1 - tokens).clamp_(min=0).long()]
         return torch.where(tokens < 0, pending, tokens.long())
 
-    def _inputs(self, step: StepInput, size: int) -> torch.Tensor:
-        """Return int32 [4, size] on the device: token ids, positions, slots, and slots of what is sampled, filled up
-        with the spare slot.
+    def _inputs(self, step: StepInput | None, size: int, kind: "_GraphKind | None" = None) -> torch.Tensor:
+        """Return a step's inputs on the device, int32: four rows of `size` values, which are token ids, positions,
+        slots, and slots of what is sampled, filled up with the spare slot; then what its kind of graph has more.
+        Without a step, all of it is padding.
 
         Rows of images have token ids behind the vocabulary, as the decoder has been shown their embeddings.
         """
-        values = np.zeros((4, size), dtype=np.int32)
+        inputs = np.zeros(4 * size + (kind.more(size) if kind is not None else 0), dtype=np.int32)
+        values = inputs[: 4 * size].reshape(4, size)
         values[2:] = self._spare_slot
+        if step is not None:
+            self._fill(values, step)
+        if kind is not None:
+            kind.plan(step, values[1], inputs[4 * size :])
+        return torch.from_numpy(inputs).pin_memory().to(self.device, non_blocking=True)
+
+    def _fill(self, values: NDArray[np.int32], step: StepInput) -> None:
+        """Write the tokens of a step to its four rows of inputs."""
         count, slots = len(step.tokens), np.array(step.slots, dtype=np.int32)
         values[0, :count] = step.tokens
         values[1, :count] = step.positions
@@ -307,7 +328,9 @@ class CudaRunner(TorchRunner):
         if step.embeddings is not None:
             shown = step.embeddings.rows
             values[0, shown] = self._decoder.vocabulary + np.arange(len(shown))
-        return torch.from_numpy(values).pin_memory().to(self.device, non_blocking=True)
+
+    def _plan_chunks(self, step: StepInput | None, positions: NDArray[np.int32], work: NDArray[np.int32]) -> None:
+        self._attention.plan_chunks([] if step is None else step.lengths, positions, work)
 
     def _to_device(self, indices: Sequence[int]) -> torch.Tensor:
         return to_device(indices, torch.int64, self.device)
@@ -338,18 +361,26 @@ class CudaRunner(TorchRunner):
         torch.cuda.synchronize()
 
     def _capture(self, largest: int) -> None:
-        """Capture a graph for each size, the largest first, so that the others find its memory."""
+        """Capture a graph for each kind and size, the largest first, so that the others find its memory."""
         started = time.monotonic()
+        attention = self._attention
+        decodes = _GraphKind("decodes", lambda *rows: attention.decode(*rows[:2]), lambda _: 0, lambda *_: None)
+        chunks = _GraphKind("chunks", attention.chunks, attention.work_size, self._plan_chunks)
         pool: Any = None
-        for size in reversed(_sizes(largest)):
-            inputs = torch.zeros(4, size, dtype=torch.int32, device=self.device)
-            inputs[2:] = self._spare_slot
-            with torch.inference_mode():
-                graph, outputs = capture(partial(self._run_whole, inputs), pool)
-            pool = graph.pool()
-            self._graphs[size] = _Graph(graph, inputs, *outputs)
-        self._graphs = dict(sorted(self._graphs.items()))
-        log.info("captured %d CUDA graphs in %.1f s", len(self._graphs), time.monotonic() - started)
+        for kind, graphs, sizes in (
+            (decodes, self._graphs, _sizes(largest)),
+            (chunks, self._chunk_graphs, _chunk_sizes(largest)),
+        ):
+            captured = {}
+            for size in reversed(sizes):
+                with torch.inference_mode():
+                    inputs = self._inputs(None, size, kind)
+                    graph, outputs = capture(partial(self._run_whole, inputs, size, kind), pool)
+                pool = graph.pool()
+                captured[size] = _Graph(kind, size, graph, inputs, *outputs)
+            graphs.update(sorted(captured.items()))
+        count = len(self._graphs) + len(self._chunk_graphs)
+        log.info("captured %d CUDA graphs in %.1f s", count, time.monotonic() - started)
 
 
 def _tensors(decoder: LlamaDecoder) -> list[torch.Tensor]:
@@ -393,9 +424,23 @@ def _check(config: EmbeddedConfig) -> None:
             raise UnsupportedModelError(f"{hf_config.model_type} is not built as Llama is")
 
 
+class _GraphKind(NamedTuple):
+    """A way to compute a step's attention in a graph."""
+
+    name: str
+    prepare: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], AttentionStep]
+    """Takes slots and positions, and what the inputs have besides the rows that all kinds have."""
+    more: Callable[[int], int]
+    """How many values these are, by the number of tokens."""
+    plan: Callable[[StepInput | None, NDArray[np.int32], NDArray[np.int32]], None]
+    """Writes them on the host. Takes the step, None if all of it is padding, and its positions."""
+
+
 class _Graph(NamedTuple):
     """A captured step of some number of tokens: what it reads and what it writes."""
 
+    kind: _GraphKind
+    size: int
     graph: torch.cuda.CUDAGraph
     inputs: torch.Tensor
     logits: torch.Tensor
@@ -409,4 +454,12 @@ def _sizes(largest: int) -> list[int]:
     sizes = [1, 2, 4, 8, 16]
     while sizes[-1] < largest:
         sizes.append(sizes[-1] + next(apart for limit, apart in _SPACING if sizes[-1] < limit))
+    return [*(size for size in sizes if size < largest), largest]
+
+
+def _chunk_sizes(largest: int) -> list[int]:
+    """Return the sizes of steps that have a graph for chunks: few, as starts wait for them."""
+    sizes = [_SMALLEST_CHUNKS]
+    while sizes[-1] < largest:
+        sizes.append(2 * sizes[-1])
     return [*(size for size in sizes if size < largest), largest]

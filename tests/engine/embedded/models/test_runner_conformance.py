@@ -46,8 +46,8 @@ def reference(folder: Path) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.fixture(params=["torch", "native", "cuda", "cuda without graphs"])
-def load(request: pytest.FixtureRequest) -> Iterator[Any]:
+@pytest.fixture(params=["torch", "native", "cuda", "cuda by chunks", "cuda without graphs"])
+def load(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Construct the runner of this name for a folder."""
     kind = request.param
     if kind.startswith("cuda"):
@@ -56,7 +56,12 @@ def load(request: pytest.FixtureRequest) -> Iterator[Any]:
             pytest.skip("test_cuda_engine runs the model on the GPU")
         from tests.support import cuda  # noqa: PLC0415
 
-        runner_class = request.getfixturevalue(cuda.cuda_runner.__name__).CudaRunner
+        module = request.getfixturevalue(cuda.cuda_runner.__name__)
+        runner_class = module.CudaRunner
+        if kind == "cuda by chunks":  # all but decodes
+            monkeypatch.setattr(module, "_SHORT_PROMPT", 64)
+            monkeypatch.setattr(module, "_sizes", lambda _: [SEQS])
+            monkeypatch.setattr(module, "_FEW_READ", 0)
     elif kind == "native":
         from engine.embedded.models.native.runner import NativeRunner as runner_class  # noqa: N813, PLC0415
     else:
@@ -66,7 +71,7 @@ def load(request: pytest.FixtureRequest) -> Iterator[Any]:
         settings = {
             "device": "cpu", "dtype": "float32", "num_blocks": 40, "kv_block_size": SIZE, "max_batch_size": SEQS,
             "threads": 1,
-            "max_num_tokens": 64, "enable_cuda_graphs": kind == "cuda",
+            "max_num_tokens": 64, "enable_cuda_graphs": kind in ("cuda", "cuda by chunks"),
         }  # fmt: skip
         runner: ModelRunner = runner_class(EmbeddedConfig(model=str(folder), **{**settings, **options}))
         return runner

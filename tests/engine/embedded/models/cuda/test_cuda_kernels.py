@@ -2,13 +2,14 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from engine.embedded.models.cuda import decode_attention, fp8_kernels, kernels, products
+from engine.embedded.models.cuda import decode_attention, fp8_kernels, group_attention, kernels, products
 from engine.embedded.models.cuda.fp8 import Fp8Products
 from engine.embedded.models.cuda.weights import Norm, PlainProducts, Products
 from tests.support.cuda import FP8, ON_GPU, interpreter  # noqa: F401 - a fixture
@@ -95,12 +96,103 @@ def test_attention_of_decodes(rows: int, heads: int, kv_heads: int, dim: int) ->
     for _ in range(2):
         attend(query, keys, values, tables, positions, out)
     for row in range(rows):
-        length = int(positions[row]) + 1
-        key, value = (
-            part[tables[row].long()].flatten(0, 1)[:length].transpose(0, 1).float() for part in (keys, values)
+        same(out[row], dense(query[row : row + 1], keys, values, tables[row], int(positions[row]) + 1)[0])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_decodes_are_divided_by_length(rows: int) -> None:
+    """Short sequences use few of the splits that a graph has, and every number of splits leaves counters as they
+    were."""
+    heads, kv_heads, dim, blocks = 4, 2, 16, 280
+    attend = decode_attention.DecodeAttention(heads, kv_heads, dim, dim**-0.5, DEVICE)
+    keys, values = random(blocks, 16, kv_heads, dim), random(blocks, 16, kv_heads, dim)
+    tables = torch.stack([torch.randperm(blocks, device=DEVICE)[:256] for _ in range(rows)]).int()
+    for length in (1, 128, 129, 640, 2049, 4096):
+        positions = torch.tensor([length - 1, 0, length // 2][:rows], dtype=torch.int32, device=DEVICE)
+        query = random(rows, heads, dim)
+        out = torch.empty_like(query)
+        attend(query, keys, values, tables, positions, out)
+        for row in range(rows):
+            expected = dense(query[row : row + 1], keys, values, tables[row], int(positions[row]) + 1)
+            same(out[row], expected[0])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 16), (12, 2, 32), (4, 4, 16)])
+@pytest.mark.parametrize("dtype", [DTYPE, FP8])
+def test_attention_of_groups(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    """Decodes, drafts, chunks of prompts that begin and that go on, and padding, in one step; some are divided."""
+    size, blocks, slots = 16, 150, 5
+    attend = group_attention.GroupAttention(heads, kv_heads, dim, dim**-0.5, DEVICE)
+    cache = random(blocks, 3, 2, size, kv_heads, dim).to(dtype)
+    keys, values = cache[:, 1, 0], cache[:, 1, 1]
+    tables = torch.stack([torch.randperm(blocks, device=DEVICE)[:140] for _ in range(slots)]).int()
+    for lengths, starts in (
+        ([1, 1, 5, 40, 23], [700, 0, 2100, 0, 1300]),
+        ([70], [0]),
+        ([3], [2200]),
+        ([1] * 5, [5, 300, 0, 12, 100]),
+    ):
+        padding = 3
+        tokens = sum(lengths) + padding
+        positions = np.array(
+            [start + i for start, length in zip(starts, lengths, strict=True) for i in range(length)] + [0] * padding,
+            dtype=np.int32,
         )
-        expected = functional.scaled_dot_product_attention(query[row][:, None].float(), key, value, enable_gqa=True)
-        same(out[row], expected[:, 0])
+        slot = torch.tensor([i for i, length in enumerate(lengths) for _ in range(length)] + [4] * padding).int()
+        work = np.zeros(attend.work_size(tokens), dtype=np.int32)
+        attend.plan(np.array([*lengths, padding]), positions, work)
+        query = random(tokens, heads, dim)
+        out = torch.full_like(query, float("nan"))
+        attend(
+            query, keys, values, tables, slot.to(DEVICE), torch.from_numpy(positions).to(DEVICE),
+            torch.from_numpy(work).to(DEVICE), out,
+        )  # fmt: skip
+        whole = cache.to(DTYPE)
+        for index, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            rows = slice(sum(lengths[:index]), sum(lengths[: index + 1]))
+            expected = dense(query[rows], whole[:, 1, 0], whole[:, 1, 1], tables[index], start + length)
+            if dtype == FP8:
+                near = 0.02 if ON_GPU else 2e-3
+                assert float((out[rows].float() - expected).abs().max()) <= near * float(expected.abs().max())
+            else:
+                same(out[rows], expected)
+        assert bool(out.isfinite().all()), "padding is computed, too"
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8, 32])
+def test_worklists_hold_every_token_once(kv_heads: int) -> None:
+    rng = np.random.default_rng(0)
+    attend = group_attention.GroupAttention(32, kv_heads, 16, 1.0, torch.device("cpu"))
+    programs = group_attention.PROGRAMS
+    for _ in range(50):
+        lengths = rng.integers(1, 60, rng.integers(1, 12)) if rng.integers(2) else np.ones(rng.integers(1, 250), int)
+        starts = rng.integers(0, 10 ** rng.integers(1, 6), len(lengths))
+        positions = np.concatenate([start + np.arange(n) for start, n in zip(starts, lengths, strict=True)])
+        work = np.zeros(attend.work_size(len(positions)), dtype=np.int32)
+        attend.plan(lengths, positions.astype(np.int32), work)
+        count, share = work[:2].tolist()
+        first, rows, part = work[2:].reshape(3, -1)[:, :count]
+        begun = part == 0
+        assert sorted(
+            np.concatenate([np.arange(a, a + n) for a, n in zip(first[begun], rows[begun], strict=True)])
+        ) == list(range(len(positions)))
+        assert rows.max() <= attend.rows
+        used = -(-(positions[first + rows - 1] + 1) // (share * group_attention.TILE))
+        assert bool((part < used).all()) and count == used[begun].sum()
+        divided = used > 1
+        assert not divided.any() or divided[: divided.sum()].all(), "divided groups come first"
+        assert divided.sum() * kv_heads <= 2 * programs
+
+
+def dense(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, length: int
+) -> torch.Tensor:
+    """Return attention of the last tokens of a sequence of this length over its blocks: [tokens, heads, dim]."""
+    key, value = (part[table.long()].flatten(0, 1)[:length].transpose(0, 1).float() for part in (keys, values))
+    seen = torch.ones(len(query), length, dtype=torch.bool, device=DEVICE).tril(length - len(query))
+    return functional.scaled_dot_product_attention(
+        query.transpose(0, 1).float(), key, value, attn_mask=seen, enable_gqa=True
+    ).transpose(0, 1)
 
 
 def test_rotation_and_the_cache() -> None:

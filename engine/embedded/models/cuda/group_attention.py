@@ -1,0 +1,154 @@
+"""Attention of groups of tokens that see the same keys: consecutive tokens of one sequence, each group in one pass over
+its keys. A fixed number of programs shares a worklist that the host writes, so a step of any composition fits a CUDA
+graph.
+"""
+
+# mypy: ignore-errors
+
+import math
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.embedded.models.cuda.decode_attention import joined_parts, over_tokens, store_part
+
+PROGRAMS = 264
+"""Two programs for each multiprocessor of an H200, which is what its shared memory has room for."""
+_ROWS = 64
+"""Rows of a product: the queries of a group's tokens, those of all heads that share keys."""
+TILE = 64
+_LEAST_TILES = 4
+"""A program that attends to part of a group's keys takes this many tiles at least, as parts have to be put together."""
+_MAX_SPLITS = 32
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "work"])
+def _attend_groups(
+    query, keys, values, tables, slots, positions, work, out, partial, counters, scale, width, block_stride, most,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAD: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    member, d = tl.arange(0, PAD), tl.arange(0, DIM)
+    gdc_launch_dependents()
+    gdc_wait()
+    items = tl.load(work) * KV_HEADS
+    share = tl.load(work + 1) * TILE
+    for item in tl.range(tl.program_id(0), items, PROGRAMS, num_stages=1):
+        index, head = item // KV_HEADS, item % KV_HEADS
+        first = tl.load(work + 2 + index)
+        count = tl.load(work + 2 + most + index)
+        split = tl.load(work + 2 + 2 * most + index)
+        row = first + member // GROUP
+        exists = member < count * GROUP
+        last = tl.load(positions + row, exists, 0)
+        length = tl.load(positions + first + count - 1) + 1
+        table = tables + tl.load(slots + first).to(tl.int64) * width
+        inside = exists[:, None]
+        heads = ((row.to(tl.int64) * KV_HEADS + head) * GROUP + member % GROUP)[:, None] * DIM + d[None, :]
+        q = tl.load(query + heads, inside, 0.0)
+        if FP8:
+            q = q.to(tl.float16)  # as in `decode_attention`
+        best = tl.full((PAD,), float("-inf"), tl.float32)
+        total = tl.zeros((PAD,), tl.float32)
+        acc = tl.zeros((PAD, DIM), tl.float32)
+        begin = split * share
+        end = tl.minimum(length, begin + share)
+        best, total, acc = over_tokens(
+            q, best, total, acc, keys, values, table, head, begin, end, last, scale, block_stride,
+            KV_HEADS, DIM, BLOCK, TILE, STAGES, True,
+        )  # fmt: skip
+        used = tl.cdiv(length, share)
+        if used > 1:
+            # Items of a group follow each other, those that are divided come first.
+            group = (index - split) * KV_HEADS
+            parts = partial + (group + head * used).to(tl.int64) * (PAD * (DIM + 2))
+            store_part(parts + split * (PAD * (DIM + 2)), best, total, acc, inside, PAD, DIM)
+            tl.debug_barrier()
+            if tl.atomic_add(counters + group + head, 1, sem="acq_rel") == used - 1:
+                tl.store(counters + group + head, 0)
+                _, weights, joined = joined_parts(parts, used, inside, PAD, DIM)
+                tl.store(out + heads, (joined / weights[:, None]).to(out.dtype.element_ty), inside)
+        else:
+            tl.store(out + heads, (acc / total[:, None]).to(out.dtype.element_ty), inside)
+
+
+class GroupAttention:
+    """Several new tokens of each sequence over its KV blocks, by online softmax; up to `rows` consecutive tokens of a
+    sequence, and the heads that share keys, are rows of one product.
+
+    Groups with many keys are divided among several programs, and the last of them to finish puts the parts together.
+    """
+
+    def __init__(self, heads: int, kv_heads: int, dim: int, scale: float, device: torch.device) -> None:
+        self._heads = heads
+        self._kv_heads = kv_heads
+        self._dim = dim
+        self._scale = scale / math.log(2)
+        share = heads // kv_heads
+        self._pad = max(_ROWS, triton.next_power_of_2(share))
+        self.rows = self._pad // share
+        """Maximum number of tokens in a group."""
+        self._programs = max(PROGRAMS, kv_heads)
+        parts = 2 * self._programs  # see `plan`
+        self._partial = torch.empty(parts * self._pad * (dim + 2), device=device)
+        self._counters = torch.zeros(parts, dtype=torch.int32, device=device)
+
+    def work_size(self, tokens: int) -> int:
+        """Return the number of values in the worklist of a step of this many tokens."""
+        return 2 + 3 * self._most(tokens)
+
+    def plan(self, lengths: NDArray[np.int64], positions: NDArray[np.int32], work: NDArray[np.int32]) -> None:
+        """Write the worklist of a step's consecutive sequences into `work`, int32 [`work_size`].
+
+        `lengths`: numbers of tokens of each; `positions` [tokens]. There are all tokens for which `work` was made: what
+        is in no sequence is not attended to.
+
+        The worklist is the number of items, the number of tiles that an item has at most, then rows of the first token
+        of each item, of their numbers, and of which part of their keys it has. All items together have at most as many
+        tiles as programs take at once; and those of a group that is divided are fewer than twice what they would be if
+        all of them were full.
+        """
+        groups = -(-lengths // self.rows)
+        sequence = np.arange(len(lengths)).repeat(groups)
+        offset = (np.arange(len(sequence)) - (groups.cumsum() - groups)[sequence]) * self.rows
+        first = (lengths.cumsum() - lengths)[sequence] + offset
+        count = np.minimum(self.rows, lengths[sequence] - offset)
+        tiles = positions[first + count - 1] // TILE + 1
+        longest_first = np.argsort(-tiles, kind="stable")
+        tiles = tiles[longest_first]
+        balanced = -(-int(tiles.sum()) * self._kv_heads // self._programs)
+        share = max(_LEAST_TILES, balanced, -(-int(tiles[0]) // _MAX_SPLITS))
+        splits = -(-tiles // share)
+        items, begun = longest_first.repeat(splits), (splits.cumsum() - splits).repeat(splits)
+        work[:2] = len(items), share
+        work[2:].reshape(3, -1)[:, : len(items)] = first[items], count[items], np.arange(len(items)) - begun
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        tables: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        work: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """`query` and `out` [tokens, heads, dim]; a layer's `keys` and `values` [blocks, block_size, kv_heads, dim],
+        those of these tokens among them; block tables `tables` int32 [slots, blocks]; `slots` and `positions` int32
+        [tokens]; `work` by `plan`. Keys and values are of the query's type or float8_e4m3fn.
+        """
+        _attend_groups[(self._programs,)](
+            query, keys, values, tables, slots, positions, work, out, self._partial, self._counters, self._scale,
+            tables.shape[1], keys.stride(0), self._most(len(query)), self._kv_heads, self._heads // self._kv_heads,
+            self._pad, self._dim, keys.shape[1], TILE, 3, self._programs, keys.dtype == torch.float8_e4m3fn,
+            num_warps=4, launch_pdl=True,
+        )  # fmt: skip
+
+    def _most(self, tokens: int) -> int:
+        """Return how many items there can be: a full one for every program's heads, and what is left of each group."""
+        return tokens + self._programs // self._kv_heads
