@@ -407,10 +407,19 @@ class EngineCore:
         sequences = [s for s in self.scheduler.running if self._sampler.takes_drafts(s.sampler)]
         waits = self._launched is not None and self._launched.rows is not None
         outputs = self._settle() if waits else []
-        if self.speculator.plan(sequences) and self._launched is not None:
+        room = self._draft_room()
+        if self.speculator.plan(sequences, room) and self._launched is not None:
             outputs += self._settle()
-            self.speculator.plan([s for s in sequences if s.status is SequenceStatus.RUNNING])
+            self.speculator.plan([s for s in sequences if s.status is SequenceStatus.RUNNING], room)
         return outputs
+
+    def _draft_room(self) -> int | None:
+        """Return how many tokens the next step's drafts may have in all, None for any number. Each sequence that runs,
+        or that may begin to, samples one more."""
+        if self.runner.max_sampled is None:
+            return None
+        sequences = len(self.scheduler.running) + len(self.scheduler.waiting) + len(self.scheduler.fetching)
+        return self.runner.max_sampled - min(sequences, self._max_num_seqs)
 
     def _launch(self, failures: Outputs) -> _LaunchedStep | None:
         """Schedule a step and hand it to the device; None if there is nothing to run. A failure ends the sequences
@@ -463,8 +472,7 @@ class EngineCore:
         try:
             with torch.inference_mode():
                 if states:
-                    logits = step.logits if step.rows is None else _rows(step.logits, step.rows)
-                    step.drawn = self._sampler.draw(logits, states, step.slots, step.rows)
+                    step.drawn = self._sampler.draw(step.logits, states, step.slots, step.rows)
                     if self._overlap:
                         self.runner.remember(step.slots, step.drawn.tokens)
                 else:
@@ -544,7 +552,7 @@ class EngineCore:
             chunks, rows = [chunk for chunk, _ in going_on], [row for _, row in going_on]
             states = [chunk.sequence.sampler for chunk in chunks]
             slots = [chunk.sequence.slot for chunk in chunks]
-            drawn = self._sampler.draw(_rows(step.logits, rows), states, slots, rows)
+            drawn = self._sampler.draw(step.logits, states, slots, rows)
 
     def _verified(self, chunks: list[Chunk], taken: dict[Sequence, _Taken]) -> list[Chunk]:
         """Return chunks without their drafted tokens that proved wrong."""
@@ -612,15 +620,6 @@ class EngineCore:
         for sequence in alive:
             self._drop(sequence)
         return [(sequence.request.request_id, error()) for sequence in alive]
-
-
-def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Return rows of logits. On a CPU without torch's threads, which go on to take turns with those that compute."""
-    if len(rows) == 1:
-        return logits[rows[0] : rows[0] + 1]
-    if logits.device.type == "cpu" and logits.dtype == torch.float32:
-        return torch.from_numpy(logits.numpy()[rows])
-    return logits[rows]
 
 
 def _report_prompts(reported: list[PromptRows], logits: torch.Tensor) -> int:

@@ -65,8 +65,10 @@ class Sampler:
         rows: Sequence[int] | None = None,
     ) -> Drawn:
         """Sample as `sample` does, without waiting: on a GPU this returns as soon as all is queued. `slots` are those
-        of the states; a runner's own sampler keeps the tokens for these. `rows`: which of the rows that the last step
-        computed to sample from `logits` has, if not all."""
+        of the states; a runner's own sampler keeps the tokens for these. `rows`: the row of `logits` for each state, if
+        a state has several; those behind its first are drawn when the tokens before have come."""
+        if rows is not None:
+            logits = pick(logits, rows)
         assert logits.shape == (len(states), self._vocab_size) and logits.device.type == self._device.type
         if all(state.plain for state in states):
             return Drawn(largest(logits))
@@ -128,6 +130,15 @@ class Drawn:
             found = report.entries([tokens[row] for row in rows])
             entries |= {row: (entry,) for row, entry in zip(rows, found, strict=True)}
         return [Sampled((token,), entries.get(row, ())) for row, token in enumerate(tokens)]
+
+
+def pick(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Return rows of logits. On a CPU without torch's threads, which go on to take turns with those that compute."""
+    if len(rows) == 1:
+        return logits[rows[0] : rows[0] + 1]
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        return torch.from_numpy(logits.numpy()[rows])
+    return logits[rows]
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

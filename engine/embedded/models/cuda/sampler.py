@@ -19,7 +19,7 @@ from engine.embedded.grammar.compiler import fill_bitmask, new_bitmask
 from engine.embedded.models.cuda import sampling_kernels
 from engine.embedded.models.cuda.sampling_kernels import AN_END, COUNTED, FIELDS, IN_PROMPT, REPORT, TOP, Kernels
 from engine.embedded.models.devices import to_device
-from engine.embedded.sampling.sampler import Drawn, Report, Sampler
+from engine.embedded.sampling.sampler import Drawn, Report, Sampler, to_host
 from engine.embedded.sampling.state import SamplerState
 
 _NEVER = float("-inf")
@@ -52,6 +52,8 @@ class CudaSampler(Sampler):
         """The admission that each slot's rows in the tables are of."""
         self.results = self.new_results(0)
         """Results of the last step, for the rows from which tokens are sampled."""
+        self._copied: tuple[RowDraws | None, RowDraws] = None, self.results
+        """The results of a step with drafts, and these on their way to the host."""
 
     @staticmethod
     def count_bytes(vocab_size: int, rows: int, slots: int) -> int:
@@ -120,8 +122,13 @@ class CudaSampler(Sampler):
     ) -> Drawn:
         results = self.results
         if rows is not None:
+            known = self._known(states)
+            if known is not None and not any(state.by_host or (state.sampling.logprobs or 0) > TOP for state in states):
+                tokens, reports = known.tokens[rows], known.reports[rows]
+                return Drawn(tokens, self._reports(logits, tokens, reports, states))
             places = to_device(rows, torch.int64, self._device)
             results = RowDraws(results.tokens[places], results.reports[places])
+            logits = logits[places]
         tokens, reports = results
         assert len(tokens) == len(states), "the runner drew for the rows of its last step"
         by_host = [row for row, state in enumerate(states) if state.by_host]
@@ -135,6 +142,19 @@ class CudaSampler(Sampler):
             tokens[places] = drawn
             self._sampled[to_device([slots[row] for row in hosted], torch.int64, self._device)] = drawn
         return Drawn(tokens, self._reports(logits, tokens, reports, states))
+
+    def _known(self, states: Sequence[SamplerState]) -> RowDraws | None:
+        """Return the results of a step with drafts in the host's memory; None when the first tokens of its sequences
+        are drawn, with which these come. So further tokens wait for the device no more."""
+        if self._copied[0] is self.results:
+            return self._copied[1]
+        reports = self.results.reports
+        if any(state.sampling.logprobs is not None for state in states):
+            reports = to_host(reports)
+        else:
+            reports = torch.empty(reports.shape)  # nobody looks at them
+        self._copied = self.results, RowDraws(to_host(self.results.tokens), reports)
+        return None
 
     def _guide(
         self,

@@ -113,6 +113,28 @@ def test_every_parameter_gives_the_tokens_of_the_reference(name: str) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("name", ["plain", "greedy", "top_k and top_p", "logprobs", "more logprobs", "long bad words"])
+def test_tokens_behind_right_drafts_are_those_of_steps_of_their_own(name: str) -> None:
+    """Two sequences with two drafted tokens each: the rows of one step are drawn from one after the other."""
+    rows, device = 3, Device(6)
+    mine, theirs = ([state(CASES[name], seed) for seed in range(2)] for _ in range(2))
+    logits = random_logits(2 * rows, 1)
+    slots = [0, 1]
+    device.sampler.enter(slots, [1, 1], mine)
+    positions = [each.num_prompt + each.position - 1 + row for each in mine for row in range(rows)]
+    inputs = ([0] * rows + [1] * rows, positions, [3] * 2 * rows)
+    device.sampler.results = device.sampler.run(logits, *(torch.tensor(each, device=DEVICE) for each in inputs))
+    for row in range(rows):
+        places = [row, rows + row]
+        expected = Sampler(VOCAB, DEVICE).sample(logits[places].clone(), theirs)
+        found = device.sampler.draw(logits, mine, slots, places).results()
+        same(found, expected)
+        for states, sampled in ((mine, found), (theirs, expected)):
+            for each, one in zip(states, sampled, strict=True):
+                each.accept(one.token_ids[0])
+
+
+@torch.inference_mode()
 def test_a_batch_in_which_each_request_differs() -> None:
     """Sequences come and go; each gets the tokens that it gets alone."""
     rng = random.Random(1)
