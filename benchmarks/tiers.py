@@ -9,6 +9,7 @@ take turns, and figures are medians.
 import argparse
 import asyncio
 import logging
+import math
 import random
 import tempfile
 import time
@@ -35,6 +36,8 @@ from engine.types import GenerateRequest, SamplingParams
 from server.settings import Settings
 
 QUESTIONS = ("copies", "returning", "crowd", "nothing")
+NEARLY = 0.05
+"""Difference of log-probabilities that rounding explains."""
 _ids = count()
 _rng = random.Random(0)
 
@@ -46,6 +49,15 @@ class Answer:
     """Seconds to the first token."""
     cached: int
     """Prompt tokens that were not computed."""
+    likely: dict[int, float]
+    """Log-probabilities of the likeliest first tokens."""
+
+    def agrees(self, other: "Answer", exactly: bool) -> bool:
+        """Return whether another answer has the same tokens, or else a first one that is as likely up to rounding. On a
+        GPU products of other sizes round differently, and random weights leave tokens almost equally likely."""
+        if exactly or self.tokens == other.tokens:
+            return self.tokens == other.tokens
+        return self.likely.get(other.tokens[0], -math.inf) > max(self.likely.values()) - NEARLY
 
 
 def prompt_of(length: int, vocab_size: int) -> list[int]:
@@ -53,16 +65,19 @@ def prompt_of(length: int, vocab_size: int) -> list[int]:
 
 
 async def ask(engine: Engine, prompt: Sequence[int], output: int = 1) -> Answer:
-    sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True, logprobs=5)
     request = GenerateRequest(request_id=str(next(_ids)), prompt_token_ids=tuple(prompt), sampling=sampling)
     began, first, cached = time.perf_counter(), 0.0, 0
     tokens: tuple[int, ...] = ()
+    likely: dict[int, float] = {}
     async for delta in engine.generate(request):
         first = first or time.perf_counter() - began
+        if not tokens and delta.logprobs:
+            likely = {entry.token_id: entry.logprob for entry in delta.logprobs[0]}
         tokens += delta.token_ids
         if delta.prompt is not None:
             cached = delta.prompt.cached_tokens
-    return Answer(tokens, first, cached)
+    return Answer(tokens, first, cached, likely)
 
 
 @asynccontextmanager
@@ -153,6 +168,7 @@ class Bench:
         """Time the first token of a conversation that is computed, and that comes back from each tier."""
         tokens = self.options.tokens
         config = self.config(tokens + 64, block_mb, tiers=True, host=3 * tokens)
+        on_cpu = device_of(config).type == "cpu"
         times: dict[str, list[float]] = {"computed": [], "host": [], "disk": []}
         loaded: dict[str, int] = {}
         other: list[int] | None = None
@@ -172,7 +188,8 @@ class Bench:
             async with running(config) as engine:
                 await asyncio.sleep(1)
                 disk = await ask(engine, prompt)
-            assert computed.tokens == host.tokens == disk.tokens, "the answers differ"
+            for loaded_answer in (host, disk):
+                assert computed.agrees(loaded_answer, exactly=on_cpu), "the answers differ"
             assert computed.cached == 0, "a tier had a new conversation"
             for name, answer in (("computed", computed), ("host", host), ("disk", disk)):
                 times[name].append(answer.first)

@@ -55,13 +55,16 @@ class Scheduler:
         max_num_tokens: int,
         max_prompt_tokens: int,
         chunked_prefill: bool,
+        prompt_tokens_beside: int | None = None,
         rest_after: int | None = None,
         sources: abc.Sequence[Source] = (),
         offload: Offload | None = None,
     ) -> None:
-        """A step takes `max_num_tokens`, at most `max_prompt_tokens` of them of prompts if these are chunked. Chunked
-        prompts rest once `rest_after` of their tokens have been computed; with None they never rest. `sources` are
-        asked in this order for prompts that are not in the pools; `offload` is told what has been computed."""
+        """A step takes `max_num_tokens`, at most `max_prompt_tokens` of them of prompts if these are chunked, and at
+        most `prompt_tokens_beside` while more sequences decode than wait: then tokens come sooner, and prompts wait for
+        fewer others. Chunked prompts rest once `rest_after` of their tokens have been computed; with None they never
+        rest. `sources` are asked in this order for prompts that are not in the pools; `offload` is told what has been
+        computed."""
         self.blocks = blocks
         self.waiting: list[Sequence] = []
         """Waiting sequences by rank."""
@@ -84,6 +87,7 @@ class Scheduler:
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._max_num_tokens = max_num_tokens
         self._max_prompt_tokens = max_prompt_tokens if chunked_prefill else max_num_tokens
+        self._prompt_tokens_beside = min(prompt_tokens_beside or max_num_tokens, self._max_prompt_tokens)
         self._chunked = chunked_prefill
         self._rest_after = rest_after if chunked_prefill else None
         self._rest = 0
@@ -182,7 +186,9 @@ class Scheduler:
                 chunks.append(Chunk(sequence, start, 1, 1, sequence.admission))
         decodes = len(chunks)
         drafted = self._add_drafts(chunks)
-        budget = min(self._max_num_tokens - decodes - drafted, self._max_prompt_tokens)
+        crowded = decodes > len(self.waiting) + len(prompts)
+        most = self._prompt_tokens_beside if crowded and self._chunked else self._max_prompt_tokens
+        budget = min(self._max_num_tokens - decodes - drafted, most)
         long = [sequence for sequence in prompts if self._is_long(sequence)]
         if self._rest > 0 and (decodes or len(long) < len(prompts)):
             prompts = [sequence for sequence in prompts if sequence not in long]

@@ -2,7 +2,6 @@
 import it."""
 
 import contextlib
-import gc
 import logging
 import threading
 from collections.abc import Collection, Iterator
@@ -17,6 +16,7 @@ from engine.embedded.models.native.levels import chosen
 from engine.embedded.models.runner import ModelRunner, StepInput
 from engine.embedded.models.shared_weights import SharedWeights
 from engine.errors import EngineFailure
+from engine.kit.collector import uncollected
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def load_runner(config: EmbeddedConfig) -> ModelRunner:
 def import_runner(config: EmbeddedConfig) -> None:
     """Import the runner that `load_runner` tries first. A device gets no context."""
     kind = "cuda" if device_of(config).type == "cuda" else "native"
-    with contextlib.suppress(ImportError), _uncollected():  # `load_runner` says so, or takes another
+    with contextlib.suppress(ImportError), uncollected():  # `load_runner` says so, or takes another
         import_module(f"engine.embedded.models.{'torch' if config.attention == 'sdpa' else kind}.runner")
 
 
@@ -122,25 +122,13 @@ def _load(config: EmbeddedConfig) -> ModelRunner:
 
 
 def _by_transformers(config: EmbeddedConfig) -> ModelRunner:
-    with _uncollected():
+    with uncollected():
         from engine.embedded.models.torch.runner import TorchRunner  # noqa: PLC0415
 
     runner = TorchRunner(config)
     runner.shared_weights = SharedWeights(config)
     runner.shared_weights.give_up("transformers computes this model")
     return runner
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Import without the garbage collector, which would walk the million objects of transformers again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _on_gpu(config: EmbeddedConfig) -> ModelRunner:
@@ -152,7 +140,7 @@ def _on_gpu(config: EmbeddedConfig) -> ModelRunner:
             raise EngineFailure(f"{asked} cannot be used with ATTENTION=sdpa")
         return _by_transformers(config)
     try:
-        with _uncollected():
+        with uncollected():
             from engine.embedded.models.cuda.runner import CudaRunner  # noqa: PLC0415 - needs Triton and FlashInfer
 
         return CudaRunner(config)

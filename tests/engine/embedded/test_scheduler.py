@@ -133,6 +133,7 @@ def machine(
     overlap: bool = False,
     sources: tuple[Source, ...] = (),
     prompt_budget: int | None = None,
+    beside: int | None = None,
     rest_after: int | None = None,
 ) -> Machine:
     pools = [BlockPool(blocks, SIZE, reuse=reuse, publish=lambda _: None, window=window) for window in windows]
@@ -142,6 +143,7 @@ def machine(
         max_num_tokens=budget,
         max_prompt_tokens=prompt_budget or budget,
         chunked_prefill=chunked,
+        prompt_tokens_beside=beside,
         rest_after=rest_after,
         sources=sources,
     )
@@ -312,6 +314,18 @@ def test_prompts_have_a_budget_of_their_own() -> None:
     runner.step()
     runner.scheduler.add(make("long", list(range(1000)), 1, arrival=1.0))
     assert lengths(runner.scheduler.schedule()) == {"0": 1, "1": 1, "2": 1, "long": 16}
+
+
+@pytest.mark.parametrize(("waiting", "taken"), [(1, 16), (2, 62)])
+def test_prompts_take_less_of_a_step_in_which_more_sequences_decode_than_wait(waiting: int, taken: int) -> None:
+    runner = machine(blocks=400, seqs=4, budget=64, beside=16)
+    for index in range(2):
+        runner.scheduler.add(make(str(index), [index], 20))
+    runner.step()
+    for index in range(waiting):
+        runner.scheduler.add(make(f"long {index}", [index, *range(1000)], 1, arrival=1.0))
+    found = lengths(runner.scheduler.schedule())
+    assert sum(length for name, length in found.items() if name.startswith("long")) == taken
 
 
 def test_a_long_prompt_rests_while_others_decode_as_long() -> None:

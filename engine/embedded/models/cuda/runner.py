@@ -29,6 +29,7 @@ from engine.embedded.models.shared_weights import SharedWeights, TensorLayout
 from engine.embedded.models.torch.head import TorchHead
 from engine.embedded.models.torch.runner import TorchRunner
 from engine.embedded.models.transformers_models import auto_class, load_config, read_weights
+from engine.kit.collector import uncollected
 
 log = logging.getLogger(__name__)
 
@@ -373,7 +374,7 @@ class CudaRunner(TorchRunner):
         ):
             captured = {}
             for size in reversed(sizes):
-                with torch.inference_mode():
+                with torch.inference_mode(), uncollected():
                     inputs = self._inputs(None, size, kind)
                     graph, outputs = capture(partial(self._run_whole, inputs, size, kind), pool)
                 pool = graph.pool()
