@@ -2,11 +2,12 @@
 
 What a decode needs lives on the device: a table of blocks for each running sequence, and positions, from which lengths
 and cache rows follow. So a decode step needs no planning and fits a CUDA graph. A step with chunks of several tokens
-fits one with a worklist that the host writes. What FlashInfer computes is planned on the host, once for each step.
+fits one with a worklist that the host writes, and so does one whose decodes share prefixes. What FlashInfer computes is
+planned on the host, once for each step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import flashinfer
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from engine.embedded.models.cuda.decode_attention import DecodeAttention
 from engine.embedded.models.cuda.group_attention import GroupAttention
+from engine.embedded.models.cuda.prefixes import SharedPrefix, SharedPrefixes
 from engine.embedded.models.devices import to_device
 from engine.embedded.models.runner import StepInput
 from engine.embedded.models.torch.attention import KvCache
@@ -37,12 +39,27 @@ class AttentionStep:
     prompts: "_PromptPlan | None"
     groups: "_Groups | None" = None
     """All of the step instead, if it is computed in groups of tokens."""
+    shared: "_Shared | None" = None
+    """Prefixes of its decodes that are attended to first."""
 
 
 class _Groups(NamedTuple):
     slots: torch.Tensor
     positions: torch.Tensor
     work: torch.Tensor
+
+
+class _Shared(NamedTuple):
+    tables: torch.Tensor
+    """int32 [slots, blocks]"""
+    slots: torch.Tensor
+    last: torch.Tensor
+    members: torch.Tensor
+    work: torch.Tensor
+    tokens: torch.Tensor
+    """int32 [decodes]: the number of tokens of the prefix of each."""
+    state: torch.Tensor
+    sums: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +87,9 @@ class CudaAttention:
         )
         """int32 [slots + 1, blocks]; the last row is for the padding of graphs, and like all that is unused it names
         the spare block."""
+        self._blocks: NDArray[np.int32] = np.zeros(self.tables.shape, dtype=np.int32)
+        """The tables, on the host."""
+        self._prefixes = SharedPrefixes(self._blocks, cache.block_size)
         self._tabled = [(-1, 0)] * (max_num_seqs + 1)
         """Admission of the sequence in each slot's row, and the number of its blocks that the row has."""
         self._layers = [(cache.data[:, layer, 0], cache.data[:, layer, 1]) for layer in range(cache.layers)]
@@ -93,6 +113,7 @@ class CudaAttention:
             if known < len(table):
                 cells += range(slot * self.width + known, slot * self.width + len(table))
                 blocks += table[known:]
+                self._blocks[slot, known : len(table)] = table[known:]
                 self._tabled[slot] = (admission, len(table))
         if cells:
             update = to_device([cells, blocks], torch.int64, self._device)
@@ -123,6 +144,41 @@ class CudaAttention:
         groups = _Groups(slots, positions, work)
         return AttentionStep(self._rows(slots, positions), 0, self.tables, positions, None, groups)
 
+    def prefixes(self, step: StepInput) -> list[SharedPrefix]:
+        """Return the prefixes that a step's decodes share, if it has no other tokens."""
+        if step.singles < len(step.lengths):
+            return []
+        if self._prefixes.changed(step.slots, step.admissions):
+            self.note_blocks(step)
+        return self._prefixes.find(step.slots, step.admissions, step.positions)
+
+    def cascade_size(self, tokens: int) -> int:
+        """Return the number of values that `cascade` takes besides slots and positions."""
+        return 3 * tokens + self._group.work_size(tokens)
+
+    def plan_cascade(self, prefixes: Sequence[SharedPrefix], values: NDArray[np.int32], tokens: int) -> None:
+        """Write what `cascade` takes, int32 [cascade_size], for a step of this many tokens with these prefixes."""
+        (shared, last, members), work = values[: 3 * tokens].reshape(3, tokens), values[3 * tokens :]
+        if not prefixes:
+            return
+        counts = [len(prefix.rows) for prefix in prefixes]
+        members[: sum(counts)] = [row for prefix in prefixes for row in prefix.rows]
+        ends = np.array([prefix.tokens for prefix in prefixes], dtype=np.int32).repeat(counts)
+        shared[members[: sum(counts)]] = ends
+        last[members[: sum(counts)]] = ends - 1
+        self._group.plan(np.array(counts), ends - 1, work)
+
+    def cascade(self, slots: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> AttentionStep:
+        """Prepare a step of decodes alone, some of which share prefixes, all of it on the device: each prefix is
+        attended to in one pass for 16 sequences or so, and each sequence goes on with what is its own. `slots` and
+        `positions`: int32 [tokens]; `values` by `plan_cascade`."""
+        tokens, cache = len(slots), self._cache
+        shared, last, members = values[: 3 * tokens].view(3, tokens)
+        state = torch.empty((tokens, self._heads, cache.head_dim), device=self._device)
+        sums = torch.empty((tokens, self._heads, 2), device=self._device)
+        prefixes = _Shared(self.tables, slots, last, members, values[3 * tokens :], shared, state, sums)
+        return replace(self.decode(slots, positions), shared=prefixes)
+
     def mixed(self, step: StepInput, slots: torch.Tensor, positions: torch.Tensor) -> AttentionStep:
         """Prepare a step of any kind. `slots` and `positions`: int32 [tokens]."""
         decodes = step.singles
@@ -141,8 +197,13 @@ class CudaAttention:
         count = step.decodes
         if step.groups is not None:
             self._group(query, keys, values, step.tables, *step.groups, out)
+        cascade = None
+        if step.shared is not None:
+            tables, slots, last, members, work, tokens, state, sums = step.shared
+            self._group.prefixes(query, keys, values, tables, slots, last, members, work, state, sums)
+            cascade = tokens, state, sums
         if count:
-            self._decode(query[:count], keys, values, step.tables, step.positions, out[:count])
+            self._decode(query[:count], keys, values, step.tables, step.positions, out[:count], cascade)
         if step.prompts is not None and step.prompts.ragged:
             step.prompts.wrapper.run(query[count:], key[count:], value[count:], out=out[count:])
         elif step.prompts is not None:

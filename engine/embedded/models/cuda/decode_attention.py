@@ -82,21 +82,26 @@ def joined_parts(parts, used, inside, PAD: tl.constexpr, DIM: tl.constexpr):
     return best, total, acc
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions"])  # they follow any number of tokens in a step's inputs
+@triton.jit(do_not_specialize_on_alignment=["positions", "shared"])  # they follow any number of a step's inputs
 def _attend(
-    query, keys, values, tables, positions, out, partial, counters, scale, width, block_stride,
+    query, keys, values, tables, positions, out, partial, counters, shared, state, sums, scale, width, block_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAD: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr,
+    CASCADE: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     member, d = tl.arange(0, PAD), tl.arange(0, DIM)
     inside = (member < GROUP)[:, None]
-    heads = ((row * KV_HEADS + head) * GROUP + member)[:, None] * DIM + d[None, :]
+    queries = (row * KV_HEADS + head) * GROUP + member
+    heads = queries[:, None] * DIM + d[None, :]
     gdc_launch_dependents()  # the product that follows may fetch its weights meanwhile
     gdc_wait()
     length = tl.load(positions + row) + 1
+    done = 0
+    if CASCADE:
+        done = tl.load(shared + row)
     # A short sequence uses fewer splits than there are: each has two tiles at least, so that parts cost little.
-    tiles = tl.cdiv(length, TILE)
+    tiles = tl.cdiv(length - done, TILE)
     share = tl.cdiv(tiles, tl.minimum(SPLITS, tl.cdiv(tiles, 2)))
     used = tl.cdiv(tiles, share)
     if split >= used:
@@ -108,7 +113,12 @@ def _attend(
     best = tl.full((PAD,), float("-inf"), tl.float32)
     total = tl.zeros((PAD,), tl.float32)
     acc = tl.zeros((PAD, DIM), tl.float32)
-    begin = split * (share * TILE)
+    if CASCADE:
+        known = (member < GROUP) & (done > 0) & (split == 0)
+        best = tl.load(sums + 2 * queries, known, float("-inf"))
+        total = tl.load(sums + 2 * queries + 1, known, 0.0)
+        acc = tl.load(state + heads, known[:, None], 0.0)
+    begin = done + split * (share * TILE)
     end = tl.minimum(length, begin + share * TILE)
     best, total, acc = over_tokens(
         q, best, total, acc, keys, values, tables + row * width, head, begin, end, length, scale, block_stride,
@@ -156,18 +166,24 @@ class DecodeAttention:
         tables: torch.Tensor,
         positions: torch.Tensor,
         out: torch.Tensor,
+        cascade: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """`query` and `out` [rows, heads, dim]; a layer's `keys` and `values` [blocks, block_size, kv_heads, dim];
         block tables `tables` int32 [rows, blocks]; `positions` int32 [rows] of the new tokens, whose keys and values
         are there already. Keys and values are of the query's type or float8_e4m3fn.
+
+        `cascade`: how many of its first tokens each row has attended to already, int32 [rows], and the states of its
+        heads after these, as `GroupAttention.prefixes` stores them.
         """
+        shared, state, sums = cascade or (positions, self._partial, self._partial)
         rows = len(query)
         splits = _splits(_PROGRAMS // (rows * self._kv_heads))
         tile, warps = (32, 2) if rows >= 128 else (64, 4)
         _attend[(rows, self._kv_heads, splits)](
-            query, keys, values, tables, positions, out, self._partial, self._counters, self._scale, tables.shape[1],
-            keys.stride(0), self._kv_heads, self._heads // self._kv_heads, self._pad, self._dim, keys.shape[1], tile,
-            splits, 3, keys.dtype == torch.float8_e4m3fn, num_warps=warps, launch_pdl=True,
+            query, keys, values, tables, positions, out, self._partial, self._counters, shared, state, sums,
+            self._scale, tables.shape[1], keys.stride(0), self._kv_heads, self._heads // self._kv_heads, self._pad,
+            self._dim, keys.shape[1], tile, splits, 3, keys.dtype == torch.float8_e4m3fn, cascade is not None,
+            num_warps=warps, launch_pdl=True,
         )  # fmt: skip
 
 

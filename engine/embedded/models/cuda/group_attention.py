@@ -1,6 +1,6 @@
-"""Attention of groups of tokens that see the same keys: consecutive tokens of one sequence, each group in one pass over
-its keys. A fixed number of programs shares a worklist that the host writes, so a step of any composition fits a CUDA
-graph.
+"""Attention of groups of tokens that see the same keys, each group in one pass over them: consecutive tokens of one
+sequence, or decodes of sequences that share a prefix. A fixed number of programs shares a worklist that the host
+writes, so a step of any composition fits a CUDA graph.
 """
 
 # mypy: ignore-errors
@@ -26,42 +26,60 @@ _LEAST_TILES = 4
 _MAX_SPLITS = 32
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "work"])
+@triton.jit
+def _store_result(out, sums, queries, heads, best, total, acc, exists, PREFIX: tl.constexpr):
+    """Store what attention gives, or its state after a prefix, with which `decode_attention` goes on."""
+    if PREFIX:
+        tl.store(out + heads, acc, exists[:, None])
+        tl.store(sums + 2 * queries, best, exists)
+        tl.store(sums + 2 * queries + 1, total, exists)
+    else:
+        tl.store(out + heads, (acc / total[:, None]).to(out.dtype.element_ty), exists[:, None])
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "members", "work"])
 def _attend_groups(
-    query, keys, values, tables, slots, positions, work, out, partial, counters, scale, width, block_stride, most,
+    query, keys, values, tables, slots, positions, members, work, out, sums, partial, counters, scale, width,
+    block_stride, most,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAD: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr, FP8: tl.constexpr,
+    PREFIX: tl.constexpr,
 ):  # fmt: skip
     member, d = tl.arange(0, PAD), tl.arange(0, DIM)
     gdc_launch_dependents()
     gdc_wait()
     items = tl.load(work) * KV_HEADS
-    share = tl.load(work + 1) * TILE
+    share = tl.load(work + 1)
     for item in tl.range(tl.program_id(0), items, PROGRAMS, num_stages=1):
         index, head = item // KV_HEADS, item % KV_HEADS
         first = tl.load(work + 2 + index)
         count = tl.load(work + 2 + most + index)
         split = tl.load(work + 2 + 2 * most + index)
-        row = first + member // GROUP
+        row, final = first + member // GROUP, first + count - 1
         exists = member < count * GROUP
+        if PREFIX:
+            row, first, final = tl.load(members + row, exists, 0), tl.load(members + first), tl.load(members + final)
         last = tl.load(positions + row, exists, 0)
-        length = tl.load(positions + first + count - 1) + 1
+        length = tl.load(positions + final) + 1
         table = tables + tl.load(slots + first).to(tl.int64) * width
         inside = exists[:, None]
-        heads = ((row.to(tl.int64) * KV_HEADS + head) * GROUP + member % GROUP)[:, None] * DIM + d[None, :]
+        queries = (row.to(tl.int64) * KV_HEADS + head) * GROUP + member % GROUP
+        heads = queries[:, None] * DIM + d[None, :]
         q = tl.load(query + heads, inside, 0.0)
         if FP8:
             q = q.to(tl.float16)  # as in `decode_attention`
         best = tl.full((PAD,), float("-inf"), tl.float32)
         total = tl.zeros((PAD,), tl.float32)
         acc = tl.zeros((PAD, DIM), tl.float32)
-        begin = split * share
-        end = tl.minimum(length, begin + share)
+        tiles = tl.cdiv(length, TILE)
+        used = tl.cdiv(tiles, share)
+        own = tl.cdiv(tiles, used) * TILE
+        begin = split * own
+        end = tl.minimum(length, begin + own)
         best, total, acc = over_tokens(
             q, best, total, acc, keys, values, table, head, begin, end, last, scale, block_stride,
-            KV_HEADS, DIM, BLOCK, TILE, STAGES, True,
+            KV_HEADS, DIM, BLOCK, TILE, STAGES, not PREFIX,
         )  # fmt: skip
-        used = tl.cdiv(length, share)
         if used > 1:
             # Items of a group follow each other, those that are divided come first.
             group = (index - split) * KV_HEADS
@@ -70,10 +88,10 @@ def _attend_groups(
             tl.debug_barrier()
             if tl.atomic_add(counters + group + head, 1, sem="acq_rel") == used - 1:
                 tl.store(counters + group + head, 0)
-                _, weights, joined = joined_parts(parts, used, inside, PAD, DIM)
-                tl.store(out + heads, (joined / weights[:, None]).to(out.dtype.element_ty), inside)
+                largest, weights, joined = joined_parts(parts, used, inside, PAD, DIM)
+                _store_result(out, sums, queries, heads, largest, weights, joined, exists, PREFIX)
         else:
-            tl.store(out + heads, (acc / total[:, None]).to(out.dtype.element_ty), inside)
+            _store_result(out, sums, queries, heads, best, total, acc, exists, PREFIX)
 
 
 class GroupAttention:
@@ -108,9 +126,8 @@ class GroupAttention:
         is in no sequence is not attended to.
 
         The worklist is the number of items, the number of tiles that an item has at most, then rows of the first token
-        of each item, of their numbers, and of which part of their keys it has. All items together have at most as many
-        tiles as programs take at once; and those of a group that is divided are fewer than twice what they would be if
-        all of them were full.
+        of each item, of their numbers, and of which part of their keys it has. A program's share of all tiles is no
+        more than an item's, so groups that are divided have fewer than two items for each program.
         """
         groups = -(-lengths // self.rows)
         sequence = np.arange(len(lengths)).repeat(groups)
@@ -120,8 +137,7 @@ class GroupAttention:
         tiles = positions[first + count - 1] // TILE + 1
         longest_first = np.argsort(-tiles, kind="stable")
         tiles = tiles[longest_first]
-        balanced = -(-int(tiles.sum()) * self._kv_heads // self._programs)
-        share = max(_LEAST_TILES, balanced, -(-int(tiles[0]) // _MAX_SPLITS))
+        share = max(_LEAST_TILES, self._share(tiles), -(-int(tiles[0]) // _MAX_SPLITS))
         splits = -(-tiles // share)
         items, begun = longest_first.repeat(splits), (splits.cumsum() - splits).repeat(splits)
         work[:2] = len(items), share
@@ -142,12 +158,53 @@ class GroupAttention:
         those of these tokens among them; block tables `tables` int32 [slots, blocks]; `slots` and `positions` int32
         [tokens]; `work` by `plan`. Keys and values are of the query's type or float8_e4m3fn.
         """
+        self._launch(query, keys, values, tables, slots, positions, work, work, out, out, False)
+
+    def prefixes(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        tables: torch.Tensor,
+        slots: torch.Tensor,
+        last: torch.Tensor,
+        members: torch.Tensor,
+        work: torch.Tensor,
+        state: torch.Tensor,
+        sums: torch.Tensor,
+    ) -> None:
+        """Attend to prefixes that several decodes share, and store how far their softmax is: `state` float32 [tokens,
+        heads, dim] are sums of values by weights, `sums` float32 [tokens, heads, 2] the largest score and the sum of
+        the weights.
+
+        `members` int32 [tokens]: rows of the sequences of each prefix, one prefix after the other; `last` int32
+        [tokens]: the position of the last token of each row's prefix. `work` is planned as if members were the tokens
+        of a step, with these positions.
+        """
+        self._launch(query, keys, values, tables, slots, last, members, work, state, sums, True)
+
+    def _launch(self, query, keys, values, tables, slots, positions, members, work, out, sums, prefix) -> None:
         _attend_groups[(self._programs,)](
-            query, keys, values, tables, slots, positions, work, out, self._partial, self._counters, self._scale,
-            tables.shape[1], keys.stride(0), self._most(len(query)), self._kv_heads, self._heads // self._kv_heads,
-            self._pad, self._dim, keys.shape[1], TILE, 3, self._programs, keys.dtype == torch.float8_e4m3fn,
-            num_warps=4, launch_pdl=True,
+            query, keys, values, tables, slots, positions, members, work, out, sums, self._partial, self._counters,
+            self._scale, tables.shape[1], keys.stride(0), self._most(len(query)), self._kv_heads,
+            self._heads // self._kv_heads, self._pad, self._dim, keys.shape[1], TILE, 3, self._programs,
+            keys.dtype == torch.float8_e4m3fn, prefix, num_warps=4, launch_pdl=True,
         )  # fmt: skip
+
+    def _share(self, tiles: NDArray[np.int64]) -> int:
+        """Return how many tiles an item has at most, so that programs are done at the same time: if it can be, each
+        with one item."""
+        places = self._programs // self._kv_heads
+        low, high = -(-int(tiles.sum()) // places), int(tiles[0])
+        if len(tiles) > places:
+            return low
+        while low < high:
+            middle = (low + high) // 2
+            if int((-(-tiles // middle)).sum()) <= places:
+                high = middle
+            else:
+                low = middle + 1
+        return low
 
     def _most(self, tokens: int) -> int:
         """Return how many items there can be: a full one for every program's heads, and what is left of each group."""

@@ -21,6 +21,7 @@ from engine.embedded.models.cuda.attention import AttentionStep, CudaAttention
 from engine.embedded.models.cuda.compiling import expect_compilation, warn_of_compilation
 from engine.embedded.models.cuda.decoder import LlamaDecoder, is_llama_kind, trial, trial_by_transformers
 from engine.embedded.models.cuda.graphs import capture
+from engine.embedded.models.cuda.prefixes import LEAST_SEQUENCES
 from engine.embedded.models.cuda.releasable import ReleasableWeights
 from engine.embedded.models.cuda.sampler import CudaSampler, RowDraws
 from engine.embedded.models.devices import UnsupportedModelError, device_of, dtype_of, to_device
@@ -43,9 +44,14 @@ _SMALLEST_CHUNKS = 16
 _FEW_READ = 1 << 14
 """Maximum number of keys that the prompts and drafts of a step may read for each head as if their tokens were decodes,
 each of which reads all keys up to its own. Above, those of a chunk read them together."""
-_MOST_READ = 1 << 18
+MOST_READ = 1 << 18
 """Maximum number of keys that groups of their tokens may read in a graph: above, FlashInfer is faster than its planning
 and the launches of its kernels take."""
+
+_CASCADES = (32, 64, 128, 192, 256)
+"""Numbers of decodes for which there is a graph that reads shared prefixes once, and the batch size."""
+LEAST_SAVED = 1 << 14
+"""Minimum number of keys that have not to be read for each head then: a pass of its own takes as long."""
 
 _TOLERANCE = 0.05
 """Tolerance of logits, relative to the largest and to each: what rounding to bfloat16 explains."""
@@ -86,13 +92,16 @@ class CudaRunner(TorchRunner):
             self.sampler: CudaSampler = CudaSampler(self.vocab_size, largest, self._sampled, self.eos_token_ids)
         self._graphs: dict[int, _Graph] = {}
         self._chunk_graphs: dict[int, _Graph] = {}
+        self._cascade_graphs: dict[int, _Graph] = {}
+        self.cascades = 0
+        """Number of steps that read shared prefixes once."""
         started = time.monotonic()
         self._warm_up()
         with torch.inference_mode():
             self._decoder.load_products(config.max_num_tokens, largest)
         log.info("compiled and loaded kernels in %.1f s", time.monotonic() - started)
         if config.enable_cuda_graphs:
-            self._capture(largest)
+            self._capture(largest, config.max_batch_size)
         warn_of_compilation()
 
     @property
@@ -104,15 +113,22 @@ class CudaRunner(TorchRunner):
         """Return the graph that runs a step.
 
         Few tokens of a prompt are as good as decodes. Where that has them read the same keys too often, there are
-        graphs for chunks.
+        graphs for chunks, and where decodes do, graphs that attend to the prefixes they share first.
         """
         graphs, singles = self._graphs, step.singles
         if singles < len(step.lengths):
             prompts = list(zip(step.starts[singles:], step.lengths[singles:], strict=True))
             if sum(length * (start + length) for start, length in prompts) > _FEW_READ:
                 graphs, rows = self._chunk_graphs, self._attention.group_rows
-                if sum(-(-length // rows) * (start + length) for start, length in prompts) > _MOST_READ:
+                if sum(-(-length // rows) * (start + length) for start, length in prompts) > MOST_READ:
                     return None
+        elif self._cascade_graphs and len(step.tokens) <= next(reversed(self._cascade_graphs)):
+            saved = sum(
+                (len(rows) - -(-len(rows) // self._attention.group_rows)) * tokens
+                for rows, tokens in self._attention.prefixes(step)
+            )
+            if saved >= LEAST_SAVED:
+                graphs = self._cascade_graphs
         return next((graph for size, graph in graphs.items() if size >= len(step.tokens)), None)
 
     @torch.inference_mode()
@@ -270,6 +286,7 @@ class CudaRunner(TorchRunner):
         """Return the logits of the rows wanted; the sampler has the tokens of those to sample from."""
         graph.inputs.copy_(self._inputs(step, graph.size, graph.kind))
         graph.graph.replay()
+        self.cascades += graph.kind.name == "cascade"
         self.hidden = graph.hidden
         rows, count = step.rows, sum(step.sampled)
         if rows == list(range(len(rows))):
@@ -333,6 +350,10 @@ class CudaRunner(TorchRunner):
     def _plan_chunks(self, step: StepInput | None, positions: NDArray[np.int32], work: NDArray[np.int32]) -> None:
         self._attention.plan_chunks([] if step is None else step.lengths, positions, work)
 
+    def _plan_cascade(self, step: StepInput | None, positions: NDArray[np.int32], values: NDArray[np.int32]) -> None:
+        prefixes = [] if step is None else self._attention.prefixes(step)
+        self._attention.plan_cascade(prefixes, values, len(positions))
+
     def _to_device(self, indices: Sequence[int]) -> torch.Tensor:
         return to_device(indices, torch.int64, self.device)
 
@@ -361,16 +382,18 @@ class CudaRunner(TorchRunner):
             self.sampler.warm_up(self.dtype, self._spare_slot)
         torch.cuda.synchronize()
 
-    def _capture(self, largest: int) -> None:
+    def _capture(self, largest: int, batch: int) -> None:
         """Capture a graph for each kind and size, the largest first, so that the others find its memory."""
         started = time.monotonic()
         attention = self._attention
         decodes = _GraphKind("decodes", lambda *rows: attention.decode(*rows[:2]), lambda _: 0, lambda *_: None)
         chunks = _GraphKind("chunks", attention.chunks, attention.work_size, self._plan_chunks)
+        cascade = _GraphKind("cascade", attention.cascade, attention.cascade_size, self._plan_cascade)
         pool: Any = None
         for kind, graphs, sizes in (
             (decodes, self._graphs, _sizes(largest)),
             (chunks, self._chunk_graphs, _chunk_sizes(largest)),
+            (cascade, self._cascade_graphs, _cascade_sizes(batch)),
         ):
             captured = {}
             for size in reversed(sizes):
@@ -380,7 +403,7 @@ class CudaRunner(TorchRunner):
                 pool = graph.pool()
                 captured[size] = _Graph(kind, size, graph, inputs, *outputs)
             graphs.update(sorted(captured.items()))
-        count = len(self._graphs) + len(self._chunk_graphs)
+        count = sum(map(len, (self._graphs, self._chunk_graphs, self._cascade_graphs)))
         log.info("captured %d CUDA graphs in %.1f s", count, time.monotonic() - started)
 
 
@@ -464,3 +487,8 @@ def _chunk_sizes(largest: int) -> list[int]:
     while sizes[-1] < largest:
         sizes.append(2 * sizes[-1])
     return [*(size for size in sizes if size < largest), largest]
+
+
+def _cascade_sizes(batch: int) -> list[int]:
+    """Return the numbers of decodes that have a graph for shared prefixes."""
+    return [*(size for size in _CASCADES if size < batch), batch] if batch >= LEAST_SEQUENCES else []

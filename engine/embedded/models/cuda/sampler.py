@@ -68,15 +68,18 @@ class CudaSampler(Sampler):
 
     def run(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> RowDraws:
         """Draw a token for each row of `logits` [rows, vocab]; the others are the slots, positions and token ids of the
-        step's inputs in these rows. Fits a CUDA graph."""
+        step's inputs in these rows. Fits a CUDA graph. Steps with drafts may have more rows than the kernels have room
+        for, which then draw several times."""
         results = self.new_results(len(logits))
-        self._kernels(
-            logits,
-            (self._table, self._biases, self._marks),
-            self._ends,
-            (results.tokens, self._sampled, results.reports),
-            rows=(slots, positions, tokens),
-        )
+        for start in range(0, len(logits), self._kernels.rows):
+            part = slice(start, start + self._kernels.rows)
+            self._kernels(
+                logits[part],
+                (self._table, self._biases, self._marks),
+                self._ends,
+                (results.tokens[part], self._sampled, results.reports[part]),
+                rows=(slots[part], positions[part], tokens[part]),
+            )
         return results
 
     def warm_up(self, dtype: torch.dtype, slot: int) -> None:

@@ -4,6 +4,7 @@ Logits are close to float32, and tokens are the same whether steps are graphs, p
 """
 
 import asyncio
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -214,17 +215,41 @@ async def test_eight_bits_are_near_sixteen(
         await answers(tame, prompts, {"logprobs": 20}),
         await answers(tame, prompts, {"logprobs": 20}, **options),
     )
+    mean, firsts = distance(usual, rounded)
+    assert 1e-3 < mean < error
+    assert firsts >= agreeing * len(prompts)
+
+
+def distance(usual: list[list[Delta]], other: list[list[Delta]]) -> tuple[float, int]:
+    """Return the mean difference of log-probabilities, as long as tokens are the same, and how many first ones are."""
     errors, firsts = [], 0
-    for mine, others in zip(usual, rounded, strict=True):
+    for mine, others in zip(usual, other, strict=True):
         firsts += mine[0].token_ids == others[0].token_ids
         entries = [[entry for delta in deltas for entry in delta.logprobs] for deltas in (mine, others)]
-        for one, other in zip(*entries, strict=True):
-            told = {top.token_id: top.logprob for top in other}
+        for one, another in zip(*entries, strict=True):
+            told = {top.token_id: top.logprob for top in another}
             errors += [abs(top.logprob - told[top.token_id]) for top in one if top.token_id in told]
-            if one[0].token_id != other[0].token_id:
+            if one[0].token_id != another[0].token_id:
                 break
-    assert 1e-3 < sum(errors) / len(errors) < error
-    assert firsts >= agreeing * len(prompts)
+    return sum(errors) / len(errors), firsts
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+async def test_chunks_and_shared_prefixes_in_graphs_are_near_other_steps(
+    tame: Path, caplog: pytest.LogCaptureFixture, dtype: str
+) -> None:
+    """Long prompts in chunks of 256 tokens, and decodes that share 1,300 tokens of them."""
+    rng = random.Random(3)
+    prefix = [rng.randrange(2, 2048) for _ in range(1300)]
+    asked = [[*prefix, *(rng.randrange(2, 2048) for _ in range(rng.randrange(1, 70)))] for _ in range(20)]
+    options = {"kv_cache_dtype": dtype, "max_batch_size": 32}
+    with caplog.at_level(logging.DEBUG, "engine.embedded.models.cuda.prefixes"):
+        found = await answers(tame, asked, {"logprobs": 20}, **options)
+    assert "prefixes that are read once" in caplog.text
+    other = await answers(tame, asked, {"logprobs": 20}, enable_cuda_graphs=False, **options)
+    mean, firsts = distance(found, other)
+    assert mean < (0.02 if dtype == "auto" else 0.05)
+    assert firsts >= 0.8 * len(asked)
 
 
 async def test_a_cache_of_eight_bits_has_twice_the_blocks(tame: Path) -> None:

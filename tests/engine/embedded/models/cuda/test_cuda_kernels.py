@@ -159,6 +159,48 @@ def test_attention_of_groups(heads: int, kv_heads: int, dim: int, dtype: torch.d
         assert bool(out.isfinite().all()), "padding is computed, too"
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 16), (12, 2, 32)])
+@pytest.mark.parametrize("dtype", [DTYPE, FP8])
+def test_decodes_that_share_prefixes(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    """Two prefixes, whose sequences are mixed, and sequences without one; the longer prefix is divided."""
+    size, blocks = 16, 150
+    group, decode = (
+        kind(heads, kv_heads, dim, dim**-0.5, DEVICE)
+        for kind in (group_attention.GroupAttention, decode_attention.DecodeAttention)
+    )
+    cache = random(blocks, 2, size, kv_heads, dim).to(dtype)
+    keys, values, whole = cache[:, 0], cache[:, 1], cache.to(DTYPE)
+    kinds = [index % 3 for index in range(30)]
+    shared = np.array([(0, 48, 1200)[kind] for kind in kinds], dtype=np.int32)
+    prefixes = [torch.randperm(blocks, device=DEVICE)[: tokens // size].int() for tokens in (0, 48, 1200)]
+    tables = torch.stack([torch.randperm(blocks, device=DEVICE)[:100] for _ in kinds]).int()
+    for table, kind in zip(tables, kinds, strict=True):
+        table[: len(prefixes[kind])] = prefixes[kind]
+    slots = torch.randperm(len(kinds), device=DEVICE)
+    own = [1, 7, 200, 33, 16]
+    positions = torch.tensor([tokens + own[i % 5] - 1 for i, tokens in enumerate(shared)], device=DEVICE).int()
+    members = np.array([i for kind in (1, 2) for i, other in enumerate(kinds) if other == kind], dtype=np.int32)
+    work = np.zeros(group.work_size(len(kinds)), dtype=np.int32)
+    group.plan(np.array([10, 10]), shared[members] - 1, work)
+    of_slots = torch.empty_like(tables)
+    of_slots[slots] = tables
+    query = random(len(kinds), heads, dim)
+    state = torch.full((len(kinds), heads, dim), float("nan"), device=DEVICE)
+    sums = torch.full((len(kinds), heads, 2), float("nan"), device=DEVICE)
+    on_device = [torch.from_numpy(part).to(DEVICE) for part in (shared - 1, members, work, shared)]
+    out = torch.empty_like(query)
+    for _ in range(2):
+        group.prefixes(query, keys, values, of_slots, slots.int(), *on_device[:3], state, sums)
+        decode(query, keys, values, tables, positions, out, (on_device[3], state, sums))
+    for row, table in enumerate(tables):
+        expected = dense(query[row : row + 1], whole[:, 0], whole[:, 1], table, int(positions[row]) + 1)
+        if dtype == FP8:
+            near = 0.02 if ON_GPU else 2e-3
+            assert float((out[row].float() - expected).abs().max()) <= near * float(expected.abs().max())
+        else:
+            same(out[row], expected[0])
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 8, 32])
 def test_worklists_hold_every_token_once(kv_heads: int) -> None:
     rng = np.random.default_rng(0)

@@ -112,7 +112,9 @@ def run(
 
     def note(step: StepInput) -> torch.Tensor:
         lengths = step.lengths
-        how = "eager" if core.runner.graph_of(step) is None else "graph"  # type: ignore[attr-defined]
+        graph = core.runner.graph_of(step)  # type: ignore[attr-defined]
+        how = "eager" if graph is None else "graph"
+        kinds.add(how if graph is None else graph.kind.name)
         kinds.update((how, f"{how}, {'prompts' if min(lengths) > 1 else 'decodes' if max(lengths) == 1 else 'mixed'}"))
         if not step.rows:
             kinds.add(f"{how}, nothing sampled")
@@ -213,6 +215,33 @@ def test_logprobs_by_graphs_of_chunks_are_those_of_other_steps(
     for mine, theirs in zip(found.logprobs, other.logprobs, strict=True):
         for one, another in zip(mine, theirs, strict=True):
             assert one[0].logprob == pytest.approx(another[0].logprob, abs=error)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_shared_prefixes_change_nothing(
+    tame: Path,
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    cuda_runner: ModuleType,  # noqa: F811
+    dtype: str,
+    overlap: str,
+) -> None:
+    """Sequences with one of two prefixes, or with none, which come and go."""
+    beginnings = [prompts[0][:9], prompts[4][1:10]]
+    asked = [[*beginnings[i % 2], *prompts[0][i : i + 1 + i % 3]] for i in range(10)] + prompts[1:4]
+    options = {"max_num_tokens": 16, "kv_cache_dtype": dtype, "overlap_scheduler": overlap, "max_batch_size": 6}
+    sampling = [{"max_tokens": 3 + i % 5, "logprobs": 1} for i in range(len(asked))]
+    plain = run(tame, asked, sampling, **options)
+    monkeypatch.setattr(cuda_runner, "LEAST_SEQUENCES", 2)
+    monkeypatch.setattr("engine.embedded.models.cuda.prefixes.LEAST_SEQUENCES", 2)
+    monkeypatch.setattr("engine.embedded.models.cuda.prefixes.LEAST_TOKENS", 8)
+    monkeypatch.setattr(cuda_runner, "LEAST_SAVED", 1)
+    found = run(tame, asked, sampling, **options)
+    assert "cascade" in found.kinds - plain.kinds
+    assert found.tokens == plain.tokens
+    for mine, theirs in zip(found.logprobs, plain.logprobs, strict=True):
+        assert [entry[0].logprob for entry in mine] == pytest.approx([entry[0].logprob for entry in theirs], abs=1e-4)
 
 
 def test_steps_run_where_they_read_least(
