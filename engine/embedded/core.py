@@ -411,19 +411,10 @@ class EngineCore:
         sequences = [s for s in self.scheduler.running if self._sampler.takes_drafts(s.sampler)]
         waits = self._launched is not None and self._launched.rows is not None
         outputs = self._settle() if waits else []
-        room = self._draft_room()
-        if self.speculator.plan(sequences, room) and self._launched is not None:
+        if self.speculator.plan(sequences) and self._launched is not None:
             outputs += self._settle()
-            self.speculator.plan([s for s in sequences if s.status is SequenceStatus.RUNNING], room)
+            self.speculator.plan([s for s in sequences if s.status is SequenceStatus.RUNNING])
         return outputs
-
-    def _draft_room(self) -> int | None:
-        """Return how many tokens the next step's drafts may have in all, None for any number. Each sequence that runs,
-        or that may begin to, samples one more."""
-        if self.runner.max_sampled is None:
-            return None
-        sequences = len(self.scheduler.running) + len(self.scheduler.waiting) + len(self.scheduler.fetching)
-        return self.runner.max_sampled - min(sequences, self._max_num_seqs)
 
     def _launch(self, failures: Outputs) -> _LaunchedStep | None:
         """Schedule a step and hand it to the device; None if there is nothing to run. A failure ends the sequences

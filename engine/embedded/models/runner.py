@@ -94,8 +94,6 @@ class ModelRunner(Protocol):
     instruction_set: str
     """Level of the processor's instructions that is used; empty on a GPU."""
     vocab_size: int
-    max_sampled: int | None
-    """Maximum number of tokens that are sampled after a step, those of drafts included; None for any."""
     context_length: int
     """Maximum number of tokens of a sequence."""
     eos_token_ids: tuple[int, ...]
@@ -153,7 +151,6 @@ class PendingTokens:
     """The last sampled token of each slot, and the part of `ModelRunner` that has to do with them."""
 
     sampler: Sampler | None = None
-    max_sampled: int | None = None
     shared_weights: SharedWeights | None = None
     hidden: torch.Tensor | None = None
 

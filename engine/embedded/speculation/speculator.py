@@ -196,9 +196,8 @@ class Speculator:
         self._spent = 0.0
         """Seconds that it took for that."""
 
-    def plan(self, sequences: Many[Sequence], most: int | None = None) -> bool:
-        """Give sequences that decode in the next step their drafts (`Sequence.draft`), of at most `most` tokens in all;
-        return whether one has any.
+    def plan(self, sequences: Many[Sequence]) -> bool:
+        """Give sequences that decode in the next step their drafts (`Sequence.draft`); return whether one has any.
 
         Drafts follow the tokens that the host knows: one for a sequence with a pending token can only tell whether it
         is worth waiting for that.
@@ -226,7 +225,7 @@ class Speculator:
         looked = time.thread_time() - started
         asked = self._ask(sequences, rooms, drafts, rows) if asks else []
         started = time.thread_time()
-        lengths = _within(most, self._lengths(sequences, drafts, rows))
+        lengths = self._lengths(sequences, drafts, rows)
         for sequence, draft, length in zip(sequences, drafts, lengths, strict=True):
             sequence.draft = draft.tokens[:length]
         # What follows a token that is under way is not computed.
@@ -367,16 +366,6 @@ class Speculator:
         if tokens * plain < self._min_speedup * rows * seconds:
             return [0] * len(drafts)
         return lengths
-
-
-def _within(most: int | None, lengths: list[int]) -> list[int]:
-    """Shorten the longest drafts until all have no more than `most` tokens."""
-    if most is not None and sum(lengths) > most:
-        longest = max(lengths)
-        while sum(min(length, longest) for length in lengths) > most:
-            longest -= 1
-        lengths = [min(length, longest) for length in lengths]
-    return lengths
 
 
 def _any(draft: Draft) -> bool:

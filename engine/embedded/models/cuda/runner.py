@@ -87,7 +87,7 @@ class CudaRunner(TorchRunner):
             self.cache, heads, scale, self.dtype, config.max_batch_size, self.context_length
         )
         self._spare_slot = config.max_batch_size
-        self.max_sampled = largest = _largest(config)
+        largest = _largest(config)
         with torch.inference_mode():
             self.sampler: CudaSampler = CudaSampler(self.vocab_size, largest, self._sampled, self.eos_token_ids)
         self._graphs: dict[int, _Graph] = {}

@@ -123,13 +123,6 @@ def test_a_draft_ends_where_the_answer_does() -> None:
     assert not speculator(Repeating(), min_speedup=0, context_length=3).plan([decoding("full")])
 
 
-def test_all_drafts_fit_the_room_that_a_runner_has() -> None:
-    one, sequences = speculator(Repeating(), min_speedup=0), [decoding("a"), decoding("near", 4)]
-    assert one.plan(sequences, 5)
-    assert [len(sequence.draft) for sequence in sequences] == [3, 2], "the longest is shortened"
-    assert not one.plan(sequences, 0) and not any(sequence.draft for sequence in sequences)
-
-
 def test_a_costly_drafter_is_used_only_where_it_pays_off() -> None:
     drafter = Repeating(free=False, seconds=0.05)
     drafter.right = False
