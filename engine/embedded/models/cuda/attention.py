@@ -154,7 +154,7 @@ class CudaAttention:
 
     def cascade_size(self, tokens: int) -> int:
         """Return the number of values that `cascade` takes besides slots and positions."""
-        return 3 * tokens + self._group.work_size(tokens)
+        return 3 * tokens + self._group.work_size(tokens // self.group_rows + self._prefixes.most(tokens))
 
     def plan_cascade(self, prefixes: Sequence[SharedPrefix], values: NDArray[np.int32], tokens: int) -> None:
         """Write what `cascade` takes, int32 [cascade_size], for a step of this many tokens with these prefixes."""

@@ -1,6 +1,6 @@
 """Attention of groups of tokens that see the same keys, each group in one pass over them: consecutive tokens of one
-sequence, or decodes of sequences that share a prefix. A fixed number of programs shares a worklist that the host
-writes, so a step of any composition fits a CUDA graph.
+sequence, or decodes of sequences that share a prefix. Programs find in a worklist of the host's what they attend to, so
+a step of any composition fits a CUDA graph.
 """
 
 # mypy: ignore-errors
@@ -17,7 +17,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from engine.embedded.models.cuda.decode_attention import joined_parts, over_tokens, store_part
 
 PROGRAMS = 264
-"""Two programs for each multiprocessor of an H200, which is what its shared memory has room for."""
+"""Two programs for each multiprocessor of an H200, as many as its registers have room for: work is divided into about
+this many parts."""
 _ROWS = 64
 """Rows of a product: the queries of a group's tokens, those of all heads that share keys."""
 TILE = 64
@@ -42,56 +43,60 @@ def _attend_groups(
     query, keys, values, tables, slots, positions, members, work, out, sums, partial, counters, scale, width,
     block_stride, most,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAD: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr, FP8: tl.constexpr,
-    PREFIX: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, PREFIX: tl.constexpr,
 ):  # fmt: skip
+    item = tl.program_id(0)
+    index, head = item // KV_HEADS, item % KV_HEADS
     member, d = tl.arange(0, PAD), tl.arange(0, DIM)
     gdc_launch_dependents()
+    # The worklist is not written by a kernel. What is left of the programs ends here, but one always waits, so that the
+    # kernel after this one does not begin before the one before it has ended.
+    if index >= tl.load(work):
+        if item == 0:
+            gdc_wait()
+        return
     gdc_wait()
-    items = tl.load(work) * KV_HEADS
     share = tl.load(work + 1)
-    for item in tl.range(tl.program_id(0), items, PROGRAMS, num_stages=1):
-        index, head = item // KV_HEADS, item % KV_HEADS
-        first = tl.load(work + 2 + index)
-        count = tl.load(work + 2 + most + index)
-        split = tl.load(work + 2 + 2 * most + index)
-        row, final = first + member // GROUP, first + count - 1
-        exists = member < count * GROUP
-        if PREFIX:
-            row, first, final = tl.load(members + row, exists, 0), tl.load(members + first), tl.load(members + final)
-        last = tl.load(positions + row, exists, 0)
-        length = tl.load(positions + final) + 1
-        table = tables + tl.load(slots + first).to(tl.int64) * width
-        inside = exists[:, None]
-        queries = (row.to(tl.int64) * KV_HEADS + head) * GROUP + member % GROUP
-        heads = queries[:, None] * DIM + d[None, :]
-        q = tl.load(query + heads, inside, 0.0)
-        if FP8:
-            q = q.to(tl.float16)  # as in `decode_attention`
-        best = tl.full((PAD,), float("-inf"), tl.float32)
-        total = tl.zeros((PAD,), tl.float32)
-        acc = tl.zeros((PAD, DIM), tl.float32)
-        tiles = tl.cdiv(length, TILE)
-        used = tl.cdiv(tiles, share)
-        own = tl.cdiv(tiles, used) * TILE
-        begin = split * own
-        end = tl.minimum(length, begin + own)
-        best, total, acc = over_tokens(
-            q, best, total, acc, keys, values, table, head, begin, end, last, scale, block_stride,
-            KV_HEADS, DIM, BLOCK, TILE, STAGES, not PREFIX,
-        )  # fmt: skip
-        if used > 1:
-            # Items of a group follow each other, those that are divided come first.
-            group = (index - split) * KV_HEADS
-            parts = partial + (group + head * used).to(tl.int64) * (PAD * (DIM + 2))
-            store_part(parts + split * (PAD * (DIM + 2)), best, total, acc, inside, PAD, DIM)
-            tl.debug_barrier()
-            if tl.atomic_add(counters + group + head, 1, sem="acq_rel") == used - 1:
-                tl.store(counters + group + head, 0)
-                largest, weights, joined = joined_parts(parts, used, inside, PAD, DIM)
-                _store_result(out, sums, queries, heads, largest, weights, joined, exists, PREFIX)
-        else:
-            _store_result(out, sums, queries, heads, best, total, acc, exists, PREFIX)
+    first = tl.load(work + 2 + index)
+    count = tl.load(work + 2 + most + index)
+    split = tl.load(work + 2 + 2 * most + index)
+    row, final = first + member // GROUP, first + count - 1
+    exists = member < count * GROUP
+    if PREFIX:
+        row, first, final = tl.load(members + row, exists, 0), tl.load(members + first), tl.load(members + final)
+    last = tl.load(positions + row, exists, 0)
+    length = tl.load(positions + final) + 1
+    table = tables + tl.load(slots + first).to(tl.int64) * width
+    inside = exists[:, None]
+    queries = (row.to(tl.int64) * KV_HEADS + head) * GROUP + member % GROUP
+    heads = queries[:, None] * DIM + d[None, :]
+    q = tl.load(query + heads, inside, 0.0)
+    if FP8:
+        q = q.to(tl.float16)  # as in `decode_attention`
+    best = tl.full((PAD,), float("-inf"), tl.float32)
+    total = tl.zeros((PAD,), tl.float32)
+    acc = tl.zeros((PAD, DIM), tl.float32)
+    tiles = tl.cdiv(length, TILE)
+    used = tl.cdiv(tiles, share)
+    own = tl.cdiv(tiles, used) * TILE
+    begin = split * own
+    end = tl.minimum(length, begin + own)
+    best, total, acc = over_tokens(
+        q, best, total, acc, keys, values, table, head, begin, end, last, scale, block_stride,
+        KV_HEADS, DIM, BLOCK, TILE, STAGES, not PREFIX,
+    )  # fmt: skip
+    if used > 1:
+        # Items of a group follow each other, those that are divided come first.
+        group = (index - split) * KV_HEADS
+        parts = partial + (group + head * used).to(tl.int64) * (PAD * (DIM + 2))
+        store_part(parts + split * (PAD * (DIM + 2)), best, total, acc, inside, PAD, DIM)
+        tl.debug_barrier()
+        if tl.atomic_add(counters + group + head, 1, sem="acq_rel") == used - 1:
+            tl.store(counters + group + head, 0)
+            largest, weights, joined = joined_parts(parts, used, inside, PAD, DIM)
+            _store_result(out, sums, queries, heads, largest, weights, joined, exists, PREFIX)
+    else:
+        _store_result(out, sums, queries, heads, best, total, acc, exists, PREFIX)
 
 
 class GroupAttention:
@@ -115,9 +120,9 @@ class GroupAttention:
         self._partial = torch.empty(parts * self._pad * (dim + 2), device=device)
         self._counters = torch.zeros(parts, dtype=torch.int32, device=device)
 
-    def work_size(self, tokens: int) -> int:
-        """Return the number of values in the worklist of a step of this many tokens."""
-        return 2 + 3 * self._most(tokens)
+    def work_size(self, groups: int) -> int:
+        """Return the number of values in a worklist for up to this many groups."""
+        return 2 + 3 * (groups + self._programs // self._kv_heads)
 
     def plan(self, lengths: NDArray[np.int64], positions: NDArray[np.int32], work: NDArray[np.int32]) -> None:
         """Write the worklist of a step's consecutive sequences into `work`, int32 [`work_size`].
@@ -126,8 +131,9 @@ class GroupAttention:
         is in no sequence is not attended to.
 
         The worklist is the number of items, the number of tiles that an item has at most, then rows of the first token
-        of each item, of their numbers, and of which part of their keys it has. A program's share of all tiles is no
-        more than an item's, so groups that are divided have fewer than two items for each program.
+        of each item, of their numbers, and of which part of their keys it has. The longest come first, so that programs
+        end at about the same time. An item's tiles are no fewer than a program's share of all, so groups that are
+        divided have fewer than two items for each program.
         """
         groups = -(-lengths // self.rows)
         sequence = np.arange(len(lengths)).repeat(groups)
@@ -184,11 +190,12 @@ class GroupAttention:
         self._launch(query, keys, values, tables, slots, last, members, work, state, sums, True)
 
     def _launch(self, query, keys, values, tables, slots, positions, members, work, out, sums, prefix) -> None:
-        _attend_groups[(self._programs,)](
+        most = (len(work) - 2) // 3
+        _attend_groups[(most * self._kv_heads,)](
             query, keys, values, tables, slots, positions, members, work, out, sums, self._partial, self._counters,
-            self._scale, tables.shape[1], keys.stride(0), self._most(len(query)), self._kv_heads,
-            self._heads // self._kv_heads, self._pad, self._dim, keys.shape[1], TILE, 3, self._programs,
-            keys.dtype == torch.float8_e4m3fn, prefix, num_warps=4, launch_pdl=True,
+            self._scale, tables.shape[1], keys.stride(0), most, self._kv_heads, self._heads // self._kv_heads,
+            self._pad, self._dim, keys.shape[1], TILE, 3, keys.dtype == torch.float8_e4m3fn, prefix, num_warps=4,
+            launch_pdl=True,
         )  # fmt: skip
 
     def _share(self, tiles: NDArray[np.int64]) -> int:
@@ -205,7 +212,3 @@ class GroupAttention:
             else:
                 low = middle + 1
         return low
-
-    def _most(self, tokens: int) -> int:
-        """Return how many items there can be: a full one for every program's heads, and what is left of each group."""
-        return tokens + self._programs // self._kv_heads

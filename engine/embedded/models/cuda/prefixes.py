@@ -32,6 +32,10 @@ class SharedPrefixes:
         self._running: tuple[list[int], list[int]] = ([], [])
         self._found: list[SharedPrefix] = []
 
+    def most(self, decodes: int) -> int:
+        """Return how many prefixes so many decodes may share."""
+        return decodes // LEAST_SEQUENCES
+
     def changed(self, slots: Sequence[int], admissions: Sequence[int]) -> bool:
         """Return whether other sequences run than `find` was asked about last."""
         return self._running != (list(slots), list(admissions))
