@@ -261,8 +261,9 @@ class Decoder {
   // How many panels of weights are read side by side for so many rows.
   static int streams_of(int64_t kind, int rows) {
     if (rows == 1 && streams(kind)) return kStreams;
-    const bool both = kLanes < 16 || kProducts != kFloats;  // as many as are multiplied at a time
-    return rows == 2 && kind == kBfloat16 && both ? 2 : 1;
+    if (kind != kBfloat16) return 1;
+    if (kProducts != kFloats) return side_by_side(rows);  // as many as are multiplied at a time
+    return rows == 2 && kLanes < 16 ? 2 : 1;
   }
 
   // store(row, panel, low, high) takes all of a product. x: rows of m.inputs values, `stride` apart.
