@@ -32,8 +32,8 @@ constexpr int side_by_side(int rows) {
   if (kProducts == kTiles) return rows == 2 ? 2 : 1;
   return rows <= 4 ? kStreams : 1;
 }
-// Words of weights to prefetch into the second cache. One panel for several rows: as far as AMD's Zen 4 needs.
-constexpr int words_ahead(int rows) { return kProducts == kTiles ? 512 : side_by_side(rows) > 1 ? 256 : 2048; }
+// Words of weights to prefetch into the second cache.
+constexpr int words_ahead(int rows) { return !kFarAhead ? 512 : side_by_side(rows) > 1 ? 256 : 2048; }
 
 // Activations: [tiles][groups][kRoundedRows][kGroup] bfloat16; beyond a row's inputs are zeros.
 struct Rounded {

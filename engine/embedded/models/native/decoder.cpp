@@ -109,7 +109,7 @@ class Decoder {
     for (auto [buffer, size] : {std::pair{&x_, tokens * hidden}, {&normed_, tokens * (model_.hidden_norm ? 2 : 1) * hidden}, {&qkv_, tokens * most_outputs},
                                 {&attended_, tokens * model_.heads * model_.head_dim}, {&gated_, tokens * model_.layers[0].gate_up.outputs / 2}})
       if ((long)buffer->size() < size) *buffer = std::vector<float>(size);
-    if (tokens > kFewRows) coded_.rows(tokens, widest_, 1), rounded_.rows(tokens, widest_);  // before threads share them
+    if (tokens > kFewRows) coded_.rows(tokens, widest_), rounded_.rows(tokens, widest_);  // before threads share them
     queries_.clear();
     const int most = std::max<int>(1, kAttentionRows / (model_.heads / model_.kv_heads));
     for (int c = 0; c < step.num_chunks; c++)
@@ -183,7 +183,7 @@ class Decoder {
       const Layer& layer = model_.layers[l];
       keep(phase, l);
       const float* normed = model_.hidden_norm ? joined(phase, layer) : normalised(phase, layer.attention_norm);
-      project(phase, layer.qkv, normed, layer.qkv.inputs, tokens, qkv_.data(), false);
+      project(phase, layer.qkv, normed, layer.qkv.inputs, tokens, qkv_.data(), false, true);
       if (prompts_)
         team_.each(phase, prompts_ * kv_heads, [&](int i) { rotate_and_write(l, queries_[i / kv_heads], i % kv_heads); });
       team_.each(phase, queries_.size() * kv_heads, [&](int i) {
@@ -197,7 +197,7 @@ class Decoder {
     keep(phase, model_.num_layers);
     const int rows = step_->num_rows;
     team_.each(phase, rows, [&](int i) { normalise(&x_[step_->rows[i] * hidden], model_.norm, &normed_[i * hidden]); });
-    project(phase, model_.head, normed_.data(), hidden, rows, step_->logits, false);
+    project(phase, model_.head, normed_.data(), hidden, rows, step_->logits, false, true);
   }
 
   // Write what enters a layer to `hidden`, if it is one of those taken.
@@ -266,11 +266,12 @@ class Decoder {
     return rows == 2 && kLanes < 16 ? 2 : 1;
   }
 
-  // store(row, panel, low, high) takes all of a product. x: rows of m.inputs values, `stride` apart.
+  // store(row, panel, low, high) takes all of a product. x: rows of m.inputs values, `stride` apart. fine: where weights are
+  // blocks, x has 16 bits at every level (blocks.h).
   template <class Store>
-  void product(int& phase, const Matrix& m, const float* x, long stride, int rows, Store store) {
+  void product(int& phase, const Matrix& m, const float* x, long stride, int rows, bool fine, Store store) {
     const bool blocks = m.kind != kBfloat16;
-    const Activations codes = blocks ? coded(phase, m, x, stride, rows) : Activations{};
+    const Activations codes = blocks ? coded(phase, m, x, stride, rows, fine) : Activations{};
     const Rounded narrow = blocks || kProducts == kFloats ? Rounded{} : rounded(phase, m, x, stride, rows);
     const int sides = streams_of(m.kind, rows), width = sides == 2 ? kMostPanels / 2 : kTaskPanels / sides;
     const int panels = (m.outputs + kPanel - 1) / kPanel, tasks = (panels + sides * width - 1) / (sides * width);
@@ -295,9 +296,9 @@ class Decoder {
   }
 
   // Activations for a product of blocks, made by one or by all threads as in `normalised`.
-  Activations coded(int& phase, const Matrix& m, const float* x, long stride, int rows) {
+  Activations coded(int& phase, const Matrix& m, const float* x, long stride, int rows, bool fine) {
     thread_local ActivationBuffer own;
-    Activations coded = (rows <= kFewRows ? own : coded_).rows(rows, m.inputs, sum_factor(m.kind));
+    Activations coded = (rows <= kFewRows ? own : coded_).rows(rows, m.inputs, sum_factor(m.kind), code_bits(m.kind), WITH_BYTES && !fine);
     const auto row = [&](int i) { coded.set(i, x + i * stride, m.inputs); };
     if (rows > kFewRows) team_.each(phase, rows, row);
     else for (int i = 0; i < rows; i++) row(i);
@@ -314,8 +315,8 @@ class Decoder {
     return rounded;
   }
 
-  void project(int& phase, const Matrix& m, const float* x, long stride, int rows, float* out, bool add) {
-    product(phase, m, x, stride, rows, [&](int row, int panel, Vec low, Vec high) {
+  void project(int& phase, const Matrix& m, const float* x, long stride, int rows, float* out, bool add, bool fine = false) {
+    product(phase, m, x, stride, rows, fine, [&](int row, int panel, Vec low, Vec high) {
       const long column = (long)panel * kPanel;
       float* to = out + row * m.outputs + column;
       if (m.bias) low += load<Vec>(m.bias + column), high += load<Vec>(m.bias + column + kLanes);
@@ -331,7 +332,7 @@ class Decoder {
 
   void gate(int& phase, const Matrix& m, const float* x, int rows) {
     const long width = m.outputs / 2;
-    product(phase, m, x, m.inputs, rows, [&](int row, int panel, Vec low, Vec high) {
+    product(phase, m, x, m.inputs, rows, false, [&](int row, int panel, Vec low, Vec high) {
       float* to = gated_.data() + row * width + panel / 2 * kPanel;
       if (panel % 2 == 0) {
         save(to, low / (1.0f + exponential(-low)));
