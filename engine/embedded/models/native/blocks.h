@@ -335,19 +335,26 @@ constexpr auto block_products(std::integer_sequence<int, M...>) {
   return std::array{&multiply_blocks<Format, M + 1, 1, narrow>...};
 }
 
-// Whether one row is multiplied with kStreams panels at a time: with 4 bits, the processor has too much to compute for that.
-inline bool streams(int64_t kind) { return kind == kBfloat16 || kind == kQ8_0; }
+// Whether so many rows are multiplied with kStreams panels at a time: with 4 bits, the processor has too much to compute for that.
+inline bool streams(int64_t kind, int rows) {
+  return rows == 1 ? kind == kBfloat16 || kind == kQ8_0 : rows == 2 && kind == kQ8_0 && kFarAhead;
+}
 
 template <class Format, bool narrow, class Store>
 void multiply_panels(const Activations& x, int first, int rows, const uint8_t* const* panels, int count, Store& store) {
   static constexpr auto products = block_products<Format, narrow>(std::make_integer_sequence<int, kBlockRows>());
-  Outputs out[std::max(kBlockRows, kStreams)];
+  Outputs out[std::max(kBlockRows, 2 * kStreams)];
   int p = 0;
-  if constexpr (Format::kBits == 8)
-    for (; rows == 1 && p + kStreams <= count; p += kStreams) {
-      multiply_blocks<Format, 1, kStreams, narrow>(x, first / kBlockRows, panels + p, out);
-      for (int i = 0; i < kStreams; i++) store(0, p + i, out[i][0], out[i][1]);
+  const auto side_by_side = [&](auto rows) {
+    for (; p + kStreams <= count; p += kStreams) {
+      multiply_blocks<Format, rows, kStreams, narrow>(x, first / kBlockRows, panels + p, out);
+      for (int i = 0; i < kStreams * rows; i++) store(i % rows, p + i / rows, out[i][0], out[i][1]);
     }
+  };
+  if constexpr (Format::kBits == 8) {
+    if (rows == 1) side_by_side(std::integral_constant<int, 1>());
+    if (rows == 2 && streams(kQ8_0, 2)) side_by_side(std::integral_constant<int, 2>());
+  }
   for (; p < count; p++) {
     for (int row = 0; row < rows; row += kBlockRows) {
       const int some = std::min(kBlockRows, rows - row);

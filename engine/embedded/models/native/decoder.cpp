@@ -260,7 +260,7 @@ class Decoder {
 
   // How many panels of weights are read side by side for so many rows.
   static int streams_of(int64_t kind, int rows) {
-    if (rows == 1 && streams(kind)) return kStreams;
+    if (streams(kind, rows)) return kStreams;
     if (kind != kBfloat16) return 1;
     if (kProducts != kFloats) return side_by_side(rows);  // as many as are multiplied at a time
     return rows == 2 && kLanes < 16 ? 2 : 1;

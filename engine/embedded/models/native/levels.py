@@ -63,10 +63,10 @@ LEVELS = (
 """Levels, slowest first on Intel's processors.
 
 VNNI levels multiply and accumulate integers in one instruction, and most activations that quantised weights are
-multiplied with have 8 bits there, and 16 elsewhere (`blocks.h`). `avx512_bf16` and `amx` round activations to bfloat16, unlike the others, so their logits are as far
-from those of float32 as other engines' in bfloat16. On Intel's processors VDPBF16PS takes four times as long as a
-multiplication in float32 that does half as much; on AMD's it takes as long as one, and `avx512_bf16` is faster than
-`avx512_vnni`.
+multiplied with have 8 bits there, and 16 elsewhere (`blocks.h`). `avx512_bf16` and `amx` round activations to bfloat16,
+unlike the others, so their logits are as far from those of float32 as other engines' in bfloat16. On Intel's processors
+VDPBF16PS takes four times as long as a multiplication in float32 that does half as much; on AMD's it takes as long as
+one, and `avx512_bf16` is faster than `avx512_vnni`.
 """
 
 

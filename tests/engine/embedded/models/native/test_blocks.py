@@ -119,7 +119,7 @@ def test_stored_blocks_are_computed_as_they_are(
     level: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    make_folder(tmp_path)
+    make_folder(tmp_path, num_hidden_layers=1)
     store(monkeypatch, {"": kind})
     check(tmp_path, level, {name: rounded_to(weight, kind) for name, weight in matrices(tmp_path).items()})
 
