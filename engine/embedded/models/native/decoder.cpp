@@ -188,7 +188,11 @@ class Decoder {
         team_.each(phase, prompts_ * kv_heads, [&](int i) { rotate_and_write(l, queries_[i / kv_heads], i % kv_heads); });
       team_.each(phase, queries_.size() * kv_heads, [&](int i) {
         if (i >= prompts_ * kv_heads) rotate_and_write(l, queries_[i / kv_heads], i % kv_heads);
-        attend(l, queries_[i / kv_heads], i % kv_heads);
+        const long next = i + 1;  // mostly this thread's next task
+        const float* after = next < (long)queries_.size() * kv_heads
+                                 ? keys(l, step_->chunks[queries_[next / kv_heads].chunk], 0, next % kv_heads)
+                                 : nullptr;
+        attend(l, queries_[i / kv_heads], i % kv_heads, after);
       });
       project(phase, layer.out, attended_.data(), layer.out.inputs, tokens, x_.data(), true);
       gate(phase, layer.gate_up, normalised(phase, layer.mlp_norm), tokens);
@@ -379,30 +383,31 @@ class Decoder {
 
   // Softmax block by block, for the queries of a chunk that share a key head. Where a block or a head is no whole number of panels, the
   // last panel reaches into what follows in the cache: those columns are computed and never looked at (model.py adds a tail to the cache).
-  void attend(int layer, const Queries& queries, long head) {
+  // after: keys that are read next, or null.
+  void attend(int layer, const Queries& queries, long head, const float* after) {
     const Chunk& chunk = step_->chunks[queries.chunk];
     const long dim = model_.head_dim, size = model_.block_size, group = model_.heads / model_.kv_heads;
     const long width = padded(size), out_width = padded(dim);
     const int rows = queries.count * group, first = chunk.start + queries.first, last = first + queries.count - 1;
-    thread_local std::vector<float> query, scores, out, state;
+    thread_local std::vector<float> query, scores, out;
+    thread_local std::vector<Weighed> state;
     thread_local std::vector<FloatPanel> panels;
-    query.resize(rows * dim), scores.resize(rows * width), out.assign(rows * out_width, 0.0f), state.resize(2 * rows);
+    query.resize(rows * dim), scores.resize(rows * width), out.assign(rows * out_width, 0.0f), state.assign(rows, {});
     panels.resize(std::max(width, out_width) / kPanel);
     const auto at = [&](int r) { return (chunk.row + queries.first + r / group); };
     for (int r = 0; r < rows; r++) {
       const float* from = qkv_.data() + at(r) * (model_.heads + 2 * model_.kv_heads) * dim + (head * group + r % group) * dim;
       for (long d = 0; d < dim; d++) query[r * dim + d] = from[d] * model_.scale;
-      state[2 * r] = -1e30f, state[2 * r + 1] = 0;
     }
     for (int block = 0; block <= last / size; block++) {
       const float *key = keys(layer, chunk, block, head), *value = values(layer, chunk, block, head);
-      const float* next = block < last / size ? keys(layer, chunk, block + 1, head) : value;
+      const float* next = block < last / size ? keys(layer, chunk, block + 1, head) : after ? after : value;
       for (int p = 0; p < width / kPanel; p++) panels[p] = {key + p * kPanel, size, value + p * kPanel};
       multiply(query.data(), dim, rows, panels.data(), width / kPanel, dim, [&](int row, int panel, Vec low, Vec high) {
         save(&scores[row * width + panel * kPanel], low);
         save(&scores[row * width + panel * kPanel + kLanes], high);
       });
-      for (int r = 0; r < rows; r++) weigh(&scores[r * width], first + r / group - block * size + 1, &state[2 * r], &out[r * out_width]);
+      for (int r = 0; r < rows; r++) weigh(&scores[r * width], first + r / group - block * size + 1, state[r], &out[r * out_width]);
       for (int p = 0; p < out_width / kPanel; p++) panels[p] = {value + p * kPanel, dim, next + p * kPanel};
       multiply(scores.data(), width, rows, panels.data(), out_width / kPanel, std::min(size, last - block * size + 1),
                [&](int row, int panel, Vec low, Vec high) {
@@ -413,30 +418,37 @@ class Decoder {
     }
     for (int r = 0; r < rows; r++) {
       float* to = attended_.data() + at(r) * model_.heads * dim + (head * group + r % group) * dim;
-      for (long d = 0; d < dim; d++) to[d] = out[r * out_width + d] / state[2 * r + 1];
+      const float sum = reduced<kSums>(state[r].sums, [](float a, float b) { return a + b; });
+      for (long d = 0; d < dim; d++) to[d] = out[r * out_width + d] / sum;
     }
   }
 
-  // Scores of a block to weights: those from `seen` on are of later tokens. state: largest score so far, sum of weights; out follows.
-  void weigh(float* scores, long seen, float* state, float* out) const {
+  // Of a query: the largest score so far, and the sum of weights in as many parts at every width of vector.
+  struct Weighed {
+    float highest = -1e30f, sums[kSums] = {};
+  };
+
+  // Scores of a block to weights: those from `seen` on are of later tokens; out follows.
+  void weigh(float* scores, long seen, Weighed& state, float* out) const {
     const long size = padded(model_.block_size);
     if (seen <= 0) return (void)std::memset(scores, 0, size * sizeof(float));
     seen = std::min<long>(seen, model_.block_size);
     for (long i = seen; i < size; i++) scores[i] = -1e30f;
-    Vec best = all(state[0]);
+    Vec best = all(state.highest);
     for (long i = 0; i < size; i += kLanes) {
       const Vec s = load<Vec>(scores + i);
       best = s > best ? s : best;
     }
     const float highest = largest(best);
-    if (highest > state[0]) {
-      const float shrink = std::exp(state[0] - highest);
-      state[0] = highest, state[1] *= shrink;
+    if (highest > state.highest) {
+      const float shrink = std::exp(state.highest - highest);
+      state.highest = highest;
+      for (float& sum : state.sums) sum *= shrink;
       for (long d = 0; d < padded(model_.head_dim); d += kLanes) save(out + d, load<Vec>(out + d) * shrink);
     }
     for (long i = 0; i < size; i += kLanes) save(scores + i, exponential(load<Vec>(scores + i) - highest));
     for (long i = seen; i < size; i++) scores[i] = 0;
-    state[1] += total(scores, size, [](auto v) { return v; });
+    for (long i = 0; i < size; i += kLanes) save(state.sums + i % kSums, load<Vec>(state.sums + i % kSums) + load<Vec>(scores + i));
   }
 
   const Model model_;
