@@ -276,8 +276,9 @@ void multiply_blocks(const Activations& x, long tile, const uint8_t* const* pane
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) {
       block[p] = panels[p] + b * Format::kBytes;
-      if (P == 1)
-        for (long at = 0; at < Format::kBytes; at += 64) __builtin_prefetch(block[p] + kBytesAhead + at, 0, kFarAhead ? 2 : 3);
+      if (P == 1 || (M == 1 && kFarAhead))
+        for (long at = 0; at < Format::kBytes; at += 64)
+          __builtin_prefetch(block[p] + (P == 1 ? kBytesAhead : 1024) + at, 0, kFarAhead ? 2 : 3);
       for (int m = 0; m < M; m++)
         dots[p][m][0] = dots[p][m][1] = Format::kOffset ? all(x.sums[row + m]) : Ints{};
     }
