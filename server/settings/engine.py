@@ -165,8 +165,9 @@ class ComputeSettings(Section):
     """
     cpu_isa: CpuIsa = EMBEDDED.cpu_isa
     """Instruction set of the embedded engine's compiled path on a CPU; auto takes the fastest that the processor has.
-    Those with vnni multiply quantised weights faster. avx512_bf16 and amx round what bfloat16 weights are multiplied
-    with to bfloat16; the others, and DTYPE=float32, do not.
+    Those with vnni, avx512_bf16 and amx multiply quantised weights faster, mostly by activations of 8 bits instead of
+    16. avx512_bf16 and amx round what bfloat16 weights are multiplied with to bfloat16; the others, and DTYPE=float32,
+    do not.
     """
 
     @field_validator("threads", mode="after")

@@ -24,8 +24,16 @@ constexpr Arithmetic kProducts = (Arithmetic)PRODUCTS;
 constexpr int kGroup = 32;                                    // inputs that are added up apart from others
 constexpr int kRoundedRows = kProducts == kTiles ? 16 : 12;   // rows of a tile of activations
 constexpr int kScalarRows = kProducts == kTiles ? 4 : 12;     // rows that are computed at a time by ordinary vectors
-constexpr int kWordsAhead = 512;                              // of weights to prefetch into the second cache
 constexpr int kGroupWords = kGroup / 2 * kPanel;              // words of a panel's group
+
+// Panels that so many rows are multiplied with at a time, from places far apart where these are all rows of a product.
+constexpr int side_by_side(int rows) {
+  if (rows == 1) return kStreams;
+  if (kProducts == kTiles) return rows == 2 ? 2 : 1;
+  return rows <= 4 ? kStreams : 1;
+}
+// Words of weights to prefetch into the second cache.
+constexpr int words_ahead(int rows) { return !kFarAhead ? 512 : side_by_side(rows) > 1 ? 256 : 2048; }
 
 // Activations: [tiles][groups][kRoundedRows][kGroup] bfloat16; beyond a row's inputs are zeros.
 struct Rounded {
@@ -122,7 +130,7 @@ __attribute__((noinline)) void pairs(const Rounded& x, int first, int row, const
 #pragma GCC unroll 4
       for (int p = 0; p < P; p++) {
         const uint32_t* words = panels[panel + p] + g * kGroupWords + k * kPanel;
-        for (int i = 0; i < kPanel; i += 16) __builtin_prefetch(words + kWordsAhead + i, 0, 2);
+        for (int i = 0; i < kPanel; i += 16) __builtin_prefetch(words + words_ahead(M) + i, 0, 2);
         const Bits weights[2] = {load<Bits>(words), load<Bits>(words + kLanes)};
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++) {
@@ -151,7 +159,7 @@ template <int M, class Store>
 inline void some_rows(const Rounded& x, int first, int row, int rows, const uint32_t* const* panels, int count, Store& store) {
   if constexpr (M > 0) {
     if (rows != M) return some_rows<M - 1>(x, first, row, rows, panels, count, store);
-    constexpr int P = M == 1 ? kStreams : M == 2 ? 2 : 1;
+    constexpr int P = side_by_side(M);
     int panel = 0;
     for (; panel + P <= count; panel += P) pairs<M, P>(x, first, row, panels, panel, store);
     for (; panel < count; panel++) pairs<M, 1>(x, first, row, panels, panel, store);

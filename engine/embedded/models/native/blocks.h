@@ -1,8 +1,10 @@
 // Products of weights in blocks: 32 weights of one output have a scale, and some a minimum, as GGUF files have them.
 //
-// Activations become whole numbers of 16 bits, also with a scale for each 32: finer than the weights, at no cost, as
-// processors multiply pairs of 16 bits (vpmaddwd, vpdpwssd). Sums within a block are whole numbers and exact at every
-// level; blocks are added up in float32, in their order, however many rows are computed together.
+// Activations become whole numbers of 16 bits, also with a scale for each 32: finer than the weights, at no cost where
+// processors multiply pairs of 16 bits (vpmaddwd, vpdpwssd). With VNNI, products of four times 8 bits (vpdpbusd) do twice
+// as much at a time, so that only activations of fine products, which the caller names, have 16 bits there. Sums within a
+// block are whole numbers and exact at every level; blocks are added up in float32, in their order, however many rows are
+// computed together.
 #pragma once
 
 #include <array>
@@ -17,7 +19,12 @@
 namespace {
 
 constexpr int kBlock = 32;
-constexpr long kBytesAhead = 2048;  // of blocks to prefetch before they are needed
+constexpr long kBytesAhead = kFarAhead ? 8192 : 2048;  // of blocks to prefetch before they are needed
+#if (defined(__AVX512VNNI__) && LANES == 16) || (defined(__AVXVNNI__) && LANES == 8)
+#define WITH_BYTES 1
+#else
+#define WITH_BYTES 0
+#endif
 #ifdef __AVX512F__
 constexpr int kBlockRows = 8;  // activations that are multiplied with a panel at a time: as many as registers hold
 #else
@@ -39,6 +46,8 @@ inline Float widened(Wide half) {
 inline Vec halves(const uint8_t* from) {
 #if defined(__F16C__) && LANES == 8
   return (Vec)_mm256_cvtph_ps(load<__m128i>(from));
+#elif defined(__AVX512F__) && LANES == 16
+  return (Vec)_mm512_cvtph_ps(load<__m256i>(from));
 #else
   return widened<Bits, Vec>(__builtin_convertvector(load<Halves>(from), Bits));
 #endif
@@ -80,16 +89,31 @@ inline void add_dot(Ints& sum, Codes a, Codes b) {
 #endif
 }
 
+// The same of four weights without a sign and four activations of 8 bits.
+inline void add_bytes(Ints& sum, Bits weights, Bits bytes) {
+#if WITH_BYTES && LANES == 16
+  sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)bytes);
+  asm volatile("" : "+v"(sum));
+#elif WITH_BYTES
+  sum = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)bytes);
+  asm volatile("" : "+x"(sum));
+#endif
+}
+
 // ---- Activations.
 
 // Rows of whole numbers in tiles of kBlockRows, [tiles][blocks][kBlockRows][32], the scales of the blocks, and the sums
-// of their numbers times `factor`.
+// of their numbers times `factor`. Those of 8 bits are in the order of the codes of weights that have `bits` of them.
 struct Activations {
   int16_t* codes;
   float* scales;
   int32_t* sums;
   long blocks;
   int32_t factor;
+  int bits;
+  bool narrow;
+
+  const int8_t* bytes() const { return (const int8_t*)codes; }
 
   void set(long row, const float* x, long inputs) {
     for (long b = 0; b < blocks; b++, x += kBlock) {
@@ -111,26 +135,43 @@ struct Activations {
       const Vec v = load<Vec>(x + i), size = v < 0.0f ? -v : v;
       most = size > most ? size : most;
     }
-    const float highest = largest(most), inverse = highest > 1e-30f ? 32767.0f / highest : 0.0f;
+    const float range = narrow ? 127.0f : 32767.0f;
+    const float highest = largest(most), inverse = highest > 1e-30f ? range / highest : 0.0f;
+    int16_t wide[kBlock];
+    int16_t* to = narrow ? wide : codes + at * kBlock;
     Ints sum = {};
     for (int i = 0; i < kBlock; i += kLanes) {
       const Vec rounded = load<Vec>(x + i) * inverse + 12582912.0f;  // 1.5 * 2^23: the low bits are the nearest integer
       const Ints code = (Ints)rounded - 0x4b400000;
-      const Shorts narrow = __builtin_convertvector(code, Shorts);
-      std::memcpy(&codes[at * kBlock + i], &narrow, sizeof narrow);
+      const Shorts numbers = __builtin_convertvector(code, Shorts);
+      std::memcpy(to + i, &numbers, sizeof numbers);
       sum += code;
     }
-    scales[at] = highest > 1e-30f ? highest / 32767.0f : 0.0f;
+    scales[at] = highest > 1e-30f ? highest / range : 0.0f;
     int32_t whole = 0;
     for (int i = 0; i < kLanes; i++) whole += sum[i];
     sums[at] = factor * whole;
+#if WITH_BYTES
+    if (narrow) in_order(wide, (int8_t*)codes + at * kBlock);
+#endif
   }
+#if WITH_BYTES
+  // As Blocks::place has them: inputs of a pair are in different halves of a lane.
+  void in_order(const int16_t* wide, int8_t* to) const {
+    const __m128i four = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+    const __m128i eight = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    const __m256i both = _mm256_packs_epi16(load<__m256i>(wide), load<__m256i>(wide + 16));
+    const __m256i order = _mm256_broadcastsi128_si256(bits == 8 ? four : eight);
+    const __m256i ordered = _mm256_shuffle_epi8(_mm256_permute4x64_epi64(both, 0xd8), order);
+    std::memcpy(to, &ordered, sizeof ordered);
+  }
+#endif
 };
 
 // Room for activations; it only grows.
 class ActivationBuffer {
  public:
-  Activations rows(long count, long inputs, int32_t factor) {
+  Activations rows(long count, long inputs, int32_t factor = 1, int bits = 8, bool narrow = false) {
     const long blocks = (inputs + kBlock - 1) / kBlock;
     const size_t size = (count + kBlockRows - 1) / kBlockRows * kBlockRows * blocks;
     if (scales_.size() < size) {
@@ -138,7 +179,7 @@ class ActivationBuffer {
       scales_ = std::vector<float>(size);
       sums_ = std::vector<int32_t>(size);
     }
-    return {codes_.data(), scales_.data(), sums_.data(), blocks, factor};
+    return {codes_.data(), scales_.data(), sums_.data(), blocks, factor, bits, narrow};
   }
 
  private:
@@ -202,6 +243,9 @@ inline long block_bytes(int64_t kind) {
 inline int32_t sum_factor(int64_t kind) {
   return with_format(kind, [](auto format) { return decltype(format)::kSumFactor; });
 }
+inline int code_bits(int64_t kind) {
+  return with_format(kind, [](auto format) { return decltype(format)::kBits; });
+}
 
 // One block of Q8_0 as in GGUF: the largest weight becomes 127 or -127.
 inline bool quantize_block(const float* x, int count, uint8_t* raw) {
@@ -220,19 +264,21 @@ inline bool quantize_block(const float* x, int count, uint8_t* raw) {
 typedef Vec Outputs[2];
 
 // The first M rows of a tile times P panels; out: [P][M].
-template <class Format, int M, int P>
+template <class Format, int M, int P, bool narrow>
 void multiply_blocks(const Activations& x, long tile, const uint8_t* const* panels, Outputs* out) {
   Vec sums[P][M][2] = {};
   long row = tile * x.blocks * kBlockRows;
   const int16_t* codes = x.codes + row * kBlock;
-  for (long b = 0; b < x.blocks; b++, row += kBlockRows, codes += kBlockRows * kBlock) {
+  const int8_t* bytes = x.bytes() + row * kBlock;
+  for (long b = 0; b < x.blocks; b++, row += kBlockRows, codes += kBlockRows * kBlock, bytes += kBlockRows * kBlock) {
     const uint8_t* block[P];
     Ints dots[P][M][2];
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) {
       block[p] = panels[p] + b * Format::kBytes;
-      if (P == 1)
-        for (long at = 0; at < Format::kBytes; at += 64) __builtin_prefetch(block[p] + kBytesAhead + at);
+      if (P == 1 || (M == 1 && kFarAhead))
+        for (long at = 0; at < Format::kBytes; at += 64)
+          __builtin_prefetch(block[p] + (P == 1 ? kBytesAhead : 1024) + at, 0, kFarAhead ? 2 : 3);
       for (int m = 0; m < M; m++)
         dots[p][m][0] = dots[p][m][1] = Format::kOffset ? all(x.sums[row + m]) : Ints{};
     }
@@ -242,6 +288,21 @@ void multiply_blocks(const Activations& x, long tile, const uint8_t* const* pane
       for (int p = 0; p < P; p++) {
         Codes low = load<Codes>(block[p] + Format::kCodes + 8 * v * kLanes);
         Codes high = load<Codes>(block[p] + Format::kCodes + (8 * v + 4) * kLanes);
+        if constexpr (narrow) {
+          constexpr int kWords = Format::kParts / 2;  // of activations that a lane's codes are multiplied with
+          constexpr uint32_t kCode = 0x01010101u * Format::kMask;
+#pragma GCC unroll 2
+          for (int part = 0; part < kWords; part++) {
+            const Bits low_part = (Bits)low >> part * Format::kBits & kCode, high_part = (Bits)high >> part * Format::kBits & kCode;
+#pragma GCC unroll 16
+            for (int m = 0; m < M; m++) {
+              const Bits four = load<uint32_t>(bytes + m * kBlock + 4 * (v * kWords + part)) - Bits{};
+              add_bytes(dots[p][m][0], low_part, four);
+              add_bytes(dots[p][m][1], high_part, four);
+            }
+          }
+          continue;
+        }
 #pragma GCC unroll 4
         for (int part = 0; part < Format::kParts; part++) {
           const bool last = part + 1 == Format::kParts;
@@ -270,34 +331,48 @@ void multiply_blocks(const Activations& x, long tile, const uint8_t* const* pane
   std::memcpy(out, sums, sizeof sums);
 }
 
-template <class Format, int... M>
+template <class Format, bool narrow, int... M>
 constexpr auto block_products(std::integer_sequence<int, M...>) {
-  return std::array{&multiply_blocks<Format, M + 1, 1>...};
+  return std::array{&multiply_blocks<Format, M + 1, 1, narrow>...};
 }
 
-// Whether one row is multiplied with kStreams panels at a time: with 4 bits, the processor has too much to compute for that.
-inline bool streams(int64_t kind) { return kind == kBfloat16 || kind == kQ8_0; }
+// Whether so many rows are multiplied with kStreams panels at a time: with 4 bits, the processor has too much to compute for that.
+inline bool streams(int64_t kind, int rows) {
+  return rows == 1 ? kind == kBfloat16 || kind == kQ8_0 : rows == 2 && kind == kQ8_0 && kFarAhead;
+}
+
+template <class Format, bool narrow, class Store>
+void multiply_panels(const Activations& x, int first, int rows, const uint8_t* const* panels, int count, Store& store) {
+  static constexpr auto products = block_products<Format, narrow>(std::make_integer_sequence<int, kBlockRows>());
+  Outputs out[std::max(kBlockRows, 2 * kStreams)];
+  int p = 0;
+  const auto side_by_side = [&](auto rows) {
+    for (; p + kStreams <= count; p += kStreams) {
+      multiply_blocks<Format, rows, kStreams, narrow>(x, first / kBlockRows, panels + p, out);
+      for (int i = 0; i < kStreams * rows; i++) store(i % rows, p + i / rows, out[i][0], out[i][1]);
+    }
+  };
+  if constexpr (Format::kBits == 8) {
+    if (rows == 1) side_by_side(std::integral_constant<int, 1>());
+    if (rows == 2 && streams(kQ8_0, 2)) side_by_side(std::integral_constant<int, 2>());
+  }
+  for (; p < count; p++) {
+    for (int row = 0; row < rows; row += kBlockRows) {
+      const int some = std::min(kBlockRows, rows - row);
+      products[some - 1](x, (first + row) / kBlockRows, panels + p, out);
+      for (int m = 0; m < some; m++) store(row + m, p, out[m][0], out[m][1]);
+    }
+  }
+}
 
 // store(row, panel, low, high) takes rows from `first` on, where a tile begins, times `count` panels.
 template <class Store>
 void multiply(const Activations& x, int first, int rows, int64_t kind, const uint8_t* const* panels, int count, Store store) {
   with_format(kind, [&](auto format) {
     using Format = decltype(format);
-    static constexpr auto products = block_products<Format>(std::make_integer_sequence<int, kBlockRows>());
-    Outputs out[std::max(kBlockRows, kStreams)];
-    int p = 0;
-    if constexpr (Format::kBits == 8)
-      for (; rows == 1 && p + kStreams <= count; p += kStreams) {
-        multiply_blocks<Format, 1, kStreams>(x, first / kBlockRows, panels + p, out);
-        for (int i = 0; i < kStreams; i++) store(0, p + i, out[i][0], out[i][1]);
-      }
-    for (; p < count; p++) {
-      for (int row = 0; row < rows; row += kBlockRows) {
-        const int some = std::min(kBlockRows, rows - row);
-        products[some - 1](x, (first + row) / kBlockRows, panels + p, out);
-        for (int m = 0; m < some; m++) store(row + m, p, out[m][0], out[m][1]);
-      }
-    }
+    if constexpr (WITH_BYTES)
+      if (x.narrow) return multiply_panels<Format, true>(x, first, rows, panels, count, store);
+    multiply_panels<Format, false>(x, first, rows, panels, count, store);
   });
 }
 

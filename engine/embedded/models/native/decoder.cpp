@@ -109,7 +109,7 @@ class Decoder {
     for (auto [buffer, size] : {std::pair{&x_, tokens * hidden}, {&normed_, tokens * (model_.hidden_norm ? 2 : 1) * hidden}, {&qkv_, tokens * most_outputs},
                                 {&attended_, tokens * model_.heads * model_.head_dim}, {&gated_, tokens * model_.layers[0].gate_up.outputs / 2}})
       if ((long)buffer->size() < size) *buffer = std::vector<float>(size);
-    if (tokens > kFewRows) coded_.rows(tokens, widest_, 1), rounded_.rows(tokens, widest_);  // before threads share them
+    if (tokens > kFewRows) coded_.rows(tokens, widest_), rounded_.rows(tokens, widest_);  // before threads share them
     queries_.clear();
     const int most = std::max<int>(1, kAttentionRows / (model_.heads / model_.kv_heads));
     for (int c = 0; c < step.num_chunks; c++)
@@ -183,12 +183,16 @@ class Decoder {
       const Layer& layer = model_.layers[l];
       keep(phase, l);
       const float* normed = model_.hidden_norm ? joined(phase, layer) : normalised(phase, layer.attention_norm);
-      project(phase, layer.qkv, normed, layer.qkv.inputs, tokens, qkv_.data(), false);
+      project(phase, layer.qkv, normed, layer.qkv.inputs, tokens, qkv_.data(), false, true);
       if (prompts_)
         team_.each(phase, prompts_ * kv_heads, [&](int i) { rotate_and_write(l, queries_[i / kv_heads], i % kv_heads); });
       team_.each(phase, queries_.size() * kv_heads, [&](int i) {
         if (i >= prompts_ * kv_heads) rotate_and_write(l, queries_[i / kv_heads], i % kv_heads);
-        attend(l, queries_[i / kv_heads], i % kv_heads);
+        const long next = i + 1;  // mostly this thread's next task
+        const float* after = next < (long)queries_.size() * kv_heads
+                                 ? keys(l, step_->chunks[queries_[next / kv_heads].chunk], 0, next % kv_heads)
+                                 : nullptr;
+        attend(l, queries_[i / kv_heads], i % kv_heads, after);
       });
       project(phase, layer.out, attended_.data(), layer.out.inputs, tokens, x_.data(), true);
       gate(phase, layer.gate_up, normalised(phase, layer.mlp_norm), tokens);
@@ -197,7 +201,7 @@ class Decoder {
     keep(phase, model_.num_layers);
     const int rows = step_->num_rows;
     team_.each(phase, rows, [&](int i) { normalise(&x_[step_->rows[i] * hidden], model_.norm, &normed_[i * hidden]); });
-    project(phase, model_.head, normed_.data(), hidden, rows, step_->logits, false);
+    project(phase, model_.head, normed_.data(), hidden, rows, step_->logits, false, true);
   }
 
   // Write what enters a layer to `hidden`, if it is one of those taken.
@@ -260,16 +264,18 @@ class Decoder {
 
   // How many panels of weights are read side by side for so many rows.
   static int streams_of(int64_t kind, int rows) {
-    if (rows == 1 && streams(kind)) return kStreams;
-    const bool both = kLanes < 16 || kProducts != kFloats;  // as many as are multiplied at a time
-    return rows == 2 && kind == kBfloat16 && both ? 2 : 1;
+    if (streams(kind, rows)) return kStreams;
+    if (kind != kBfloat16) return 1;
+    if (kProducts != kFloats) return side_by_side(rows);  // as many as are multiplied at a time
+    return rows == 2 && kLanes < 16 ? 2 : 1;
   }
 
-  // store(row, panel, low, high) takes all of a product. x: rows of m.inputs values, `stride` apart.
+  // store(row, panel, low, high) takes all of a product. x: rows of m.inputs values, `stride` apart. fine: where weights are
+  // blocks, x has 16 bits at every level (blocks.h).
   template <class Store>
-  void product(int& phase, const Matrix& m, const float* x, long stride, int rows, Store store) {
+  void product(int& phase, const Matrix& m, const float* x, long stride, int rows, bool fine, Store store) {
     const bool blocks = m.kind != kBfloat16;
-    const Activations codes = blocks ? coded(phase, m, x, stride, rows) : Activations{};
+    const Activations codes = blocks ? coded(phase, m, x, stride, rows, fine) : Activations{};
     const Rounded narrow = blocks || kProducts == kFloats ? Rounded{} : rounded(phase, m, x, stride, rows);
     const int sides = streams_of(m.kind, rows), width = sides == 2 ? kMostPanels / 2 : kTaskPanels / sides;
     const int panels = (m.outputs + kPanel - 1) / kPanel, tasks = (panels + sides * width - 1) / (sides * width);
@@ -294,9 +300,9 @@ class Decoder {
   }
 
   // Activations for a product of blocks, made by one or by all threads as in `normalised`.
-  Activations coded(int& phase, const Matrix& m, const float* x, long stride, int rows) {
+  Activations coded(int& phase, const Matrix& m, const float* x, long stride, int rows, bool fine) {
     thread_local ActivationBuffer own;
-    Activations coded = (rows <= kFewRows ? own : coded_).rows(rows, m.inputs, sum_factor(m.kind));
+    Activations coded = (rows <= kFewRows ? own : coded_).rows(rows, m.inputs, sum_factor(m.kind), code_bits(m.kind), WITH_BYTES && !fine);
     const auto row = [&](int i) { coded.set(i, x + i * stride, m.inputs); };
     if (rows > kFewRows) team_.each(phase, rows, row);
     else for (int i = 0; i < rows; i++) row(i);
@@ -313,8 +319,8 @@ class Decoder {
     return rounded;
   }
 
-  void project(int& phase, const Matrix& m, const float* x, long stride, int rows, float* out, bool add) {
-    product(phase, m, x, stride, rows, [&](int row, int panel, Vec low, Vec high) {
+  void project(int& phase, const Matrix& m, const float* x, long stride, int rows, float* out, bool add, bool fine = false) {
+    product(phase, m, x, stride, rows, fine, [&](int row, int panel, Vec low, Vec high) {
       const long column = (long)panel * kPanel;
       float* to = out + row * m.outputs + column;
       if (m.bias) low += load<Vec>(m.bias + column), high += load<Vec>(m.bias + column + kLanes);
@@ -330,7 +336,7 @@ class Decoder {
 
   void gate(int& phase, const Matrix& m, const float* x, int rows) {
     const long width = m.outputs / 2;
-    product(phase, m, x, m.inputs, rows, [&](int row, int panel, Vec low, Vec high) {
+    product(phase, m, x, m.inputs, rows, false, [&](int row, int panel, Vec low, Vec high) {
       float* to = gated_.data() + row * width + panel / 2 * kPanel;
       if (panel % 2 == 0) {
         save(to, low / (1.0f + exponential(-low)));
@@ -377,30 +383,31 @@ class Decoder {
 
   // Softmax block by block, for the queries of a chunk that share a key head. Where a block or a head is no whole number of panels, the
   // last panel reaches into what follows in the cache: those columns are computed and never looked at (model.py adds a tail to the cache).
-  void attend(int layer, const Queries& queries, long head) {
+  // after: keys that are read next, or null.
+  void attend(int layer, const Queries& queries, long head, const float* after) {
     const Chunk& chunk = step_->chunks[queries.chunk];
     const long dim = model_.head_dim, size = model_.block_size, group = model_.heads / model_.kv_heads;
     const long width = padded(size), out_width = padded(dim);
     const int rows = queries.count * group, first = chunk.start + queries.first, last = first + queries.count - 1;
-    thread_local std::vector<float> query, scores, out, state;
+    thread_local std::vector<float> query, scores, out;
+    thread_local std::vector<Weighed> state;
     thread_local std::vector<FloatPanel> panels;
-    query.resize(rows * dim), scores.resize(rows * width), out.assign(rows * out_width, 0.0f), state.resize(2 * rows);
+    query.resize(rows * dim), scores.resize(rows * width), out.assign(rows * out_width, 0.0f), state.assign(rows, {});
     panels.resize(std::max(width, out_width) / kPanel);
     const auto at = [&](int r) { return (chunk.row + queries.first + r / group); };
     for (int r = 0; r < rows; r++) {
       const float* from = qkv_.data() + at(r) * (model_.heads + 2 * model_.kv_heads) * dim + (head * group + r % group) * dim;
       for (long d = 0; d < dim; d++) query[r * dim + d] = from[d] * model_.scale;
-      state[2 * r] = -1e30f, state[2 * r + 1] = 0;
     }
     for (int block = 0; block <= last / size; block++) {
       const float *key = keys(layer, chunk, block, head), *value = values(layer, chunk, block, head);
-      const float* next = block < last / size ? keys(layer, chunk, block + 1, head) : value;
+      const float* next = block < last / size ? keys(layer, chunk, block + 1, head) : after ? after : value;
       for (int p = 0; p < width / kPanel; p++) panels[p] = {key + p * kPanel, size, value + p * kPanel};
       multiply(query.data(), dim, rows, panels.data(), width / kPanel, dim, [&](int row, int panel, Vec low, Vec high) {
         save(&scores[row * width + panel * kPanel], low);
         save(&scores[row * width + panel * kPanel + kLanes], high);
       });
-      for (int r = 0; r < rows; r++) weigh(&scores[r * width], first + r / group - block * size + 1, &state[2 * r], &out[r * out_width]);
+      for (int r = 0; r < rows; r++) weigh(&scores[r * width], first + r / group - block * size + 1, state[r], &out[r * out_width]);
       for (int p = 0; p < out_width / kPanel; p++) panels[p] = {value + p * kPanel, dim, next + p * kPanel};
       multiply(scores.data(), width, rows, panels.data(), out_width / kPanel, std::min(size, last - block * size + 1),
                [&](int row, int panel, Vec low, Vec high) {
@@ -411,30 +418,37 @@ class Decoder {
     }
     for (int r = 0; r < rows; r++) {
       float* to = attended_.data() + at(r) * model_.heads * dim + (head * group + r % group) * dim;
-      for (long d = 0; d < dim; d++) to[d] = out[r * out_width + d] / state[2 * r + 1];
+      const float sum = reduced<kSums>(state[r].sums, [](float a, float b) { return a + b; });
+      for (long d = 0; d < dim; d++) to[d] = out[r * out_width + d] / sum;
     }
   }
 
-  // Scores of a block to weights: those from `seen` on are of later tokens. state: largest score so far, sum of weights; out follows.
-  void weigh(float* scores, long seen, float* state, float* out) const {
+  // Of a query: the largest score so far, and the sum of weights in as many parts at every width of vector.
+  struct Weighed {
+    float highest = -1e30f, sums[kSums] = {};
+  };
+
+  // Scores of a block to weights: those from `seen` on are of later tokens; out follows.
+  void weigh(float* scores, long seen, Weighed& state, float* out) const {
     const long size = padded(model_.block_size);
     if (seen <= 0) return (void)std::memset(scores, 0, size * sizeof(float));
     seen = std::min<long>(seen, model_.block_size);
     for (long i = seen; i < size; i++) scores[i] = -1e30f;
-    Vec best = all(state[0]);
+    Vec best = all(state.highest);
     for (long i = 0; i < size; i += kLanes) {
       const Vec s = load<Vec>(scores + i);
       best = s > best ? s : best;
     }
     const float highest = largest(best);
-    if (highest > state[0]) {
-      const float shrink = std::exp(state[0] - highest);
-      state[0] = highest, state[1] *= shrink;
+    if (highest > state.highest) {
+      const float shrink = std::exp(state.highest - highest);
+      state.highest = highest;
+      for (float& sum : state.sums) sum *= shrink;
       for (long d = 0; d < padded(model_.head_dim); d += kLanes) save(out + d, load<Vec>(out + d) * shrink);
     }
     for (long i = 0; i < size; i += kLanes) save(scores + i, exponential(load<Vec>(scores + i) - highest));
     for (long i = seen; i < size; i++) scores[i] = 0;
-    state[1] += total(scores, size, [](auto v) { return v; });
+    for (long i = 0; i < size; i += kLanes) save(state.sums + i % kSums, load<Vec>(state.sums + i % kSums) + load<Vec>(scores + i));
   }
 
   const Model model_;

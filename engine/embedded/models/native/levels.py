@@ -60,19 +60,21 @@ LEVELS = (
     Level("avx512_vnni", 16, _VNNI_FLAGS, _VNNI),
     Level("amx", 16, (*_VNNI_FLAGS, "-mamx-tile", "-mamx-bf16"), _VNNI | {"amx_tile", "amx_bf16"}, Arithmetic.TILES),
 )
-"""Levels, slowest first.
+"""Levels, slowest first on Intel's processors.
 
-VNNI levels multiply and accumulate pairs of integers in one instruction; their results are bit-identical to those of
-the other levels. `avx512_bf16` and `amx` round activations to bfloat16, unlike the others, so their logits are as far
-from those of float32 as other engines' in bfloat16. On Intel's processors VDPBF16PS takes four times as long as a
-multiplication in float32 that does half as much, so `auto` never chooses `avx512_bf16`.
+VNNI levels multiply and accumulate integers in one instruction, and most activations that quantised weights are
+multiplied with have 8 bits there, and 16 elsewhere (`blocks.h`). `avx512_bf16` and `amx` round activations to bfloat16,
+unlike the others, so their logits are as far from those of float32 as other engines' in bfloat16. On Intel's processors
+VDPBF16PS takes four times as long as a multiplication in float32 that does half as much; on AMD's it takes as long as
+one, and `avx512_bf16` is faster than `avx512_vnni`.
 """
 
 
 def available() -> tuple[Level, ...]:
     """Return the levels that this processor has, the fastest last."""
-    features = _features()
-    return tuple(level for level in LEVELS if level.needs <= features)
+    features, fast_pairs = _features(), _vendor() == "AuthenticAMD"
+    present = [level for level in LEVELS if level.needs <= features]
+    return tuple(sorted(present, key=lambda level: (level.lanes, level.products)) if fast_pairs else present)
 
 
 def chosen(name: str, dtype: str = "auto") -> list[Level]:
@@ -98,6 +100,15 @@ def _features() -> frozenset[str]:
         return frozenset()
     features = common_flags(_CPUINFO.read_text(errors="replace").splitlines())
     return features if "amx_tile" in features and _may_use_tiles() else features - {"amx_tile"}
+
+
+@cache
+def _vendor() -> str:
+    """Return the processor's maker as Linux names it; empty except on x86-64 Linux."""
+    if platform.machine() not in _X86_64 or not _CPUINFO.exists():
+        return ""
+    lines = _CPUINFO.read_text(errors="replace").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
 
 
 def _may_use_tiles() -> bool:

@@ -352,6 +352,26 @@ def test_a_level_that_the_processor_lacks_is_refused_by_name(tmp_path: Path, mon
         levels.chosen("amx", "float32")
 
 
+@pytest.mark.parametrize(
+    ("vendor", "lacked", "dtype", "level"),
+    [
+        ("AuthenticAMD", "amx_tile", "auto", "avx512_bf16"),
+        ("AuthenticAMD", "amx_tile", "float32", "avx512_vnni"),
+        ("AuthenticAMD", "avx512_bf16", "auto", "amx"),
+        ("AuthenticAMD", "avx512f", "auto", "avx_vnni"),
+        ("GenuineIntel", "amx_tile", "auto", "avx512_vnni"),
+        ("GenuineIntel", "none", "auto", "amx"),
+    ],
+)
+def test_auto_multiplies_pairs_of_bfloat16_where_that_is_fast(
+    vendor: str, lacked: str, dtype: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features = frozenset().union(*(level.needs for level in LEVELS)) - {lacked}
+    monkeypatch.setattr(levels, "_features", lambda: features)
+    monkeypatch.setattr(levels, "_vendor", lambda: vendor)
+    assert levels.chosen("auto", dtype)[0].name == level
+
+
 def test_features_are_those_of_every_core() -> None:
     lines = ["processor : 0", "flags\t\t: fpu avx2 fma", "flags\t\t: fpu avx2 avx512f", "power management:"]
     assert levels.common_flags(lines) == {"fpu", "avx2"}
