@@ -28,6 +28,7 @@ from engine.embedded.kv.host_tier import Copies, CopyPoint, Device, HostTier, Na
 from engine.embedded.kv.memory import KvMemory
 from engine.embedded.sequence import Sequence as Prompt
 from engine.embedded.sequence import SequenceStatus
+from engine.embedded.threads import compute_threads
 from engine.errors import EngineFailure
 from engine.kv_events import StoredBlock, UniqueToken
 from engine.stats import TierStats
@@ -37,7 +38,9 @@ DEVICE, HOST, DISK = range(3)
 """Cache levels, as KV events number them."""
 ABSENT = 3
 LOADERS = 2
-"""Threads that load blocks."""
+"""Threads that load blocks from the host."""
+_MOST_LOADERS = 8
+"""Threads that load blocks from the disk, where there are twice as many cores: each also checks what it has read."""
 _OVERHEAD_SECONDS = 0.002
 """Time for which a load delays a sequence, whatever its size."""
 _REMEMBERED = 4
@@ -146,8 +149,9 @@ class _TierReading:
         self._futures: list[Future[None]] = []
         self._over = False
 
-    def begin(self, loaders: ThreadPoolExecutor, load: Callable[["_TierReading"], None]) -> None:
-        self._futures = [loaders.submit(load, self) for _ in range(min(LOADERS, len(self.left)))]
+    def begin(self, loaders: ThreadPoolExecutor, load: Callable[["_TierReading"], None], disk_threads: int) -> None:
+        threads = LOADERS if all(item.slot is not None for item in self._items) else disk_threads
+        self._futures = [loaders.submit(load, self) for _ in range(min(threads, len(self.left)))]
 
     @property
     def copying(self) -> bool:
@@ -216,7 +220,8 @@ class Tiers:
         self._avoided: dict[str, tuple[int, int]] = {}
         """Blocks on the host and on the disk that requests do not load because computing them is faster."""
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="kv-save")
-        self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="kv-load")
+        self._disk_threads = max(LOADERS, min(_MOST_LOADERS, compute_threads() // 2))
+        self._loaders = ThreadPoolExecutor(self._disk_threads, thread_name_prefix="kv-load")
         self._buffers: queue.SimpleQueue[int] = queue.SimpleQueue()
         """Addresses of memory for one file each."""
         for group, pool in enumerate(blocks.pools):
@@ -226,7 +231,7 @@ class Tiers:
         """Add a disk tier. Raises OSError."""
         self.disk = DiskTier(root, digest, self._sizes, max_bytes, lambda name: self._lost(DISK, name))
         self._buffer_bytes = HEADER_LIMIT + max(map(padded, self._sizes))
-        for _ in range(LOADERS):
+        for _ in range(self._disk_threads):
             self._buffers.put(self._device.allocate(self._buffer_bytes))
 
     @property
@@ -357,7 +362,7 @@ class Tiers:
             self._unpin(items)
             raise
         reading = _TierReading(self, sequence, items)
-        reading.begin(self._loaders, self._load)
+        reading.begin(self._loaders, self._load, self._disk_threads)
         return reading
 
     def release(self, sequence: Prompt) -> None:
@@ -479,18 +484,21 @@ class Tiers:
         return best
 
     def _disk_seconds(self, group: int) -> float:
-        """Return the time to load a block from the disk, of the best of a few trials; what slow disks take if nothing
-        can be written now."""
-        if self.disk is None:
+        """Return the time to load a block from the disk while all threads do, of the best of a few trials; what slow
+        disks take if nothing can be written now."""
+        if (disk := self.disk) is None:
             return 0.0
-        size, buffer = self._sizes[group], self._buffers.get()
+        threads = self._disk_threads
+        buffers = [self._buffers.get() for _ in range(threads)]
         try:
-            return min(self.disk.time_read(group, buffer) for _ in range(_TRIALS)) + self.speeds.of(HOST, group)
+            trials = [max(self._loaders.map(partial(disk.time_read, group), buffers)) for _ in range(_TRIALS)]
+            return min(trials) / threads + self.speeds.of(HOST, group)
         except (OSError, DiskError) as error:
             log.warning("the speed of the disk tier is not known: %s", error)
-            return size / _SLOW_DISK
+            return self._sizes[group] / _SLOW_DISK
         finally:
-            self._buffers.put(buffer)
+            for buffer in buffers:
+                self._buffers.put(buffer)
 
     def _level(self, name: Name) -> int:
         """Return the fastest level that has a block."""
