@@ -17,8 +17,8 @@ import secrets
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -230,19 +230,23 @@ class DiskTier:
             raise DiskError(f"{self._path(name).name} is damaged")
         return header
 
-    def time_read(self, group: int, address: int) -> float:
-        """Write a block's worth of bytes from an aligned address, and return the seconds that reading them takes.
-        Raises OSError and DiskError."""
-        name = group, os.urandom(32)
-        head = self._make_header(name, _NOTHING)
+    def time_reads(self, group: int, addresses: Sequence[int], threads: Executor) -> float:
+        """Write a block's worth of bytes from each of these aligned addresses, and return the seconds that reading one
+        takes while `threads` read all of them. Raises OSError and DiskError."""
+        names = [(group, os.urandom(32)) for _ in addresses]
         try:
-            self._write(name, head, address)
-            view = memoryview((ctypes.c_ubyte * self.file_bytes(group)).from_address(address)).cast("B")
+            for name, address in zip(names, addresses, strict=True):
+                self._write(name, self._make_header(name, _NOTHING), address)
+
+            def read(name: Name, address: int) -> None:
+                view = memoryview((ctypes.c_ubyte * self.file_bytes(group)).from_address(address)).cast("B")
+                self.read(name, len(self._make_header(name, _NOTHING)), view)
+
             started = time.perf_counter()
-            self.read(name, len(head), view)
-            return time.perf_counter() - started
+            list(threads.map(read, names, addresses))
+            return (time.perf_counter() - started) / len(names)
         finally:
-            self._unlink([name])
+            self._unlink(names)
 
     def header_of(self, name: Name) -> int:
         return self._files[name]

@@ -488,11 +488,10 @@ class Tiers:
         disks take if nothing can be written now."""
         if (disk := self.disk) is None:
             return 0.0
-        threads = self._disk_threads
-        buffers = [self._buffers.get() for _ in range(threads)]
+        buffers = [self._buffers.get() for _ in range(self._disk_threads)]
         try:
-            trials = [max(self._loaders.map(partial(disk.time_read, group), buffers)) for _ in range(_TRIALS)]
-            return min(trials) / threads + self.speeds.of(HOST, group)
+            best = min(disk.time_reads(group, buffers, self._loaders) for _ in range(_TRIALS))
+            return best + self.speeds.of(HOST, group)
         except (OSError, DiskError) as error:
             log.warning("the speed of the disk tier is not known: %s", error)
             return self._sizes[group] / _SLOW_DISK

@@ -37,6 +37,11 @@ _STEPS_REMEMBERED = 0.98
 _OVERHEAD = 0.004
 """Most of the time that lookup may take where it leads to nothing, as a share of that of steps."""
 _LONGEST_REST = 16
+_REINVESTED = 0.1
+"""Share of the time saved by drafts that lookup may take before it has to rest: behind an edit, or the end of a
+repetition, it leads to nothing for a few steps."""
+_MOST_SAVED = 4.0
+"""Most of the time that is counted as saved, in steps: what once repeated may not do so any more."""
 _PROBE_AFTER = 64
 """Steps after which a sequence is drafted for again by a model that was not worth asking."""
 _NEXT = 0.6
@@ -190,6 +195,10 @@ class Speculator:
         self._followed: dict[Sequence, _Followed] = {}
         self._rest = 0
         """Steps for which nothing is looked up, as it would take too long for nothing."""
+        self._saved = 0.0
+        """Seconds that lookup may still take for nothing, as its drafts have saved more."""
+        self._rows = 1
+        """Number of sequences that the planned step decodes."""
         self._returns = Returns()
         self._asked: dict[Sequence, int] = {}
         """Sequences that a model has drafted for, and how many tokens of that the step computes."""
@@ -213,6 +222,7 @@ class Speculator:
         if not room_of:
             return False
         sequences, rooms, rows = list(room_of), list(room_of.values()), len(decoding)
+        self._rows = rows
         self._settle(rows)
         started = time.thread_time()
         for sequence in sequences:
@@ -232,7 +242,9 @@ class Speculator:
         self._asked = {sequences[i]: 0 if sequences[i].pending else lengths[i] for i in asked}
         looked += time.thread_time() - started
         if looks and not any(lengths) and (usual := self._costs.fit().of(rows, False)):
-            self._rest = min(int(looked / (_OVERHEAD * usual)), _LONGEST_REST)
+            self._saved -= looked
+            if self._saved < 0:
+                self._rest, self._saved = min(int(looked / (_OVERHEAD * usual)), _LONGEST_REST), 0.0
         return any(lengths)
 
     def read(self, chunks: Many[Chunk], hidden: torch.Tensor) -> None:
@@ -248,6 +260,8 @@ class Speculator:
         """Count a draft that was computed, and how many of its tokens were accepted."""
         self._drafts += 1
         self._draft_tokens += length
+        usual = self._costs.fit().of(self._rows, False)
+        self._saved = min(self._saved + _REINVESTED * accepted * usual / self._rows, _MOST_SAVED * usual)
         for place in range(accepted):
             self._accepted[place] += 1
 

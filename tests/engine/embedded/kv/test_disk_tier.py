@@ -5,6 +5,7 @@ import errno
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -222,6 +223,14 @@ def test_failures_in_a_row_end_the_tier(opened: Opened, monkeypatch: pytest.Monk
         opened.write(name)
     assert opened.tier.broken and opened.lost == [NAMES[0]] and not opened.tier.wants(NAMES[9])
     assert opened.tier.discover(NAMES[0]) is None and opened.path(NAMES[0]).exists()
+
+
+def test_threads_that_read_together_are_timed(opened: Opened) -> None:
+    addresses = [DEVICE.allocate(1 << 16) for _ in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(20):
+            assert 0 < opened.tier.time_reads(0, addresses, threads) < 1
+    assert not list(opened.tier.folder.iterdir())
 
 
 def test_clearing_deletes_files_and_those_that_are_being_written(opened: Opened) -> None:
