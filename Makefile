@@ -21,7 +21,7 @@ RUNTIME := $(VENV)/.runtime-$(shell cat pyproject.toml constraints.txt | cksum |
 DEV := $(VENV)/.dev-$(shell cat pyproject.toml constraints.txt constraints-dev.txt | cksum | tr ' ' '-')
 
 .DEFAULT_GOAL := help
-.PHONY: help serve serve-vision serve-video serve-audio serve-draw serve-disaggregated serve-routed doctor config test test-slow test-all check bench
+.PHONY: help serve serve-vision serve-video serve-audio serve-draw serve-clips serve-disaggregated serve-routed doctor config test test-slow test-all check bench
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -40,6 +40,9 @@ serve-audio: $(RUNTIME)  ## Start the server with a small model that understands
 
 serve-draw: $(DEV)  ## Start the server with a small model that draws pictures of coloured shapes
 	@exec $(BIN)/trellis serve --model smoldraw $(ARGS)
+
+serve-clips: $(DEV)  ## Start the server with a small model that makes clips of moving shapes
+	@exec $(BIN)/trellis serve --model smoldraw-clips $(ARGS)
 
 serve-disaggregated: $(RUNTIME)  ## Start 2 prefill and 2 decode replicas behind nginx, or a router without it, on PORT or 8000; ARGS are settings of all
 	@exec $(BIN)/python deploy/disaggregated.py $(ARGS)

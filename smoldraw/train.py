@@ -5,9 +5,8 @@
 3. Text encoder and transformer learn the flow from noise to latents of pictures, with their prompts.
 4. Held-out prompts are drawn by diffusers with the models as they ship: rounded to bfloat16, packed and unpacked.
 
-`--part more` goes on with 3, and with `--part clips` a temporal layer follows every layer of the transformer. These are
-trained alone first, as the positions of pictures, which they receive, disturb all that follow them. Both parts continue
-from what the first run has left in FOLDER, where weights are saved every minute.
+`--part more` goes on with 3, and with `--part clips` a temporal layer follows every layer of the transformer. Both
+continue from what the first run has left in FOLDER, where weights are saved every minute.
 """
 
 import argparse
@@ -48,7 +47,7 @@ from smolvision.training import RESULTS, arguments, cosine, device_name, prepare
 PARTS = {
     "pictures": {"autoencoder": 0.2, "judge": 0.1, "image": 0.7},
     "more": {"image": 1.0},
-    "clips": {"motion": 0.1, "clip": 0.9},
+    "clips": {"clip": 1.0},
 }
 """Phases of the parts of training, and their shares of the time."""
 NO_SIZES = {"resolution": None, "aspect_ratio": None}
@@ -359,12 +358,8 @@ class Training:
             made = transformer(noised, times, said, bias, return_dict=False)[0]
             return functional.mse_loss(made[:, :CHANNELS].float(), flow)
 
-        temporal = Trainer([transformer.temporal_transformer_blocks], self.args.rate, self.half)
-        motion = temporal.run("motion", self.clock, loss)
-        for module in (self.text, transformer):  # gradients that nobody took
-            module.zero_grad(set_to_none=True)
         trainer = Trainer([self.text, transformer], self.args.rate, self.half)
-        self.found["clip"] = {"motion": motion} | trainer.run("clip", self.clock, loss, self._write)
+        self.found["clip"] = trainer.run("clip", self.clock, loss, self._write)
 
     def _as_latte(self, said: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return text states as LattePipeline has them, and a bias that hides those which it cuts off.

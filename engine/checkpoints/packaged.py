@@ -29,6 +29,8 @@ VIDEO = "smolvideo"
 """VISION with a connector and adapters for clips (`smolvideo/`)."""
 DRAWING = "smoldraw"
 """A diffusion transformer that this project trained (`smoldraw/`)."""
+CLIPS = "smoldraw-clips"
+"""DRAWING with temporal layers, for clips of moving shapes."""
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +124,13 @@ PACKAGED = {
         "smoldraw.safetensors",
         (),
         about="a diffusion transformer trained here, Apache-2.0; draws coloured shapes",
+        pipeline=True,
+    ),
+    CLIPS: Packaged(
+        ("smoldraw",),
+        "smoldraw-clips.safetensors",
+        (),
+        about=f"{DRAWING} trained further here, Apache-2.0; makes clips of moving shapes",
         pipeline=True,
     ),
     WHISPER: Packaged(

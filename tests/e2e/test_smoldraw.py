@@ -1,4 +1,4 @@
-"""smoldraw as it is served: held-out prompts go in, pictures that its judge finds right come out."""
+"""smoldraw as it is served: held-out prompts go in, pictures and clips that its judge finds right come out."""
 
 import base64
 import io
@@ -11,9 +11,11 @@ import torch
 from PIL import Image
 
 pytest.importorskip("diffusers", reason="needs the extra visual")
+av = pytest.importorskip("av", reason="needs the extra visual")
 
 from smoldraw.evaluate import HERE, JUDGE, held_out, load_judge
-from smoldraw.judge import is_right
+from smoldraw.judge import is_right, is_right_clip
+from smoldraw.render import FRAMES
 from tests.support.disaggregated import servers
 from tests.support.servers import ServerProcess
 
@@ -39,3 +41,25 @@ def test_it_draws_held_out_prompts(smoldraw: ServerProcess) -> None:
     seen = load_judge(HERE / JUDGE, "cpu").see(torch.stack(pictures))
     wrong = [drawing.prompt for drawing, found in zip(drawings, seen, strict=True) if not is_right(drawing, found)]
     assert len(drawings) >= 5 and len(wrong) <= 1, wrong
+
+
+@pytest.fixture(scope="module")
+def clips() -> Iterator[ServerProcess]:
+    with servers(("--engine", "embedded", "--model", "smoldraw-clips")) as (running,):
+        yield running
+
+
+def test_it_makes_held_out_clips(clips: ServerProcess) -> None:
+    drawings = held_out("clip", 3)
+    wrong = []
+    for number, drawing in enumerate(drawings):
+        body = {"prompt": drawing.prompt, "size": "64x64", "seed": number, "guidance_scale": 1.5}
+        answer = httpx.post(f"{clips.url}/v1/videos/generations", json=body | {"num_inference_steps": 10}, timeout=120)
+        assert answer.status_code == 200, answer.text
+        with av.open(io.BytesIO(answer.content)) as file:
+            frames = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
+        assert len(frames) == FRAMES
+        pictures = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2) / 127.5 - 1
+        if not is_right_clip(drawing, load_judge(HERE / JUDGE, "cpu").see(pictures)):
+            wrong.append(drawing.prompt)
+    assert len(wrong) <= 1, wrong
