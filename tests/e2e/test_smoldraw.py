@@ -11,7 +11,9 @@ import torch
 from PIL import Image
 
 pytest.importorskip("diffusers", reason="needs the extra visual")
-av = pytest.importorskip("av", reason="needs the extra visual")
+pytest.importorskip("av", reason="needs the extra visual")
+
+import av
 
 from smoldraw.evaluate import HERE, JUDGE, held_out, load_judge
 from smoldraw.judge import is_right, is_right_clip
