@@ -23,6 +23,7 @@ import time
 import wave
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import nan
 from pathlib import Path
 from statistics import median
 
@@ -203,10 +204,11 @@ def first_tokens(
                     first, other = ({"type": "text", "text": question} for question in QUESTIONS)
                     for kind, parts in zip(times, ([*images, first], [other, *images], [*images, other]), strict=True):
                         sample = asked(server, parts)
-                        times[kind] += [sample.ttft * 1e3] * bool(repeat)
+                        if repeat and sample.ttft:  # an answer may have no text
+                            times[kind].append(sample.ttft * 1e3)
                 for kind, values in times.items():
-                    rows[f"first token, {count} of {of(side, args.kind)}, {kind}, ms"] = median(values)
-                cold, *cached = (median(values) for values in times.values())
+                    rows[f"first token, {count} of {of(side, args.kind)}, {kind}, ms"] = median(values or [nan])
+                cold, *cached = (median(values or [nan]) for values in times.values())
                 for kind, value in zip([*times][1:], cached, strict=True):
                     rows[f"first token, {count} of {of(side, args.kind)}, cold / {kind}"] = cold / value
         rows["hits of the embedding cache"] = total(server.get("/metrics"), "trtllm_embedding_cache_hits_total")
