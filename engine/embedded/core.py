@@ -1,6 +1,7 @@
 """The engine's step: schedule, launch, finish. Synchronous and owned by one thread; `engine/embedded/engine.py`
 drives it."""
 
+import inspect
 import logging
 import secrets
 import time
@@ -23,6 +24,7 @@ from engine.embedded.kv.disk_tier import digest_of
 from engine.embedded.kv.groups import BlockGroups
 from engine.embedded.kv.source import Source
 from engine.embedded.kv.tiers import Tiers, host_slots, open_tiers
+from engine.embedded.models.devices import code_digest
 from engine.embedded.models.embeddings import NO_IMAGES, PromptImages
 from engine.embedded.models.load import load_runner, resume_memory, state_of_files
 from engine.embedded.models.runner import ModelRunner, StepInput
@@ -365,7 +367,8 @@ class EngineCore:
             # Weights that are made at random belong to this engine alone.
             own = secrets.token_hex() if config.load_format == "dummy" else ""
             computed = runner.compute_path, runner.instruction_set, str(runner.dtype), config.quantization, own
-            return digest_of(Path(config.model), str(self.layout), *computed)
+            code = code_digest(Path(inspect.getfile(type(runner))).parent)
+            return digest_of(Path(config.model), str(self.layout), *computed, code)
 
         tiers = open_tiers(config, runner.device, self.blocks, runner.memory, digest)
         tiers.measure(config.kv_block_size * self._prompt_seconds(config))
@@ -558,7 +561,7 @@ class EngineCore:
                 found.drafted = len(chunk.draft)
                 chunk.sequence.draft_tokens += found.drafted
                 chunk.sequence.accepted_tokens += found.accepted
-                self.speculator.note_draft(found.drafted, found.accepted)
+                self.speculator.note_draft(chunk.sequence, found.drafted, found.accepted)
                 chunk = self.scheduler.verified(chunk, len(found.tokens))
             if not chunk.draft:  # else its sequence has ended
                 left.append(chunk)

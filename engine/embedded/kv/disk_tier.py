@@ -18,7 +18,7 @@ import struct
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -243,7 +243,10 @@ class DiskTier:
                 self.read(name, len(self._make_header(name, _NOTHING)), view)
 
             started = time.perf_counter()
-            list(threads.map(read, names, addresses))
+            reads = [threads.submit(read, name, address) for name, address in zip(names, addresses, strict=True)]
+            wait(reads)
+            for one in reads:
+                one.result()
             return (time.perf_counter() - started) / len(names)
         finally:
             self._unlink(names)

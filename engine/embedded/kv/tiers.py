@@ -15,6 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from operator import add
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,6 +65,9 @@ class Speeds(NamedTuple):
     compute: float
     host: tuple[float, ...]
     disk: tuple[float, ...]
+    """While all threads read."""
+    latency: float = 0.0
+    """Seconds that a load from the disk takes longer than this, however few blocks it has."""
 
     def of(self, level: int, group: int) -> float:
         """Return the seconds that loading a block from a cache level takes."""
@@ -83,7 +87,7 @@ def weigh(levels: Iterable[int], speeds: Speeds) -> Weighed:
     """Weigh a prefix where attention is full, by the fastest level that has each block."""
     costs = [speeds.of(level, 0) for level in (DEVICE, HOST, DISK)]
     end = present = offered = 0
-    gain, load = 0.0, _OVERHEAD_SECONDS
+    gain, load, waits = 0.0, _OVERHEAD_SECONDS, False
     for level in levels:
         if level == ABSENT:
             break
@@ -91,6 +95,8 @@ def weigh(levels: Iterable[int], speeds: Speeds) -> Weighed:
         if level == DEVICE and present == end - 1:
             present = offered = end
             continue
+        if level == DISK and not waits:
+            waits, load = True, load + speeds.latency
         load += costs[level]
         saved = (end - present) * speeds.compute - load
         if saved > gain:
@@ -220,18 +226,21 @@ class Tiers:
         self._avoided: dict[str, tuple[int, int]] = {}
         """Blocks on the host and on the disk that requests do not load because computing them is faster."""
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="kv-save")
-        self._disk_threads = max(LOADERS, min(_MOST_LOADERS, compute_threads() // 2))
-        self._loaders = ThreadPoolExecutor(self._disk_threads, thread_name_prefix="kv-load")
+        self._threads = LOADERS
+        self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="kv-load")
         self._buffers: queue.SimpleQueue[int] = queue.SimpleQueue()
         """Addresses of memory for one file each."""
         for group, pool in enumerate(blocks.pools):
             pool.below = partial(self._below, group)
 
-    def add_disk(self, root: Path, digest: bytes, max_bytes: int) -> None:
-        """Add a disk tier. Raises OSError."""
+    def add_disk(self, root: Path, digest: bytes, max_bytes: int, cores: int = 0) -> None:
+        """Add a disk tier, before anything is loaded; half of the `cores` may read from it. Raises OSError."""
         self.disk = DiskTier(root, digest, self._sizes, max_bytes, lambda name: self._lost(DISK, name))
         self._buffer_bytes = HEADER_LIMIT + max(map(padded, self._sizes))
-        for _ in range(self._disk_threads):
+        self._threads = max(LOADERS, min(_MOST_LOADERS, cores // 2))
+        self._loaders.shutdown()
+        self._loaders = ThreadPoolExecutor(self._threads, thread_name_prefix="kv-load")
+        for _ in range(self._threads):
             self._buffers.put(self._device.allocate(self._buffer_bytes))
 
     @property
@@ -323,11 +332,12 @@ class Tiers:
         runs, device_runs = [0] * len(self._sizes), [0] * len(self._sizes)
         """Blocks up to each index that some level has, and that the device has, without a gap."""
         usable = present = count = 0
-        gain = 0.0
-        """Seconds that this saves."""
+        gain = wait = 0.0
+        """Seconds that this saves, and that the disk takes to begin."""
         for end, key in enumerate(keys, 1):
             for group in groups:
                 level = self._level((group, key))
+                wait = self.speeds.latency if level == DISK else wait
                 runs[group] = 0 if level == ABSENT else runs[group] + 1
                 device_runs[group] = device_runs[group] + 1 if level == DEVICE else 0
                 seconds[group].append(seconds[group][-1] + self.speeds.of(level, group))
@@ -341,7 +351,7 @@ class Tiers:
                 present, count, gain = end, end, 0.0
                 continue
             load = sum(seconds[group][end] - seconds[group][end - needed[group]] for group in groups)
-            saved = (end - present) * self.speeds.compute - load - _OVERHEAD_SECONDS
+            saved = (end - present) * self.speeds.compute - load - wait - _OVERHEAD_SECONDS
             if saved > gain:
                 count, gain = end, saved
         return Weighed(usable, present, count)
@@ -362,7 +372,7 @@ class Tiers:
             self._unpin(items)
             raise
         reading = _TierReading(self, sequence, items)
-        reading.begin(self._loaders, self._load, self._disk_threads)
+        reading.begin(self._loaders, self._load, self._threads)
         return reading
 
     def release(self, sequence: Prompt) -> None:
@@ -398,14 +408,18 @@ class Tiers:
         """Measure loads while nothing runs; computing a block's tokens takes `compute` seconds. Blocks keep their
         contents."""
         groups = range(len(self._sizes))
-        self.speeds = Speeds(compute, tuple(map(self._host_seconds, groups)), tuple(map(self._disk_seconds, groups)))
+        host = tuple(map(self._host_seconds, groups))
+        shared, alone = zip(*map(self._disk_seconds, groups), strict=True)
+        latency = max(0.0, *(one - other for one, other in zip(alone, shared, strict=True)))
+        disk = tuple(map(add, shared, host)) if self.disk is not None else shared
+        self.speeds = Speeds(compute, host, disk, latency)
 
         def milliseconds(seconds: Sequence[float]) -> str:
             return "/".join(f"{second * 1e3:.2f}" for second in seconds)
 
-        disk = f", from the disk {milliseconds(self.speeds.disk)} ms" if self.disk is not None else ""
-        host = f"{milliseconds(self.speeds.host)} ms"
-        log.info("a KV block is computed in %.2f ms, loaded from the host in %s%s", compute * 1e3, host, disk)
+        from_disk = f", from the disk {milliseconds(disk)} ms" if self.disk is not None else ""
+        from_host = f"{milliseconds(host)} ms"
+        log.info("a KV block is computed in %.2f ms, loaded from the host in %s%s", compute * 1e3, from_host, from_disk)
 
     def clear(self) -> None:
         """Forget all blocks, and delete the files."""
@@ -483,18 +497,18 @@ class Tiers:
             self.host.unpin(name, slot)
         return best
 
-    def _disk_seconds(self, group: int) -> float:
-        """Return the time to load a block from the disk while all threads do, of the best of a few trials; what slow
-        disks take if nothing can be written now."""
+    def _disk_seconds(self, group: int) -> tuple[float, float]:
+        """Return the time to read a block from the disk while all threads do, and while one does, each of the best of a
+        few trials; what slow disks take if nothing can be written now."""
         if (disk := self.disk) is None:
-            return 0.0
-        buffers = [self._buffers.get() for _ in range(self._disk_threads)]
+            return 0.0, 0.0
+        buffers = [self._buffers.get() for _ in range(self._threads)]
         try:
-            best = min(disk.time_reads(group, buffers, self._loaders) for _ in range(_TRIALS))
-            return best + self.speeds.of(HOST, group)
+            shared = min(disk.time_reads(group, buffers, self._loaders) for _ in range(_TRIALS))
+            return shared, min(disk.time_reads(group, buffers[:1], self._loaders) for _ in range(_TRIALS))
         except (OSError, DiskError) as error:
             log.warning("the speed of the disk tier is not known: %s", error)
-            return self._sizes[group] / _SLOW_DISK
+            return self._sizes[group] / _SLOW_DISK, 0.0
         finally:
             for buffer in buffers:
                 self._buffers.put(buffer)
@@ -678,7 +692,8 @@ def open_tiers(
     tiers = Tiers(own, blocks, memory, HostTier(counts, sizes, address), config.kv_offload_min_requests)
     if config.kv_disk_cache_mb:
         try:
-            tiers.add_disk(Path(config.kv_disk_cache_dir), digest(), config.kv_disk_cache_mb << 20)
+            cores = compute_threads(config.threads)
+            tiers.add_disk(Path(config.kv_disk_cache_dir), digest(), config.kv_disk_cache_mb << 20, cores)
         except OSError as error:
             folder = f"KV_DISK_CACHE_DIR={config.kv_disk_cache_dir}"
             raise EngineFailure(f"{folder} cannot be used: {error.strerror or error}") from error

@@ -1,8 +1,10 @@
 """Devices and data types that models are computed with."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 
 from engine.config import EmbeddedConfig, EncoderConfig
 from engine.errors import EngineFailure
@@ -46,3 +48,9 @@ def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Te
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def code_digest(folder: Path) -> str:
+    """Return a hash of the sources in a runner's folder: other code may round and lay weights out in another way."""
+    sources = (path for path in sorted(folder.iterdir()) if path.suffix in (".py", ".cpp", ".h"))
+    return blake3(repr([(path.name, path.read_bytes()) for path in sources]).encode()).hexdigest(8)

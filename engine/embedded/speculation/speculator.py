@@ -256,12 +256,15 @@ class Speculator:
         """Note how long a step took that computed no prompts."""
         self._costs.note(rows, drafted, seconds)
 
-    def note_draft(self, length: int, accepted: int) -> None:
-        """Count a draft that was computed, and how many of its tokens were accepted."""
+    def note_draft(self, sequence: Sequence, length: int, accepted: int) -> None:
+        """Count a draft that was computed for a sequence, and how many of its tokens were accepted."""
         self._drafts += 1
         self._draft_tokens += length
-        usual = self._costs.fit().of(self._rows, False)
-        self._saved = min(self._saved + _REINVESTED * accepted * usual / self._rows, _MOST_SAVED * usual)
+        if sequence not in self._asked:  # else a model drafted, and lookup has saved nothing
+            cost = self._costs.fit()
+            usual = cost.of(self._rows, False)
+            saved = max(accepted * usual / self._rows - cost.row * length, 0.0)
+            self._saved = min(self._saved + _REINVESTED * saved, _MOST_SAVED * usual)
         for place in range(accepted):
             self._accepted[place] += 1
 

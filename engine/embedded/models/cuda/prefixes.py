@@ -48,7 +48,7 @@ class SharedPrefixes:
             self._found = self._search(np.array(slots), np.array(positions))
             if self._found:
                 shown = ", ".join(f"{len(prefix.rows)} x {prefix.tokens}" for prefix in self._found)
-                log.debug("sequences x tokens of prefixes that are read once: %s", shown)
+                log.debug("sequences x tokens of shared prefixes: %s", shown)
         return self._found
 
     def _search(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> list[SharedPrefix]:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from blake3 import blake3
 from numpy.typing import NDArray
 
 from engine.checkpoints.eagle import EagleHead
@@ -24,7 +23,7 @@ from engine.embedded.models.cuda.graphs import capture
 from engine.embedded.models.cuda.prefixes import LEAST_SEQUENCES
 from engine.embedded.models.cuda.releasable import ReleasableWeights
 from engine.embedded.models.cuda.sampler import CudaSampler, RowDraws
-from engine.embedded.models.devices import UnsupportedModelError, device_of, dtype_of, to_device
+from engine.embedded.models.devices import UnsupportedModelError, code_digest, device_of, dtype_of, to_device
 from engine.embedded.models.runner import StepInput
 from engine.embedded.models.shared_weights import SharedWeights, TensorLayout
 from engine.embedded.models.torch.head import TorchHead
@@ -169,7 +168,13 @@ class CudaRunner(TorchRunner):
                 return self._load_own(config, facts)
             decoder = self._without_weights(config)
             layout = TensorLayout(decoder.move)
-            form = self.dtype, config.quantization, config.load_format, torch.__version__, _fingerprint()
+            form = (
+                self.dtype,
+                config.quantization,
+                config.load_format,
+                torch.__version__,
+                code_digest(Path(__file__).parent),
+            )
             pages = self.shared_weights.pages(layout.size, self.device, *form)
             if pages is not None and pages.filled:
                 decoder.move(layout.views(pages, self.device))
@@ -275,7 +280,10 @@ class CudaRunner(TorchRunner):
         """Do nothing: the decoder does that."""
 
     def _set_aside(self, config: EmbeddedConfig) -> int:
-        return CudaSampler.count_bytes(self.vocab_size, _largest(config), config.max_batch_size + self.spare_slots)
+        largest, batch = _largest(config), config.max_batch_size
+        rows = sum((*_sizes(largest), *_chunk_sizes(largest), *_cascade_sizes(batch))) * config.enable_cuda_graphs
+        logits = rows * self.vocab_size * self.dtype.itemsize  # each graph keeps its own
+        return CudaSampler.count_bytes(self.vocab_size, largest, batch + self.spare_slots) + logits
 
     def _agrees(self, expected: torch.Tensor, tolerance: float) -> bool:
         """Return whether the decoder's logits are these within a tolerance relative to the largest and to each."""
@@ -416,12 +424,6 @@ def _tensors(decoder: LlamaDecoder) -> list[torch.Tensor]:
 
     decoder.move(note)
     return found
-
-
-def _fingerprint() -> str:
-    """Return a hash of the code that lays out weights, and of what computes with them."""
-    code = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
-    return blake3(repr(code).encode()).hexdigest(8)
 
 
 def _largest(config: EmbeddedConfig) -> int:

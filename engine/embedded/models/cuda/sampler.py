@@ -148,7 +148,8 @@ class CudaSampler(Sampler):
 
     def _known(self, states: Sequence[SamplerState]) -> RowDraws | None:
         """Return the results of a step with drafts in the host's memory; None when the first tokens of its sequences
-        are drawn, with which these come. So further tokens wait for the device no more."""
+        are drawn, with which these come. So further tokens wait for the device only if a sequence is guided, or lists
+        more log-probabilities than the kernels do."""
         if self._copied[0] is self.results:
             return self._copied[1]
         reports = self.results.reports

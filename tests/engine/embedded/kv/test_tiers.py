@@ -331,10 +331,11 @@ def test_of_a_prefix_as_much_is_loaded_as_saves_most(levels: list[int], host: fl
     seconds = {DEVICE: 0.0, HOST: host, DISK: disk}
 
     def saved(end: int) -> float:
-        return (end - present) * 0.01 - sum(seconds[level] for level in levels[:end]) - 0.002
+        waits = 0.02 if DISK in levels[:end] else 0.0
+        return (end - present) * 0.01 - sum(seconds[level] for level in levels[:end]) - waits - 0.002
 
     best = max(range(present, usable + 1), key=lambda end: saved(end) if end > present else 0.0, default=present)
-    found = weigh(levels, Speeds(0.01, (host,), (disk,)))
+    found = weigh(levels, Speeds(0.01, (host,), (disk,), 0.02))
     assert (found.usable, found.present) == (usable, present)
     assert saved(found.offered) == pytest.approx(saved(best)) or found.offered == best == present
 
