@@ -33,7 +33,7 @@ GUIDANCE = 3.0
 """Scale of classifier-free guidance that evaluation uses."""
 
 _LAYERS = 8
-"""Of a transformer; one of clips has as many temporal ones beside them."""
+"""Layers of a transformer; that of clips has as many temporal layers in addition."""
 _HEADS, _HEAD = 6, 32
 
 

@@ -457,7 +457,7 @@ class _GraphKind(NamedTuple):
     prepare: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], AttentionStep]
     """Takes slots and positions, and what the inputs have besides the rows that all kinds have."""
     more: Callable[[int], int]
-    """How many values these are, by the number of tokens."""
+    """Number of these values for a number of tokens."""
     plan: Callable[[StepInput | None, NDArray[np.int32], NDArray[np.int32]], None]
     """Writes them on the host. Takes the step, None if all of it is padding, and its positions."""
 
