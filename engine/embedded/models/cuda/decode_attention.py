@@ -13,6 +13,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 _PROGRAMS = 264
 """Two programs for each multiprocessor of an H200: attention is divided into this many while there are fewer
 sequences."""
+_LONG_PROGRAMS = 8 * _PROGRAMS
+"""Programs for long sequences: so many that all multiprocessors have work until the end, whatever the number of
+sequences."""
+_LONG_TILES = 16
+"""Least tiles of each program then, so that parts cost little."""
+_LONG_ROWS = 64
+"""Maximum number of sequences for which that is done: more of them leave little to even out."""
 _MAX_SPLITS = 32
 
 
@@ -82,11 +89,15 @@ def joined_parts(parts, used, inside, PAD: tl.constexpr, DIM: tl.constexpr):
     return best, total, acc
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions", "shared"])  # they follow any number of a step's inputs
+@triton.jit(
+    do_not_specialize=["few", "splits"],  # few variants to compile
+    do_not_specialize_on_alignment=["positions", "shared"],  # they follow any number of a step's inputs
+)
 def _attend(
     query, keys, values, tables, positions, out, partial, counters, shared, state, sums, scale, width, block_stride,
+    few, splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAD: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr,
+    TILE: tl.constexpr, SPLIT: tl.constexpr, LONG_TILES: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr,
     CASCADE: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -100,9 +111,10 @@ def _attend(
     done = 0
     if CASCADE:
         done = tl.load(shared + row)
-    # A short sequence uses fewer splits than there are: each has two tiles at least, so that parts cost little.
+    # A short sequence uses fewer splits than there are, and a long one more than `few`: each has two tiles at least,
+    # or LONG_TILES.
     tiles = tl.cdiv(length - done, TILE)
-    share = tl.cdiv(tiles, tl.minimum(SPLITS, tl.cdiv(tiles, 2)))
+    share = tl.cdiv(tiles, tl.maximum(tl.minimum(few, tl.cdiv(tiles, 2)), tl.minimum(splits, tiles // LONG_TILES)))
     used = tl.cdiv(tiles, share)
     if split >= used:
         return
@@ -124,10 +136,10 @@ def _attend(
         q, best, total, acc, keys, values, tables + row * width, head, begin, end, length, scale, block_stride,
         KV_HEADS, DIM, BLOCK, TILE, STAGES, False,
     )  # fmt: skip
-    if SPLITS > 1:
+    if SPLIT:
         if used > 1:
             pair = row * KV_HEADS + head
-            parts = partial + pair * SPLITS * (PAD * (DIM + 2))
+            parts = partial + pair * splits * (PAD * (DIM + 2))
             store_part(parts + split * (PAD * (DIM + 2)), best, total, acc, inside, PAD, DIM)
             tl.debug_barrier()
             if tl.atomic_add(counters + pair, 1, sem="acq_rel") == used - 1:  # the last one puts all parts together
@@ -144,8 +156,8 @@ class DecodeAttention:
     """One new token of each sequence over its KV blocks, by online softmax; the heads that share keys are rows of one
     product.
 
-    While there are few sequences each is divided among several programs, as many as its length is worth, and the last
-    of them to finish puts the parts together.
+    While there are few sequences, and where they are long, each is divided among several programs, as many as its
+    length is worth, and the last of them to finish puts the parts together.
     """
 
     def __init__(self, heads: int, kv_heads: int, dim: int, scale: float, device: torch.device) -> None:
@@ -154,7 +166,7 @@ class DecodeAttention:
         self._dim = dim
         self._scale = scale / math.log(2)
         self._pad = max(16, triton.next_power_of_2(heads // kv_heads))
-        programs = max(_PROGRAMS, kv_heads)  # a product of rows, heads and splits that are more than one
+        programs = max(_LONG_PROGRAMS, kv_heads)  # a product of rows, heads and splits that are more than one
         self._partial = torch.empty(programs * self._pad * (dim + 2), device=device)
         self._counters = torch.zeros(programs, dtype=torch.int32, device=device)
 
@@ -177,16 +189,17 @@ class DecodeAttention:
         """
         shared, state, sums = cascade or (positions, self._partial, self._partial)
         rows = len(query)
-        splits = _splits(_PROGRAMS // (rows * self._kv_heads))
+        pairs = rows * self._kv_heads
+        few = _splits(_PROGRAMS // pairs)
+        splits = _splits(_LONG_PROGRAMS // pairs) if rows <= _LONG_ROWS else few
         tile, warps = (32, 2) if rows >= 128 else (64, 4)
         _attend[(rows, self._kv_heads, splits)](
             query, keys, values, tables, positions, out, self._partial, self._counters, shared, state, sums,
-            self._scale, tables.shape[1], keys.stride(0), self._kv_heads, self._heads // self._kv_heads, self._pad,
-            self._dim, keys.shape[1], tile, splits, 3, keys.dtype == torch.float8_e4m3fn, cascade is not None,
-            num_warps=warps, launch_pdl=True,
+            self._scale, tables.shape[1], keys.stride(0), few, splits, self._kv_heads, self._heads // self._kv_heads,
+            self._pad, self._dim, keys.shape[1], tile, splits > 1, _LONG_TILES, 3, keys.dtype == torch.float8_e4m3fn,
+            cascade is not None, num_warps=warps, launch_pdl=True,
         )  # fmt: skip
 
 
 def _splits(most: int) -> int:
-    """Return a power of two, so that graphs of 1, 2, 4, ... rows have every variant compiled."""
-    return min(_MAX_SPLITS, 1 << max(0, most.bit_length() - 1))
+    return max(1, min(_MAX_SPLITS, most))

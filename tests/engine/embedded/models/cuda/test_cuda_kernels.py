@@ -117,6 +117,25 @@ def test_decodes_are_divided_by_length(rows: int) -> None:
             same(out[row], expected[0])
 
 
+def test_long_sequences_are_divided_among_many_others() -> None:
+    """Short ones are not: 20 sequences and 16 heads are enough programs for them."""
+    rows, kv_heads, dim, blocks = 20, 16, 16, 140
+    attend = decode_attention.DecodeAttention(kv_heads, kv_heads, dim, dim**-0.5, DEVICE)
+    keys, values = random(blocks, 16, kv_heads, dim), random(blocks, 16, kv_heads, dim)
+    tables = torch.stack([torch.randperm(blocks, device=DEVICE) for _ in range(rows)]).int()
+    positions = torch.tensor([2200, 1, 1000, 2111] + [40] * (rows - 4), dtype=torch.int32, device=DEVICE)
+    query = random(rows, kv_heads, dim)
+    out = torch.empty_like(query)
+    attend._partial.fill_(float("nan"))
+    for _ in range(2):  # the counters are as they were
+        attend(query, keys, values, tables, positions, out)
+    for row in range(rows):
+        same(out[row], dense(query[row : row + 1], keys, values, tables[row], int(positions[row]) + 1)[0])
+    divided = attend._partial.isfinite().view(-1, 6, 16 * (dim + 2)).any(2).sum(1).view(-1, kv_heads)
+    assert divided[:4].T.tolist() == [[2, 0, 0, 2]] * kv_heads
+    assert not divided[4:rows].any()
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 16), (12, 2, 32), (4, 4, 16)])
 @pytest.mark.parametrize("dtype", [DTYPE, FP8])
 def test_attention_of_groups(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
