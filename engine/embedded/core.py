@@ -44,9 +44,9 @@ log = logging.getLogger(__name__)
 CPU_PROMPT_TOKENS = 64
 """Maximum number of prompt tokens in a step on a CPU, for which every decode waits; larger steps are hardly more
 efficient there."""
-GPU_PROMPT_TOKENS_BESIDE = 4096
-"""Maximum number of prompt tokens in a step on a GPU while more sequences decode than wait: twice as many are less than
-one percent more efficient there, and double the time to the first token (docs/log.md)."""
+GPU_PROMPT_TOKENS = 4096
+"""Maximum number of prompt tokens in a step on a GPU: twice as many are less than one percent more efficient there, and
+double the time to the first token (docs/log.md)."""
 CPU_REST_AFTER = 512
 """Tokens of a prompt on a CPU after which it leaves half of the time to others."""
 
@@ -143,8 +143,8 @@ class EngineCore:
             self.blocks,
             max_num_seqs=config.max_batch_size,
             max_num_tokens=config.max_num_tokens,
-            max_prompt_tokens=CPU_PROMPT_TOKENS if on_cpu else config.max_num_tokens,
-            prompt_tokens_beside=None if on_cpu else GPU_PROMPT_TOKENS_BESIDE,
+            max_prompt_tokens=min(config.max_num_tokens, CPU_PROMPT_TOKENS if on_cpu else GPU_PROMPT_TOKENS),
+            small_step=self.runner.graph_tokens,
             rest_after=CPU_REST_AFTER if on_cpu else None,
             chunked_prefill=config.enable_chunked_prefill,
             sources=sources,
@@ -376,7 +376,7 @@ class EngineCore:
 
     def _prompt_seconds(self, config: EmbeddedConfig) -> float:
         """Return the seconds that computing a token of a prompt takes, and leave all blocks empty."""
-        most = CPU_PROMPT_TOKENS if self.runner.device.type == "cpu" else config.max_num_tokens
+        most = min(config.max_num_tokens, CPU_PROMPT_TOKENS if self.runner.device.type == "cpu" else GPU_PROMPT_TOKENS)
         room = config.kv_block_size * min(pool.num_blocks for pool in self.blocks.pools)
         count = min(most, room, self.runner.context_length, self.blocks.max_chunk)
         blocks = list(range(-(-count // config.kv_block_size)))
@@ -423,7 +423,7 @@ class EngineCore:
         """Schedule a step and hand it to the device; None if there is nothing to run. A failure ends the sequences
         that take part."""
         started, preemptions = time.monotonic(), self.scheduler.preemptions
-        chunks = self.scheduler.schedule()
+        chunks = self.scheduler.schedule(self.runner.most_tokens)
         if self.runner.takes_images is not None and (lost := lacking_embeddings(chunks)):
             failures += self._end(lost, lambda: EngineUnavailable(NO_IMAGES))
             chunks = [chunk for chunk in chunks if chunk not in lost]

@@ -55,16 +55,15 @@ class Scheduler:
         max_num_tokens: int,
         max_prompt_tokens: int,
         chunked_prefill: bool,
-        prompt_tokens_beside: int | None = None,
+        small_step: int = 0,
         rest_after: int | None = None,
         sources: abc.Sequence[Source] = (),
         offload: Offload | None = None,
     ) -> None:
-        """A step takes `max_num_tokens`, at most `max_prompt_tokens` of them of prompts if these are chunked, and at
-        most `prompt_tokens_beside` while more sequences decode than wait: then tokens come sooner, and prompts wait for
-        fewer others. Chunked prompts rest once `rest_after` of their tokens have been computed; with None they never
-        rest. `sources` are asked in this order for prompts that are not in the pools; `offload` is told what has been
-        computed."""
+        """A step takes `max_num_tokens`, at most `max_prompt_tokens` of them of prompts if these are chunked. Beside
+        decodes they only fill it up to `small_step` tokens, where that is enough: see `_prompt_budget`. Chunked prompts
+        rest once `rest_after` of their tokens have been computed; with None they never rest. `sources` are asked in
+        this order for prompts that are not in the pools; `offload` is told what has been computed."""
         self.blocks = blocks
         self.waiting: list[Sequence] = []
         """Waiting sequences by rank."""
@@ -87,7 +86,7 @@ class Scheduler:
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._max_num_tokens = max_num_tokens
         self._max_prompt_tokens = max_prompt_tokens if chunked_prefill else max_num_tokens
-        self._prompt_tokens_beside = min(prompt_tokens_beside or max_num_tokens, self._max_prompt_tokens)
+        self._small_step = small_step if chunked_prefill else 0
         self._chunked = chunked_prefill
         self._rest_after = rest_after if chunked_prefill else None
         self._rest = 0
@@ -163,11 +162,13 @@ class Scheduler:
         self.orphans.remove(tables)
         self.blocks.release(tables)
 
-    def schedule(self) -> list[Chunk]:
-        """Return the chunks of the next step, those of one token first. They count as computed from now on.
+    def schedule(self, most: int | None = None) -> list[Chunk]:
+        """Return the chunks of the next step, those of one token first, with `most` tokens if given: no fewer than
+        sequences may run. They count as computed from now on.
 
         There are none when everything that runs waits for its last pending token.
         """
+        total = min(self._max_num_tokens, most or self._max_num_tokens)
         preempted = self.preemptions
         prompts: list[Sequence] = []
         chunks: list[Chunk] = []
@@ -180,15 +181,13 @@ class Scheduler:
                 sequence.status is SequenceStatus.RUNNING
                 and not sequence.spent
                 and not sequence.lacks_grammar
-                and len(chunks) < self._max_num_tokens
+                and len(chunks) < total
                 and (start < len(sequence.tables[-1]) * size or self._grow(sequence, 1))
             ):
                 chunks.append(Chunk(sequence, start, 1, 1, sequence.admission))
         decodes = len(chunks)
-        drafted = self._add_drafts(chunks)
-        crowded = decodes > len(self.waiting) + len(prompts)
-        most = self._prompt_tokens_beside if crowded and self._chunked else self._max_prompt_tokens
-        budget = min(self._max_num_tokens - decodes - drafted, most)
+        drafted = self._add_drafts(chunks, total)
+        budget = self._prompt_budget(prompts, decodes + drafted, total)
         long = [sequence for sequence in prompts if self._is_long(sequence)]
         if self._rest > 0 and (decodes or len(long) < len(prompts)):
             prompts = [sequence for sequence in prompts if sequence not in long]
@@ -211,6 +210,24 @@ class Scheduler:
         if long:
             self._note_rest(chunks, long)
         return chunks
+
+    def _prompt_budget(self, prompts: list[Sequence], decoding: int, total: int) -> int:
+        """Return how many tokens of prompts a step of at most `total` tokens takes beside this many of decodes.
+
+        While no more tokens wait than two large steps take, small steps compute them: these cost hardly more than the
+        decodes alone, which read all weights in any case, and every sequence goes on. That needs twice as many tokens
+        of prompts as of decodes, or more would come than are computed.
+        """
+        budget = min(total - decoding, self._max_prompt_tokens)
+        room = self._small_step - decoding
+        if not decoding or room < 2 * decoding:
+            return budget
+        waiting = sum(sequence.remaining for sequence in prompts)
+        for sequence in self.waiting[: len(self._slots)]:
+            if waiting > 2 * self._max_prompt_tokens:
+                break
+            waiting += len(sequence.tokens)
+        return budget if waiting > 2 * self._max_prompt_tokens else min(budget, room)
 
     def computed(self, chunks: list[Chunk]) -> None:
         """Note that a step has written the keys and values of its chunks: full blocks become reusable, and those
@@ -311,10 +328,10 @@ class Scheduler:
                 return False
         return True
 
-    def _add_drafts(self, decodes: list[Chunk]) -> int:
-        """Add their drafts to the decodes of a step, as far as there are tokens and blocks to spare; return how many
-        tokens that are. Nothing follows a token that the host does not know yet."""
-        spare = room = self._max_num_tokens - len(decodes)
+    def _add_drafts(self, decodes: list[Chunk], total: int) -> int:
+        """Add their drafts to the decodes of a step of at most `total` tokens, as far as there are blocks to spare;
+        return how many tokens that are. Nothing follows a token that the host does not know yet."""
+        spare = room = total - len(decodes)
         for index, chunk in enumerate(decodes):
             sequence = chunk.sequence
             if not sequence.draft or sequence.pending or not chunk.current:

@@ -108,6 +108,15 @@ class ModelRunner(Protocol):
     `SPECULATIVE=eagle3` reads them. On a GPU the next step may overwrite them."""
     memory: KvMemory
     """The KV cache, for those who move blocks. Its first `groups[i].num_blocks` blocks are the scheduler's."""
+    graph_tokens: int
+    """Number of tokens up to which a step of any kind is a CUDA graph: beside decodes, tokens of a prompt cost little
+    in it. 0 without graphs."""
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Maximum number of tokens of a step for the time being, while kernels for more are being compiled; None
+        without such a limit."""
+        ...
 
     @property
     def sampler(self) -> Sampler | None:
@@ -153,6 +162,8 @@ class PendingTokens:
     sampler: Sampler | None = None
     shared_weights: SharedWeights | None = None
     hidden: torch.Tensor | None = None
+    graph_tokens = 0
+    most_tokens: int | None = None
 
     def take_memory(self) -> None:
         """Do nothing: memory was taken, or is taken page by page."""

@@ -133,7 +133,7 @@ def machine(
     overlap: bool = False,
     sources: tuple[Source, ...] = (),
     prompt_budget: int | None = None,
-    beside: int | None = None,
+    small_step: int = 0,
     rest_after: int | None = None,
 ) -> Machine:
     pools = [BlockPool(blocks, SIZE, reuse=reuse, publish=lambda _: None, window=window) for window in windows]
@@ -143,7 +143,7 @@ def machine(
         max_num_tokens=budget,
         max_prompt_tokens=prompt_budget or budget,
         chunked_prefill=chunked,
-        prompt_tokens_beside=beside,
+        small_step=small_step,
         rest_after=rest_after,
         sources=sources,
     )
@@ -316,16 +316,35 @@ def test_prompts_have_a_budget_of_their_own() -> None:
     assert lengths(runner.scheduler.schedule()) == {"0": 1, "1": 1, "2": 1, "long": 16}
 
 
-@pytest.mark.parametrize(("waiting", "taken"), [(1, 16), (2, 62)])
-def test_prompts_take_less_of_a_step_in_which_more_sequences_decode_than_wait(waiting: int, taken: int) -> None:
-    runner = machine(blocks=400, seqs=4, budget=64, beside=16)
-    for index in range(2):
+@pytest.mark.parametrize(
+    ("decoding", "waiting", "taken"),
+    [
+        pytest.param(0, [100], 64, id="nothing decodes"),
+        pytest.param(2, [100], 14, id="beside decodes"),
+        pytest.param(2, [50, 50], 14, id="several prompts"),
+        pytest.param(2, [50, 90], 62, id="more waits than two large steps take"),
+        pytest.param(6, [100], 58, id="more may come than small steps compute"),
+    ],
+)
+def test_prompts_fill_small_steps_beside_decodes(decoding: int, waiting: list[int], taken: int) -> None:
+    runner = machine(blocks=400, seqs=8, budget=64, small_step=16)
+    for index in range(decoding):
+        runner.scheduler.add(make(str(index), [index], 20))
+    if decoding:
+        runner.step()
+    for index, length in enumerate(waiting):
+        runner.scheduler.add(make(f"prompt {index}", [index] * length, 1, arrival=1.0))
+    found = lengths(runner.scheduler.schedule())
+    assert sum(length for name, length in found.items() if name.startswith("prompt")) == taken
+
+
+def test_a_step_has_no_more_tokens_than_asked_for() -> None:
+    runner = machine(blocks=400, seqs=8, budget=64)
+    for index in range(3):
         runner.scheduler.add(make(str(index), [index], 20))
     runner.step()
-    for index in range(waiting):
-        runner.scheduler.add(make(f"long {index}", [index, *range(1000)], 1, arrival=1.0))
-    found = lengths(runner.scheduler.schedule())
-    assert sum(length for name, length in found.items() if name.startswith("long")) == taken
+    runner.scheduler.add(make("prompt", [7] * 100, 1, arrival=1.0))
+    assert lengths(runner.scheduler.schedule(10)) == {"0": 1, "1": 1, "2": 1, "prompt": 7}
 
 
 def test_a_long_prompt_rests_while_others_decode_as_long() -> None:

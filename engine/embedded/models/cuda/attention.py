@@ -3,14 +3,13 @@
 What a decode needs lives on the device: a table of blocks for each running sequence, and positions, from which lengths
 and cache rows follow. So a decode step needs no planning and fits a CUDA graph. A step with chunks of several tokens
 fits one with a worklist that the host writes, and so does one whose decodes share prefixes. What FlashInfer computes is
-planned on the host, once for each step.
+planned on the host, once for each step; its kernels may come later (`flashinfer_kernels.py`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import flashinfer
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -100,7 +99,25 @@ class CudaAttention:
         self.group_rows = self._group.rows
         """Maximum number of tokens of a sequence that share a pass over its keys in `chunks`."""
         # Two of each, in turn: a plan is copied from pinned memory that the next one overwrites.
-        self._wrappers = [self._make_wrappers() for _ in range(2)]
+        self._workspaces = [torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        self._wrappers: list[tuple[Any, Any]] = []
+
+    @property
+    def plans(self) -> bool:
+        """Whether there is FlashInfer, and so `mixed`."""
+        return bool(self._wrappers)
+
+    def use_flashinfer(self) -> None:
+        """Have FlashInfer compute prompts from now on; its kernels are loaded."""
+        import flashinfer  # noqa: PLC0415 - slow to import; `FlashInferKernels` has done that
+
+        self._wrappers = [
+            (
+                flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD"),
+                flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD"),
+            )
+            for workspace in self._workspaces
+        ]
 
     def note_blocks(self, step: StepInput) -> None:
         """Bring the tables up to date with a step."""
@@ -180,7 +197,7 @@ class CudaAttention:
         return replace(self.decode(slots, positions), shared=prefixes)
 
     def mixed(self, step: StepInput, slots: torch.Tensor, positions: torch.Tensor) -> AttentionStep:
-        """Prepare a step of any kind. `slots` and `positions`: int32 [tokens]."""
+        """Prepare a step of any kind; its prompts need FlashInfer. `slots` and `positions`: int32 [tokens]."""
         decodes = step.singles
         tables = self.tables.index_select(0, slots[:decodes])
         prompts = self._plan(step, decodes) if decodes < len(step.lengths) else None
@@ -237,11 +254,6 @@ class CudaAttention:
         # FlashInfer takes FlashAttention-3 where it can; over float8 keys with such queries that is its version 2.
         paged.plan(begun, _offsets(counts), indices, last, *sizes, kv_data_type=cache.data.dtype, **common)
         return _PromptPlan(paged, False)
-
-    def _make_wrappers(self) -> tuple[Any, Any]:
-        workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
-        ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-        return ragged, flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
 
 
 def _offsets(lengths: Sequence[int]) -> torch.Tensor:

@@ -13,12 +13,13 @@ import torch
 from numpy.typing import NDArray
 
 from engine.checkpoints.eagle import EagleHead
-from engine.checkpoints.facts import ModelFacts
+from engine.checkpoints.facts import ModelFacts, read_model_facts
 from engine.config import EmbeddedConfig, Tag
 from engine.embedded.kv.layout import Attends
 from engine.embedded.models.cuda.attention import AttentionStep, CudaAttention
 from engine.embedded.models.cuda.compiling import expect_compilation, warn_of_compilation
 from engine.embedded.models.cuda.decoder import LlamaDecoder, is_llama_kind, trial, trial_by_transformers
+from engine.embedded.models.cuda.flashinfer_kernels import FlashInferKernels
 from engine.embedded.models.cuda.graphs import capture
 from engine.embedded.models.cuda.prefixes import LEAST_SEQUENCES
 from engine.embedded.models.cuda.releasable import ReleasableWeights
@@ -38,8 +39,8 @@ _SPACING = ((64, 16), (256, 32), (1 << 30, 64))
 _SHORT_PROMPT = 256
 """Number of tokens in steps that have a graph, however few sequences run: a chat that goes on often adds no more to its
 prompt."""
-_SMALLEST_CHUNKS = 16
-"""Number of tokens of the smallest graph for chunks; further ones double."""
+_CHUNKS = (16, 32, 64, 128, 192, 256)
+"""Numbers of tokens for which there is a graph for chunks, up to the largest graph; beyond these they double."""
 _FEW_READ = 1 << 14
 """Maximum number of keys that the prompts and drafts of a step may read for each head as if their tokens were decodes,
 each of which reads all keys up to its own. Above, those of a chunk read them together."""
@@ -78,6 +79,11 @@ class CudaRunner(TorchRunner):
         begun = time.monotonic()
         expect_compilation()
         _check(config)
+        device = device_of(config)
+        dtype = dtype_of(config, device)
+        cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
+        head_dim = read_model_facts(Path(config.model)).head_dim
+        self._flashinfer = FlashInferKernels(device, dtype, cache_dtype, head_dim)
         super().__init__(config)
         log.info("loaded and tried the weights in %.1f s", time.monotonic() - begun)
         self._decoder.taken = self._taken
@@ -95,13 +101,24 @@ class CudaRunner(TorchRunner):
         self.cascades = 0
         """Number of steps that read shared prefixes once."""
         started = time.monotonic()
-        self._warm_up()
         with torch.inference_mode():
+            self.sampler.warm_up(self.dtype, self._spare_slot)
             self._decoder.load_products(config.max_num_tokens, largest)
+        if not _can_begin_small(config) or self._flashinfer.soon():
+            self._use_flashinfer()
+        torch.cuda.synchronize()
         log.info("compiled and loaded kernels in %.1f s", time.monotonic() - started)
         if config.enable_cuda_graphs:
             self._capture(largest, config.max_batch_size)
+            self.graph_tokens = largest
+        if not self._attention.plans:
+            log.info("steps have at most %d tokens until FlashInfer's kernels are compiled", largest)
         warn_of_compilation()
+
+    @property
+    def most_tokens(self) -> int | None:  # type: ignore[override]
+        """See `ModelRunner`: FlashInfer takes steps of any size."""
+        return None if self._attention.plans else self.graph_tokens
 
     @property
     def graph_sizes(self) -> list[int]:
@@ -119,7 +136,8 @@ class CudaRunner(TorchRunner):
             prompts = list(zip(step.starts[singles:], step.lengths[singles:], strict=True))
             if sum(length * (start + length) for start, length in prompts) > _FEW_READ:
                 graphs, rows = self._chunk_graphs, self._attention.group_rows
-                if sum(-(-length // rows) * (start + length) for start, length in prompts) > MOST_READ:
+                read = sum(-(-length // rows) * (start + length) for start, length in prompts)
+                if read > MOST_READ and self._attention.plans:
                     return None
         elif self._cascade_graphs and len(step.tokens) <= next(reversed(self._cascade_graphs)):
             saved = sum(
@@ -132,11 +150,18 @@ class CudaRunner(TorchRunner):
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> torch.Tensor:
+        if not self._attention.plans and self._flashinfer.ready:
+            self._use_flashinfer()
         self._attention.note_blocks(step)
         if step.embeddings is not None:
             self._decoder.show(step.embeddings.embeddings)
         if (graph := self.graph_of(step)) is not None:
             return self._replay(graph, step)
+        if not self._attention.plans:  # more than `most_tokens`
+            self._use_flashinfer()
+        return self._run_eagerly(step)
+
+    def _run_eagerly(self, step: StepInput) -> torch.Tensor:
         size = len(step.tokens)
         tokens, positions, slots, targets = self._inputs(step, size).view(4, size)
         attention_step = self._attention.mixed(step, slots, positions)
@@ -365,15 +390,18 @@ class CudaRunner(TorchRunner):
     def _to_device(self, indices: Sequence[int]) -> torch.Tensor:
         return to_device(indices, torch.int64, self.device)
 
-    def _warm_up(self) -> None:
-        """Have every kernel of prompts compiled and loaded: two that begin, then one that goes on and one that
-        decodes. Then those of guided rows."""
+    @torch.inference_mode()
+    def _use_flashinfer(self) -> None:
+        """Wait for FlashInfer, and have it compute prompts from now on, once every kernel of such steps has run: two
+        prompts that begin, then one that goes on and one that decodes. Raises UnsupportedModelError."""
+        self._flashinfer.wait()
+        self._attention.use_flashinfer()
         size = self.cache.block_size
         spare_block = len(self.cache.data) - 1
         for starts in ((0, 0), (2 * size - 1, size)):
             lengths = [2 * size - start for start in starts]
             positions = [position for start in starts for position in range(start, 2 * size)]
-            self.forward(
+            self._run_eagerly(
                 StepInput(
                     tokens=[0] * len(positions),
                     positions=positions,
@@ -386,9 +414,6 @@ class CudaRunner(TorchRunner):
                     rows=[0, 1],
                 )
             )
-        with torch.inference_mode():
-            self.sampler.warm_up(self.dtype, self._spare_slot)
-        torch.cuda.synchronize()
 
     def _capture(self, largest: int, batch: int) -> None:
         """Capture a graph for each kind and size, the largest first, so that the others find its memory."""
@@ -429,6 +454,13 @@ def _tensors(decoder: LlamaDecoder) -> list[torch.Tensor]:
 def _largest(config: EmbeddedConfig) -> int:
     """Return the tokens of the largest graph."""
     return max(config.max_batch_size, min(_SHORT_PROMPT, config.max_num_tokens))
+
+
+def _can_begin_small(config: EmbeddedConfig) -> bool:
+    """Return whether an engine may serve before FlashInfer's kernels are compiled: small steps are graphs and need
+    prompts in chunks, and KV tiers are weighed against the speed of large ones."""
+    tiers = config.kv_host_cache_mb or config.kv_disk_cache_mb
+    return config.enable_cuda_graphs and config.enable_chunked_prefill and not tiers
 
 
 def _check(config: EmbeddedConfig) -> None:
@@ -485,7 +517,7 @@ def _sizes(largest: int) -> list[int]:
 
 def _chunk_sizes(largest: int) -> list[int]:
     """Return the sizes of steps that have a graph for chunks: few, as starts wait for them."""
-    sizes = [_SMALLEST_CHUNKS]
+    sizes = [*_CHUNKS]
     while sizes[-1] < largest:
         sizes.append(2 * sizes[-1])
     return [*(size for size in sizes if size < largest), largest]
