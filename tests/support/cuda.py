@@ -152,10 +152,10 @@ def cuda_runner(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
     All values are float32, also the results of fast products of eight bits.
     """
     assert not ON_GPU
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "flashinfer", fake_flashinfer)
-        from engine.embedded.models.cuda import attention, runner  # noqa: PLC0415
+    from engine.embedded.models.cuda import attention, runner  # noqa: PLC0415
 
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
+    monkeypatch.setattr(runner, "FlashInferKernels", fake_flashinfer.Kernels)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -24,6 +24,7 @@ from engine.embedded.sampling.sampler import Sampler
 from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence
 from engine.types import Delta, GenerateRequest, SamplingParams, TokenLogprobs
+from tests.support import fake_flashinfer
 from tests.support.cuda import OPTIONS, FixedMask, cuda_runner, interpreter, save  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.usefixtures("cuda_runner")
@@ -178,7 +179,7 @@ def test_tokens_are_those_of_transformers(
 def chunk_graphs(cuda_runner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """A graph for every step, in which the tokens of a chunk read its keys together."""
     monkeypatch.setattr(cuda_runner, "_SHORT_PROMPT", 24)
-    monkeypatch.setattr(cuda_runner, "_SMALLEST_CHUNKS", 8)
+    monkeypatch.setattr(cuda_runner, "_CHUNKS", (8, 16))
     monkeypatch.setattr(cuda_runner, "_FEW_READ", 0)
 
 
@@ -197,6 +198,52 @@ def test_tokens_by_graphs_of_chunks_are_those_of_transformers(
     found = run(folder, prompts, **options)
     assert found.tokens == expected
     assert kinds <= found.kinds and "eager" not in found.kinds
+
+
+@pytest.mark.usefixtures("chunk_graphs")
+@pytest.mark.parametrize(
+    ("options", "waits"),
+    [
+        pytest.param({}, False, id="usual"),
+        pytest.param({"enable_cuda_graphs": False}, True, id="no graphs"),
+        pytest.param({"enable_chunked_prefill": False}, True, id="whole prompts"),
+    ],
+)
+def test_steps_are_small_until_flashinfer_is_compiled(
+    folder: Path,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    cuda_runner: ModuleType,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    waits: bool,
+) -> None:
+    """Where they cannot be small, the start waits."""
+    steps: list[tuple[bool, int]] = []
+
+    class Late(fake_flashinfer.Kernels):
+        @property
+        def ready(self) -> bool:  # type: ignore[override]
+            return len(steps) >= 1
+
+        def soon(self) -> bool:
+            return False
+
+        def wait(self) -> None:
+            pass
+
+    def forward(runner: Any, step: StepInput) -> torch.Tensor:
+        steps.append((runner._attention.plans, len(step.tokens)))
+        return compute(runner, step)
+
+    compute = cuda_runner.CudaRunner.forward
+    monkeypatch.setattr(cuda_runner, "FlashInferKernels", Late)
+    monkeypatch.setattr(cuda_runner, "_SHORT_PROMPT", 6)
+    monkeypatch.setattr(cuda_runner.CudaRunner, "forward", forward)
+    assert run(folder, prompts, **options).tokens == expected
+    small = [size for plans, size in steps if not plans]
+    assert small == ([] if waits else [6])
+    assert max(size for plans, size in steps if plans) > 6
 
 
 @pytest.mark.usefixtures("chunk_graphs")
