@@ -1,10 +1,17 @@
-"""A warning for each kernel that Triton compiles while a request waits for it."""
+"""Compilation of Triton's kernels: side by side before an engine serves, with a warning if a request waits for it."""
 
 # mypy: ignore-errors
 
+import contextlib
 import logging
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import triton
+from triton.runtime.jit import JITFunction
+
+_THREADS = 16
 
 log = logging.getLogger(__name__)
 
@@ -17,6 +24,27 @@ def expect_compilation() -> None:
 def warn_of_compilation() -> None:
     """Log a warning for each kernel that is compiled from now on, with what it is compiled for."""
     triton.knobs.runtime.jit_post_compile_hook = _warn
+
+
+@contextlib.contextmanager
+def compiled_side_by_side() -> Iterator[None]:
+    """Have every kernel that is launched compiled and not run; at the end all of them are compiled.
+
+    A compiler works for a second on each, on one core, and a first start needs dozens. What is computed meanwhile means
+    nothing.
+    """
+    launch = JITFunction.run
+
+    def compile_alone(kernel, *args, grid, warmup, **options):
+        return launch(kernel, *args, grid=grid, warmup=True, **options)
+
+    threads = min(_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(threads, "triton") as pool, triton.AsyncCompileMode(pool):
+        JITFunction.run = compile_alone
+        try:
+            yield
+        finally:
+            JITFunction.run = launch
 
 
 def _warn(*, key, fn, **_) -> None:

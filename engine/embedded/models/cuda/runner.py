@@ -17,7 +17,7 @@ from engine.checkpoints.facts import ModelFacts, read_model_facts
 from engine.config import EmbeddedConfig, Tag
 from engine.embedded.kv.layout import Attends
 from engine.embedded.models.cuda.attention import AttentionStep, CudaAttention
-from engine.embedded.models.cuda.compiling import expect_compilation, warn_of_compilation
+from engine.embedded.models.cuda.compiling import compiled_side_by_side, expect_compilation, warn_of_compilation
 from engine.embedded.models.cuda.decoder import LlamaDecoder, is_llama_kind, trial, trial_by_transformers
 from engine.embedded.models.cuda.flashinfer_kernels import FlashInferKernels
 from engine.embedded.models.cuda.graphs import capture
@@ -101,6 +101,7 @@ class CudaRunner(TorchRunner):
         self.cascades = 0
         """Number of steps that read shared prefixes once."""
         started = time.monotonic()
+        self._compile(largest, config.max_batch_size)
         with torch.inference_mode():
             self.sampler.warm_up(self.dtype, self._spare_slot)
             self._decoder.load_products(config.max_num_tokens, largest)
@@ -415,19 +416,20 @@ class CudaRunner(TorchRunner):
                 )
             )
 
+    @torch.inference_mode()
+    def _compile(self, largest: int, batch: int) -> None:
+        """Compile the kernels of graphs, of larger steps and of guided rows."""
+        with compiled_side_by_side():
+            for kind, _, sizes in self._graph_kinds(largest, batch):
+                for size in sizes:
+                    self._run_whole(self._inputs(None, size, kind), size, kind)
+            self.sampler.warm_up(self.dtype, self._spare_slot)
+
     def _capture(self, largest: int, batch: int) -> None:
         """Capture a graph for each kind and size, the largest first, so that the others find its memory."""
         started = time.monotonic()
-        attention = self._attention
-        decodes = _GraphKind("decodes", lambda *rows: attention.decode(*rows[:2]), lambda _: 0, lambda *_: None)
-        chunks = _GraphKind("chunks", attention.chunks, attention.work_size, self._plan_chunks)
-        cascade = _GraphKind("cascade", attention.cascade, attention.cascade_size, self._plan_cascade)
         pool: Any = None
-        for kind, graphs, sizes in (
-            (decodes, self._graphs, _sizes(largest)),
-            (chunks, self._chunk_graphs, _chunk_sizes(largest)),
-            (cascade, self._cascade_graphs, _cascade_sizes(batch)),
-        ):
+        for kind, graphs, sizes in self._graph_kinds(largest, batch):
             captured = {}
             for size in reversed(sizes):
                 with torch.inference_mode(), uncollected():
@@ -438,6 +440,18 @@ class CudaRunner(TorchRunner):
             graphs.update(sorted(captured.items()))
         count = sum(map(len, (self._graphs, self._chunk_graphs, self._cascade_graphs)))
         log.info("captured %d CUDA graphs in %.1f s", count, time.monotonic() - started)
+
+    def _graph_kinds(self, largest: int, batch: int) -> list[tuple["_GraphKind", dict[int, "_Graph"], list[int]]]:
+        """Return each kind of graphs, where they are kept, and their sizes."""
+        attention = self._attention
+        decodes = _GraphKind("decodes", lambda *rows: attention.decode(*rows[:2]), lambda _: 0, lambda *_: None)
+        chunks = _GraphKind("chunks", attention.chunks, attention.work_size, self._plan_chunks)
+        cascade = _GraphKind("cascade", attention.cascade, attention.cascade_size, self._plan_cascade)
+        return [
+            (decodes, self._graphs, _sizes(largest)),
+            (chunks, self._chunk_graphs, _chunk_sizes(largest)),
+            (cascade, self._cascade_graphs, _cascade_sizes(batch)),
+        ]
 
 
 def _tensors(decoder: LlamaDecoder) -> list[torch.Tensor]:

@@ -1,5 +1,6 @@
 """When Triton compiles, with a driver that runs nothing: no GPU is needed."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,11 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from engine.embedded.models.cuda.compiling import expect_compilation, warn_of_compilation  # noqa: E402
+from engine.embedded.models.cuda.compiling import (  # noqa: E402
+    compiled_side_by_side,
+    expect_compilation,
+    warn_of_compilation,
+)
 from tests.support.cuda import ON_GPU  # noqa: E402
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="the driver is a stand-in")
@@ -82,3 +87,28 @@ def test_a_late_compilation_is_told(gpu: Driver, caplog: pytest.LogCaptureFixtur
     expect_compilation()
     compute(32)
     assert gpu.launched == 4 and not caplog.records
+
+
+def test_kernels_are_compiled_side_by_side_and_not_run(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = JITFunction(_copy)
+    compiling, together = threading.Barrier(2), JITFunction.run
+
+    def compute(size: int) -> None:
+        kernel[(1,)](torch.zeros(64), torch.zeros(64), 7, size)
+
+    def compile_both(*arguments: Any, **options: Any) -> Any:
+        compiling.wait(30)  # until there are two
+        return triton.compile(*arguments, **options)
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
+    kernel.device_caches[0]  # makes the compiler an attribute
+    monkeypatch.setattr(kernel, "compile", compile_both)
+    with compiled_side_by_side():
+        compute(16)
+        compute(32)
+        compute(16)
+    assert gpu.launched == 0 and JITFunction.run is together
+    monkeypatch.setattr(kernel, "compile", None)
+    compute(16)
+    compute(32)
+    assert gpu.launched == 2
