@@ -19,11 +19,12 @@
 
 namespace {
 
-constexpr int kTaskPanels = 6;                 // panels in a task: even, as gate and up panels come in pairs
-constexpr int kMostPanels = 8;                 // the same where two are read side by side
+constexpr int kMostPanels = 8;                 // panels in a task
+constexpr int kPanelsOfFew = 6;                // the same for fewer than kFewestSplit rows, where several panels may be multiplied at a time
+constexpr int kFewestSplit = 5;
 constexpr int kTaskRows = 16 * kTileRows;
 static_assert(kTaskRows % kBlockRows == 0 && kTaskRows % kRoundedRows == 0, "tasks begin where tiles of activations begin");
-static_assert(kTaskPanels % (2 * kStreams) == 0, "a gate and what it gates are in one task");
+static_assert(2 * kStreams <= kMostPanels && kPanelsOfFew % 2 == 0, "a gate and what it gates are in one task");
 constexpr int kAttentionRows = 8 * kTileRows;  // query rows that share a pass over keys and values
 constexpr int kFewRows = 32;
 
@@ -270,14 +271,22 @@ class Decoder {
     return rows == 2 && kLanes < 16 ? 2 : 1;
   }
 
+  // Panels of a task in each of its streams: few, so that all threads have equally much to do, but as many as are multiplied
+  // at a time, and `together` at least.
+  static int width_of(int sides, int rows, int together) {
+    if (sides == 2) return kMostPanels / 2;
+    if (sides == 1 && rows < kFewestSplit) return kPanelsOfFew;
+    return sides == 1 && kProducts == kTiles ? 2 : together;
+  }
+
   // store(row, panel, low, high) takes all of a product. x: rows of m.inputs values, `stride` apart. fine: where weights are
-  // blocks, x has 16 bits at every level (blocks.h).
+  // blocks, x has 16 bits at every level (blocks.h). together: neighbouring panels that one thread has to store.
   template <class Store>
-  void product(int& phase, const Matrix& m, const float* x, long stride, int rows, bool fine, Store store) {
+  void product(int& phase, const Matrix& m, const float* x, long stride, int rows, bool fine, int together, Store store) {
     const bool blocks = m.kind != kBfloat16;
     const Activations codes = blocks ? coded(phase, m, x, stride, rows, fine) : Activations{};
     const Rounded narrow = blocks || kProducts == kFloats ? Rounded{} : rounded(phase, m, x, stride, rows);
-    const int sides = streams_of(m.kind, rows), width = sides == 2 ? kMostPanels / 2 : kTaskPanels / sides;
+    const int sides = streams_of(m.kind, rows), width = width_of(sides, rows, together);
     const int panels = (m.outputs + kPanel - 1) / kPanel, tasks = (panels + sides * width - 1) / (sides * width);
     const int row_blocks = (rows + kTaskRows - 1) / kTaskRows;
     team_.each(phase, tasks * row_blocks, [&](int i) {
@@ -320,7 +329,7 @@ class Decoder {
   }
 
   void project(int& phase, const Matrix& m, const float* x, long stride, int rows, float* out, bool add, bool fine = false) {
-    product(phase, m, x, stride, rows, fine, [&](int row, int panel, Vec low, Vec high) {
+    product(phase, m, x, stride, rows, fine, 1, [&](int row, int panel, Vec low, Vec high) {
       const long column = (long)panel * kPanel;
       float* to = out + row * m.outputs + column;
       if (m.bias) low += load<Vec>(m.bias + column), high += load<Vec>(m.bias + column + kLanes);
@@ -336,7 +345,7 @@ class Decoder {
 
   void gate(int& phase, const Matrix& m, const float* x, int rows) {
     const long width = m.outputs / 2;
-    product(phase, m, x, m.inputs, rows, false, [&](int row, int panel, Vec low, Vec high) {
+    product(phase, m, x, m.inputs, rows, false, 2, [&](int row, int panel, Vec low, Vec high) {
       float* to = gated_.data() + row * width + panel / 2 * kPanel;
       if (panel % 2 == 0) {
         save(to, low / (1.0f + exponential(-low)));
