@@ -77,6 +77,8 @@ class Scheduler:
         self.orphans: list[list[Table]] = []
         """Blocks of no sequence that a source may still write to."""
         self.preemptions = 0
+        self.prompt_tokens_alone = max_prompt_tokens
+        """Maximum number of tokens of chunked prompts in a step in which nothing decodes; it may change at any time."""
         self._sources = sources
         self._offload = offload
         self._admissions = 0
@@ -188,6 +190,8 @@ class Scheduler:
         drafted = self._add_drafts(chunks)
         crowded = decodes > len(self.waiting) + len(prompts)
         most = self._prompt_tokens_beside if crowded and self._chunked else self._max_prompt_tokens
+        if self._chunked and not decodes:
+            most = self.prompt_tokens_alone
         budget = min(self._max_num_tokens - decodes - drafted, most)
         long = [sequence for sequence in prompts if self._is_long(sequence)]
         if self._rest > 0 and (decodes or len(long) < len(prompts)):

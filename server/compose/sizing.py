@@ -188,7 +188,7 @@ def _on_cpu(settings: Settings, folder: Path | None, machine: Machine) -> dict[s
     batch = min(_MOST_BATCH, max(_LEAST_BATCH, _SEQUENCES_PER_CORE * machine.cores))
     chosen = {
         "max_batch_size": Size(batch, f"{_SEQUENCES_PER_CORE} for each of {machine.cores} cores"),
-        "max_num_tokens": Size(_CPU_STEP, "room for the batch; of prompts a CPU's step takes 64 tokens"),
+        "max_num_tokens": Size(_CPU_STEP, "room for the batch; of prompts a CPU's step takes 64 to 256 tokens"),
     }
     facts = _facts(folder)
     if facts is None:

@@ -199,7 +199,7 @@ class BatchSettings(Section):
     """Maximum number of sequences in one step; 0 fits the GPU or the cores."""
     max_num_tokens: int = Field(0, ge=0)
     """Maximum number of tokens in one step, shared by chunked prefill and decode; 0 fits the GPU. On a CPU the embedded
-    engine takes at most 64 tokens of chunked prompts in a step.
+    engine takes at most 64 tokens of chunked prompts in a step with decodes, and 256 in one without.
     """
     kv_block_size: int = Field(EMBEDDED.kv_block_size, ge=1, le=1024)
     """Number of tokens in a KV block."""
