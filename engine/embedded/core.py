@@ -42,8 +42,12 @@ from engine.types import Delta, FinishReason, Held, Performance, PromptReport, T
 log = logging.getLogger(__name__)
 
 CPU_PROMPT_TOKENS = 64
-"""Maximum number of prompt tokens in a step on a CPU, for which every decode waits; larger steps are hardly more
+"""Maximum number of prompt tokens in a step on a CPU, for which every decode waits; larger steps are a few percent more
 efficient there."""
+CPU_PROMPT_TOKENS_ALONE = 256
+"""The same where nothing decodes; still larger steps are hardly more efficient."""
+CPU_PROMPT_SECONDS = 0.25
+"""Maximum duration of a step of more than `CPU_PROMPT_TOKENS`, for which requests that come meanwhile wait."""
 GPU_PROMPT_TOKENS = 4096
 """Maximum number of prompt tokens in a step on a GPU: twice as many are less than one percent more efficient there, and
 double the time to the first token (docs/log.md)."""
@@ -437,9 +441,19 @@ class EngineCore:
         except (RuntimeError, ValueError) as error:
             failures += self._fail(chunks, error)
             return None
+        if self.runner.device.type == "cpu":
+            self._size_prompts(chunks, time.monotonic() - started)
         self._iteration += 1
         self._last = _batching(chunks, self.scheduler.preemptions - preemptions)
         return step
+
+    def _size_prompts(self, chunks: list[Chunk], seconds: float) -> None:
+        """Let prompts take as many tokens of a step without decodes as this step could have computed in
+        `CPU_PROMPT_SECONDS`."""
+        tokens = sum(chunk.length for chunk in chunks)
+        if tokens >= CPU_PROMPT_TOKENS:
+            affordable = int(tokens * CPU_PROMPT_SECONDS / seconds)
+            self.scheduler.prompt_tokens_alone = min(max(affordable, CPU_PROMPT_TOKENS), CPU_PROMPT_TOKENS_ALONE)
 
     def _run(self, chunks: list[Chunk], started: float) -> _LaunchedStep:
         """Forward and prompt log-probabilities."""

@@ -76,6 +76,8 @@ class Scheduler:
         self.orphans: list[list[Table]] = []
         """Blocks of no sequence that a source may still write to."""
         self.preemptions = 0
+        self.prompt_tokens_alone = max_prompt_tokens
+        """Maximum number of tokens of chunked prompts in a step in which nothing decodes; it may change at any time."""
         self._sources = sources
         self._offload = offload
         self._admissions = 0
@@ -218,9 +220,11 @@ class Scheduler:
         decodes alone, which read all weights in any case, and every sequence goes on. That needs twice as many tokens
         of prompts as of decodes, or more would come than are computed.
         """
+        if not decoding:
+            return min(total, self.prompt_tokens_alone if self._chunked else self._max_prompt_tokens)
         budget = min(total - decoding, self._max_prompt_tokens)
         room = self._small_step - decoding
-        if not decoding or room < 2 * decoding:
+        if room < 2 * decoding:
             return budget
         waiting = sum(sequence.remaining for sequence in prompts)
         for sequence in self.waiting[: len(self._slots)]:

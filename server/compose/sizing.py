@@ -188,7 +188,7 @@ def _on_cpu(settings: Settings, folder: Path | None, machine: Machine) -> dict[s
     batch = min(_MOST_BATCH, max(_LEAST_BATCH, _SEQUENCES_PER_CORE * machine.cores))
     chosen = {
         "max_batch_size": Size(batch, f"{_SEQUENCES_PER_CORE} for each of {machine.cores} cores"),
-        "max_num_tokens": Size(_CPU_STEP, "room for the batch; of prompts a CPU's step takes 64 tokens"),
+        "max_num_tokens": Size(_CPU_STEP, "room for the batch; of prompts a CPU's step takes 64 to 256 tokens"),
     }
     facts = _facts(folder)
     if facts is None:
@@ -220,7 +220,8 @@ def _on_cpu(settings: Settings, folder: Path | None, machine: Machine) -> dict[s
 
 
 def kv_bytes(settings: Settings, facts: ModelFacts) -> int:
-    """Return the bytes of a token's keys and values; 0 where layers attend to a window, or sizes are missing."""
+    """Return the bytes of a token's keys and values, on a CPU those of float32, of which some levels of `CPU_ISA` need
+    half; 0 where layers attend to a window, or sizes are missing."""
     if set(facts.text.get("layer_types") or ["full_attention"]) != {"full_attention"}:
         return 0
     if facts.text.get("sliding_window") and facts.text.get("use_sliding_window", True):

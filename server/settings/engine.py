@@ -143,12 +143,13 @@ class ComputeSettings(Section):
     device: str = EMBEDDED.device
     """PyTorch device; auto takes CUDA when it is available."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = EMBEDDED.dtype
-    """Type of weights and KV cache; auto takes bfloat16 on a GPU and float32 on any CPU, where
-    CPU_ISA=amx still rounds what weights are multiplied with; float32 prevents that."""
+    """Type of weights and KV cache; auto takes bfloat16 on a GPU and float32 on any CPU, where CPU_ISA=amx and
+    avx512_bf16 still round keys, values and what weights are multiplied with; float32 prevents that."""
     quantization: Literal["none", "fp8", "int8"] = EMBEDDED.quantization
     """Quantize weights at load (embedded engine): fp8 on NVIDIA GPUs from compute capability 9.0, int8 on a CPU."""
     kv_cache_dtype: Literal["auto", "fp8"] = EMBEDDED.kv_cache_dtype
-    """Type of the KV cache, on the same GPUs: auto takes the weights' type, fp8 holds twice as many tokens."""
+    """Type of the KV cache: auto takes the weights' type, and on a CPU that of products (CPU_ISA); fp8, on the same
+    GPUs, holds twice as many tokens."""
     attention: Literal["auto", "sdpa", "flashinfer"] = EMBEDDED.attention
     """Attention of the embedded engine: flashinfer (CUDA, with CUDA graphs) or sdpa (PyTorch, any device); auto
     chooses.
@@ -166,8 +167,8 @@ class ComputeSettings(Section):
     cpu_isa: CpuIsa = EMBEDDED.cpu_isa
     """Instruction set of the embedded engine's compiled path on a CPU; auto takes the fastest that the processor has.
     Those with vnni, avx512_bf16 and amx multiply quantised weights faster, mostly by activations of 8 bits instead of
-    16. avx512_bf16 and amx round what bfloat16 weights are multiplied with to bfloat16; the others, and DTYPE=float32,
-    do not.
+    16. avx512_bf16 and amx round what bfloat16 weights are multiplied with to bfloat16, and keep keys and values in it;
+    the others, and DTYPE=float32, do not.
     """
 
     @field_validator("threads", mode="after")
@@ -199,7 +200,7 @@ class BatchSettings(Section):
     """Maximum number of sequences in one step; 0 fits the GPU or the cores."""
     max_num_tokens: int = Field(0, ge=0)
     """Maximum number of tokens in one step, shared by chunked prefill and decode; 0 fits the GPU. On a CPU the embedded
-    engine takes at most 64 tokens of chunked prompts in a step.
+    engine takes at most 64 tokens of chunked prompts in a step with decodes, and 256 in one without.
     """
     kv_block_size: int = Field(EMBEDDED.kv_block_size, ge=1, le=1024)
     """Number of tokens in a KV block."""

@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from engine.config import EmbeddedConfig
+from engine.embedded import core as engine_core
 from engine.embedded.core import EngineCore
 from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence
@@ -93,6 +94,20 @@ def run(core: EngineCore) -> dict[str, list[Delta]]:
 
 def tokens(deltas: list[Delta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
+
+
+def test_a_prompt_takes_more_of_a_step_where_nothing_decodes_and_steps_are_fast(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+    for seconds in (0.0, 60.0):
+        monkeypatch.setattr(engine_core, "CPU_PROMPT_SECONDS", seconds)
+        made = make_core(tiny_model)
+        add(made, "long", list(range(3, 303)))
+        made.step()
+        made.step()
+        taken.append(made.stats().inflight_batching_stats.num_ctx_tokens)
+    assert taken == [engine_core.CPU_PROMPT_TOKENS, 300 - engine_core.CPU_PROMPT_TOKENS]
 
 
 @pytest.mark.parametrize("batch", [1, 3, COUNT])

@@ -347,6 +347,19 @@ def test_a_step_has_no_more_tokens_than_asked_for() -> None:
     assert lengths(runner.scheduler.schedule(10)) == {"0": 1, "1": 1, "2": 1, "prompt": 7}
 
 
+def test_prompts_take_another_number_of_tokens_where_nothing_decodes() -> None:
+    runner = machine(blocks=400, seqs=4, budget=64, prompt_budget=16)
+    runner.scheduler.prompt_tokens_alone = 40
+    long = make("long", list(range(200)), 2)
+    runner.scheduler.add(long)
+    runner.step()
+    runner.scheduler.add(make("decoding", [1, 2], 50, priority=1))
+    runner.step()
+    assert long.computed == 40 + 38
+    runner.step()
+    assert long.computed == 40 + 38 + 16
+
+
 def test_a_long_prompt_rests_while_others_decode_as_long() -> None:
     runner = machine(blocks=400, seqs=4, budget=68, prompt_budget=64, rest_after=128)
     decoding, long = make("decoding", [1], 300), make("long", list(range(1000)), 1, arrival=1.0)

@@ -35,6 +35,17 @@ constexpr int side_by_side(int rows) {
 // Words of weights to prefetch into the second cache.
 constexpr int words_ahead(int rows) { return !kFarAhead ? 512 : side_by_side(rows) > 1 ? 256 : 2048; }
 
+// The nearest bfloat16, an even one of two.
+inline uint16_t nearest_bfloat16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline Vec nearest_bfloat16(Vec v) {
+  const Bits bits = (Bits)v;
+  return (Vec)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
+}
+
 // Activations: [tiles][groups][kRoundedRows][kGroup] bfloat16; beyond a row's inputs are zeros.
 struct Rounded {
   uint16_t* values;
@@ -47,18 +58,11 @@ struct Rounded {
     auto* to = (uint16_t*)at(row);
     for (long g = 0; g < groups; g++, x += kGroup, to += kRoundedRows * kGroup) {
       const long size = std::min<long>(kGroup, inputs - g * kGroup);
-      for (long i = 0; i < size; i++) to[i] = rounded(x[i]);
+      for (long i = 0; i < size; i++) to[i] = nearest_bfloat16(x[i]);
       for (long i = size; i < kGroup; i++) to[i] = 0;
     }
   }
 
- private:
-  // The nearest, an even one of two.
-  static uint16_t rounded(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  }
 };
 
 // Room for activations; it only grows.
@@ -151,7 +155,9 @@ __attribute__((noinline)) void pairs(const Rounded& x, int first, int row, const
         for (int p = 0; p < P; p++)
           for (int h = 0; h < 2; h++) sums[m][p][h] += even[m][p][h] + odd[m][p][h];
   }
+#pragma GCC unroll 16
   for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
     for (int p = 0; p < P; p++) store(row + m, panel + p, sums[m][p][0], sums[m][p][1]);
 }
 

@@ -1,9 +1,9 @@
 // One step of a model of the Llama kind on a CPU: flat tokens in, logits out, all layers in one call.
 //
-// Weights are bfloat16 (products.h) or blocks of 8 or 4 bits (blocks.h), activations and sums float32. Every output is
-// summed in the same order whatever else is in the step, so a sequence gets the same logits, to the bit, alone and in a
-// batch, in one prefill or in chunks. Sizes need not be multiples of anything: the last panel of a matrix may be partly
-// empty, and of keys and values partly another's.
+// Weights are bfloat16 (products.h) or blocks of 8 or 4 bits (blocks.h), activations and sums float32, keys and values one of
+// the two types (cache.h). Every output is summed in the same order whatever else is in the step, so a sequence gets the same
+// logits, to the bit, alone and in a batch, in one prefill or in chunks. Sizes need not be multiples of anything: the last panel
+// of a matrix may be partly empty, and of keys and values partly another's.
 // Plain C++ with the vector extensions of GCC and Clang; engine/embedded/models/native/build.py compiles it for one
 // instruction set at a time (levels.py). LANES, the floats in a vector, is nearly all that differs: layouts of the KV
 // cache do not depend on it.
@@ -13,17 +13,19 @@
 
 #include "bfloat16.h"
 #include "blocks.h"
+#include "cache.h"
 #include "products.h"
 #include "sampling.h"
 #include "team.h"
 
 namespace {
 
-constexpr int kTaskPanels = 6;                 // panels in a task: even, as gate and up panels come in pairs
-constexpr int kMostPanels = 8;                 // the same where two are read side by side
+constexpr int kMostPanels = 8;                 // panels in a task
+constexpr int kPanelsOfFew = 6;                // the same for fewer than kFewestSplit rows, where several panels may be multiplied at a time
+constexpr int kFewestSplit = 5;
 constexpr int kTaskRows = 16 * kTileRows;
 static_assert(kTaskRows % kBlockRows == 0 && kTaskRows % kRoundedRows == 0, "tasks begin where tiles of activations begin");
-static_assert(kTaskPanels % (2 * kStreams) == 0, "a gate and what it gates are in one task");
+static_assert(2 * kStreams <= kMostPanels && kPanelsOfFew % 2 == 0, "a gate and what it gates are in one task");
 constexpr int kAttentionRows = 8 * kTileRows;  // query rows that share a pass over keys and values
 constexpr int kFewRows = 32;
 
@@ -57,7 +59,7 @@ struct Model {
   const Layer* layers;
   Matrix embedding, head;
   const float* norm;
-  float* cache;  // [blocks][layers][key as [kv_heads][head_dim][block_size], value as [kv_heads][block_size][head_dim]]
+  Cached* cache;  // [blocks][layers][keys, then values, of each of kv_heads] (cache.h)
   int64_t num_layers, heads, kv_heads, head_dim, block_size;
   float epsilon, scale;
   // Of an EAGLE-3 head alone: its layer reads embeddings beside hidden states, which `fc` makes of another model's.
@@ -189,7 +191,7 @@ class Decoder {
       team_.each(phase, queries_.size() * kv_heads, [&](int i) {
         if (i >= prompts_ * kv_heads) rotate_and_write(l, queries_[i / kv_heads], i % kv_heads);
         const long next = i + 1;  // mostly this thread's next task
-        const float* after = next < (long)queries_.size() * kv_heads
+        const Cached* after = next < (long)queries_.size() * kv_heads
                                  ? keys(l, step_->chunks[queries_[next / kv_heads].chunk], 0, next % kv_heads)
                                  : nullptr;
         attend(l, queries_[i / kv_heads], i % kv_heads, after);
@@ -270,14 +272,22 @@ class Decoder {
     return rows == 2 && kLanes < 16 ? 2 : 1;
   }
 
+  // Panels of a task in each of its streams: few, so that all threads have equally much to do, but as many as are multiplied
+  // at a time, and `together` at least.
+  static int width_of(int sides, int rows, int together) {
+    if (sides == 2) return kMostPanels / 2;
+    if (sides == 1 && rows < kFewestSplit) return kPanelsOfFew;
+    return sides == 1 && kProducts == kTiles ? 2 : together;
+  }
+
   // store(row, panel, low, high) takes all of a product. x: rows of m.inputs values, `stride` apart. fine: where weights are
-  // blocks, x has 16 bits at every level (blocks.h).
+  // blocks, x has 16 bits at every level (blocks.h). together: neighbouring panels that one thread has to store.
   template <class Store>
-  void product(int& phase, const Matrix& m, const float* x, long stride, int rows, bool fine, Store store) {
+  void product(int& phase, const Matrix& m, const float* x, long stride, int rows, bool fine, int together, Store store) {
     const bool blocks = m.kind != kBfloat16;
     const Activations codes = blocks ? coded(phase, m, x, stride, rows, fine) : Activations{};
     const Rounded narrow = blocks || kProducts == kFloats ? Rounded{} : rounded(phase, m, x, stride, rows);
-    const int sides = streams_of(m.kind, rows), width = sides == 2 ? kMostPanels / 2 : kTaskPanels / sides;
+    const int sides = streams_of(m.kind, rows), width = width_of(sides, rows, together);
     const int panels = (m.outputs + kPanel - 1) / kPanel, tasks = (panels + sides * width - 1) / (sides * width);
     const int row_blocks = (rows + kTaskRows - 1) / kTaskRows;
     team_.each(phase, tasks * row_blocks, [&](int i) {
@@ -320,7 +330,7 @@ class Decoder {
   }
 
   void project(int& phase, const Matrix& m, const float* x, long stride, int rows, float* out, bool add, bool fine = false) {
-    product(phase, m, x, stride, rows, fine, [&](int row, int panel, Vec low, Vec high) {
+    product(phase, m, x, stride, rows, fine, 1, [&](int row, int panel, Vec low, Vec high) {
       const long column = (long)panel * kPanel;
       float* to = out + row * m.outputs + column;
       if (m.bias) low += load<Vec>(m.bias + column), high += load<Vec>(m.bias + column + kLanes);
@@ -336,7 +346,7 @@ class Decoder {
 
   void gate(int& phase, const Matrix& m, const float* x, int rows) {
     const long width = m.outputs / 2;
-    product(phase, m, x, m.inputs, rows, false, [&](int row, int panel, Vec low, Vec high) {
+    product(phase, m, x, m.inputs, rows, false, 2, [&](int row, int panel, Vec low, Vec high) {
       float* to = gated_.data() + row * width + panel / 2 * kPanel;
       if (panel % 2 == 0) {
         save(to, low / (1.0f + exponential(-low)));
@@ -348,11 +358,11 @@ class Decoder {
     });
   }
 
-  float* keys(int layer, const Chunk& chunk, int block, long head) const {
-    const long size = model_.block_size * model_.head_dim, index = step_->tables[chunk.table + block];
+  Cached* keys(int layer, const Chunk& chunk, int block, long head) const {
+    const long size = words_for(model_.block_size) * model_.head_dim * kPerWord, index = step_->tables[chunk.table + block];
     return model_.cache + ((index * model_.num_layers + layer) * 2 * model_.kv_heads + head) * size;
   }
-  float* values(int layer, const Chunk& chunk, int block, long head) const {
+  Cached* values(int layer, const Chunk& chunk, int block, long head) const {
     return keys(layer, chunk, block, head + model_.kv_heads);
   }
 
@@ -375,41 +385,48 @@ class Decoder {
       for (long g = 0; g < group; g++) turn(at + (head * group + g) * dim);
       turn(key);
       const int position = chunk.start + i, block = position / size, slot = position % size;
-      float* to = keys(layer, chunk, block, head) + slot;
-      for (long d = 0; d < dim; d++) to[d * size] = key[d];
-      std::memcpy(values(layer, chunk, block, head) + slot * dim, value, dim * sizeof(float));
+      Cached* to = keys(layer, chunk, block, head) + slot * kPerWord;
+      for (long d = 0; d < dim; d++) to[d / kPerWord * size * kPerWord + d % kPerWord] = cached(key[d]);
+      to = values(layer, chunk, block, head) + slot / kPerWord * dim * kPerWord;
+      for (long d = 0; d < dim; d++) to[d * kPerWord + slot % kPerWord] = cached(value[d]);
+      if (i == chunk.length - 1)  // its words end with what an earlier sequence left, which could be no number
+        for (long p = slot % kPerWord + 1; p < kPerWord; p++)
+          for (long d = 0; d < dim; d++) to[d * kPerWord + p] = 0;
     }
   }
 
   // Softmax block by block, for the queries of a chunk that share a key head. Where a block or a head is no whole number of panels, the
   // last panel reaches into what follows in the cache: those columns are computed and never looked at (model.py adds a tail to the cache).
   // after: keys that are read next, or null.
-  void attend(int layer, const Queries& queries, long head, const float* after) {
+  void attend(int layer, const Queries& queries, long head, const Cached* after) {
     const Chunk& chunk = step_->chunks[queries.chunk];
     const long dim = model_.head_dim, size = model_.block_size, group = model_.heads / model_.kv_heads;
     const long width = padded(size), out_width = padded(dim);
     const int rows = queries.count * group, first = chunk.start + queries.first, last = first + queries.count - 1;
-    thread_local std::vector<float> query, scores, out;
+    thread_local std::vector<Factor> query, weights;
+    thread_local std::vector<float> scaled, scores, out;
     thread_local std::vector<Weighed> state;
-    thread_local std::vector<FloatPanel> panels;
-    query.resize(rows * dim), scores.resize(rows * width), out.assign(rows * out_width, 0.0f), state.assign(rows, {});
-    panels.resize(std::max(width, out_width) / kPanel);
+    thread_local std::vector<CachePanel> panels;
+    query.resize(rows * out_width), weights.resize(rows * width), scaled.resize(out_width), scores.resize(rows * width);
+    out.assign(rows * out_width, 0.0f), state.assign(rows, {}), panels.resize(std::max(width, out_width) / kPanel);
     const auto at = [&](int r) { return (chunk.row + queries.first + r / group); };
     for (int r = 0; r < rows; r++) {
       const float* from = qkv_.data() + at(r) * (model_.heads + 2 * model_.kv_heads) * dim + (head * group + r % group) * dim;
-      for (long d = 0; d < dim; d++) query[r * dim + d] = from[d] * model_.scale;
+      for (long d = 0; d < dim; d++) scaled[d] = from[d] * model_.scale;
+      for (long d = 0; d < dim; d += kLanes) save_factors(&query[r * out_width + d], load<Vec>(&scaled[d]));
     }
     for (int block = 0; block <= last / size; block++) {
-      const float *key = keys(layer, chunk, block, head), *value = values(layer, chunk, block, head);
-      const float* next = block < last / size ? keys(layer, chunk, block + 1, head) : after ? after : value;
-      for (int p = 0; p < width / kPanel; p++) panels[p] = {key + p * kPanel, size, value + p * kPanel};
-      multiply(query.data(), dim, rows, panels.data(), width / kPanel, dim, [&](int row, int panel, Vec low, Vec high) {
+      const Cached *key = keys(layer, chunk, block, head), *value = values(layer, chunk, block, head);
+      const Cached* next = block < last / size ? keys(layer, chunk, block + 1, head) : after ? after : value;
+      for (int p = 0; p < width / kPanel; p++) panels[p] = {key + p * kPanel * kPerWord, size * kPerWord, value + p * kPanel * kPerWord};
+      multiply(query.data(), out_width, rows, panels.data(), width / kPanel, words_for(dim), [&](int row, int panel, Vec low, Vec high) {
         save(&scores[row * width + panel * kPanel], low);
         save(&scores[row * width + panel * kPanel + kLanes], high);
       });
-      for (int r = 0; r < rows; r++) weigh(&scores[r * width], first + r / group - block * size + 1, state[r], &out[r * out_width]);
-      for (int p = 0; p < out_width / kPanel; p++) panels[p] = {value + p * kPanel, dim, next + p * kPanel};
-      multiply(scores.data(), width, rows, panels.data(), out_width / kPanel, std::min(size, last - block * size + 1),
+      for (int r = 0; r < rows; r++)
+        weigh(&scores[r * width], first + r / group - block * size + 1, state[r], &weights[r * width], &out[r * out_width]);
+      for (int p = 0; p < out_width / kPanel; p++) panels[p] = {value + p * kPanel * kPerWord, dim * kPerWord, next + p * kPanel * kPerWord};
+      multiply(weights.data(), width, rows, panels.data(), out_width / kPanel, words_for(std::min(size, last - block * size + 1)),
                [&](int row, int panel, Vec low, Vec high) {
                  float* to = &out[row * out_width + panel * kPanel];
                  save(to, load<Vec>(to) + low);
@@ -429,9 +446,9 @@ class Decoder {
   };
 
   // Scores of a block to weights: those from `seen` on are of later tokens; out follows.
-  void weigh(float* scores, long seen, Weighed& state, float* out) const {
+  void weigh(float* scores, long seen, Weighed& state, Factor* weights, float* out) const {
     const long size = padded(model_.block_size);
-    if (seen <= 0) return (void)std::memset(scores, 0, size * sizeof(float));
+    if (seen <= 0) return (void)std::memset(weights, 0, size * sizeof(Factor));
     seen = std::min<long>(seen, model_.block_size);
     for (long i = seen; i < size; i++) scores[i] = -1e30f;
     Vec best = all(state.highest);
@@ -448,7 +465,11 @@ class Decoder {
     }
     for (long i = 0; i < size; i += kLanes) save(scores + i, exponential(load<Vec>(scores + i) - highest));
     for (long i = seen; i < size; i++) scores[i] = 0;
-    for (long i = 0; i < size; i += kLanes) save(state.sums + i % kSums, load<Vec>(state.sums + i % kSums) + load<Vec>(scores + i));
+    for (long i = 0; i < size; i += kLanes) {
+      const Vec weight = load<Vec>(scores + i);
+      save(state.sums + i % kSums, load<Vec>(state.sums + i % kSums) + weight);
+      save_factors(weights + i, weight);
+    }
   }
 
   const Model model_;

@@ -28,12 +28,12 @@ _TAIL = 64
 
 
 class NativeHead:
-    """A `HeadRunner`: panels of 8 bits, since drafts need not be exact, the target's embedding, and a KV cache of
-    float32."""
+    """A `HeadRunner`: panels of 8 bits, since drafts need not be exact, the target's embedding, and a KV cache of the
+    target's type."""
 
     def __init__(
-        self, head: EagleHead, code: ctypes.CDLL, embedding: NativeMatrix, output: torch.Tensor, blocks: int,
-        block_size: int, threads: int,
+        self, head: EagleHead, code: ctypes.CDLL, embedding: NativeMatrix, output: torch.Tensor,
+        cached: torch.dtype, blocks: int, block_size: int, threads: int,
     ) -> None:  # fmt: skip
         """`output`: the target's output rows, for a head without its own. Raises EngineFailure."""
         facts, tensors = head.facts, load_tensors(head)
@@ -53,8 +53,8 @@ class NativeHead:
             attention_norm=self._vector(tensors["input_layernorm"]),
             mlp_norm=self._vector(tensors["post_attention_layernorm"]),
         )
-        size = 2 * facts.kv_heads * facts.head_dim * block_size
-        self._cache = zeros((blocks * size + _TAIL,), torch.float32)
+        size = 2 * facts.kv_heads * facts.head_dim * (block_size + block_size % 2)
+        self._cache = zeros((blocks * size + _TAIL,), cached)
         model = NativeModel(
             layers=ctypes.pointer(self._layer),
             embedding=embedding,

@@ -17,47 +17,35 @@ struct WeightPanel {
   void prefetch(long k) const {
     if (M > 1) __builtin_prefetch(data + (k + kColumnsAhead) * kLanes);
   }
-  void columns(long k, Vec& low, Vec& high) const {
+  void columns(long k, Bits& low, Bits& high) const {
     const Bits both = load<Bits>(data + k * kLanes);
-    low = (Vec)(both << 16);
-    high = (Vec)(both & 0xffff0000u);
+    low = both << 16;
+    high = both & 0xffff0000u;
   }
-};
-struct FloatPanel {
-  const float* data;
-  long stride;
-  const float* next;  // what is read after all panels, and in the same way
-  template <int M>
-  void prefetch(long k) const {
-    for (int i = 0; i < kPanel; i += 16) __builtin_prefetch(next + k * stride + i);
-  }
-  void columns(long k, Vec& low, Vec& high) const {
-    low = load<Vec>(data + k * stride);
-    high = load<Vec>(data + k * stride + kLanes);
+  static void add(Vec* sums, const float* factors, long k, Bits low, Bits high) {
+    const Vec x = all(factors[k]);
+    sums[0] += x * (Vec)low;
+    sums[1] += x * (Vec)high;
   }
 };
 
-template <int M, int P, class Panel, class Store>
-__attribute__((noinline)) void tile(const float* a, long stride, const Panel* panels, long depth, int row, int panel, Store& store) {
+template <int M, int P, class Factor, class Panel, class Store>
+__attribute__((noinline)) void tile(const Factor* a, long stride, const Panel* panels, long depth, int row, int panel, Store& store) {
   Vec sums[M][P][2] = {};
   for (long k = 0; k < depth; k++) {
     for (int p = 0; p < P; p++) {
-      Vec low, high;
+      Bits low, high;
       panels[p].template prefetch<M>(k);
       panels[p].columns(k, low, high);
-      for (int m = 0; m < M; m++) {
-        const Vec x = all(a[m * stride + k]);
-        sums[m][p][0] += x * low;
-        sums[m][p][1] += x * high;
-      }
+      for (int m = 0; m < M; m++) Panel::add(sums[m][p], a + m * stride, k, low, high);
     }
   }
   for (int m = 0; m < M; m++)
     for (int p = 0; p < P; p++) store(row + m, panel + p, sums[m][p][0], sums[m][p][1]);
 }
 
-template <int M, class Panel, class Store>
-inline void tiles(const float* a, long stride, const Panel* panels, int count, long depth, int row, Store& store) {
+template <int M, class Factor, class Panel, class Store>
+inline void tiles(const Factor* a, long stride, const Panel* panels, int count, long depth, int row, Store& store) {
   // As many panels as leave all sums in registers: GCC loads the columns of every panel first.
   constexpr int P = M == 1 ? kStreams : M == 2 ? (kLanes == 16 ? 3 : 2) : M == 3 && kLanes == 16 ? 2 : 1;
   int panel = 0;
@@ -65,17 +53,17 @@ inline void tiles(const float* a, long stride, const Panel* panels, int count, l
   for (; panel < count; panel++) tile<M, 1>(a, stride, panels + panel, depth, row, panel, store);
 }
 
-template <int M, class Panel, class Store>
-inline void rest(const float* a, long stride, int rows, const Panel* panels, int count, long depth, int row, Store& store) {
+template <int M, class Factor, class Panel, class Store>
+inline void rest(const Factor* a, long stride, int rows, const Panel* panels, int count, long depth, int row, Store& store) {
   if constexpr (M > 0) {
     if (rows == M) return tiles<M>(a, stride, panels, count, depth, row, store);
     rest<M - 1>(a, stride, rows, panels, count, depth, row, store);
   }
 }
 
-// store(row, panel, low, high) takes a [rows, depth] times the panels.
-template <class Panel, class Store>
-inline void multiply(const float* a, long stride, int rows, const Panel* panels, int count, long depth, Store store) {
+// store(row, panel, low, high) takes `rows` of a, `stride` apart, times the panels, of which each adds `depth` times to a sum.
+template <class Factor, class Panel, class Store>
+inline void multiply(const Factor* a, long stride, int rows, const Panel* panels, int count, long depth, Store store) {
   int row = 0;
   for (; row + kTileRows <= rows; row += kTileRows) tiles<kTileRows>(a + row * stride, stride, panels, count, depth, row, store);
   rest<kTileRows - 1>(a + row * stride, stride, rows - row, panels, count, depth, row, store);

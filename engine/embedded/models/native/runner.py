@@ -2,7 +2,8 @@
 transformers.
 
 The torch runner (`engine/embedded/models/torch/runner.py`) runs whatever transformers has; this is the fast path for
-what it knows: bfloat16 or quantised weights, float32 activations, keys and values, a whole step in one call.
+what it knows: bfloat16 or quantised weights, float32 activations, keys and values in the type of products, a whole step
+in one call.
 """
 
 import ctypes
@@ -18,13 +19,13 @@ import torch
 from engine.checkpoints.eagle import EagleHead, taken_layers
 from engine.checkpoints.headers import some
 from engine.config import EmbeddedConfig, Tag
-from engine.embedded.kv.layout import Attends, LayerGroup, share
+from engine.embedded.kv.layout import Attends, share
 from engine.embedded.kv.memory import KvMemory, discard, shared_zeros
 from engine.embedded.models.devices import UnsupportedModelError
 from engine.embedded.models.native.build import NoCompilerError, find_compiler, first_compiled, library
 from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig, read_config
 from engine.embedded.models.native.head import NativeHead
-from engine.embedded.models.native.levels import chosen
+from engine.embedded.models.native.levels import Arithmetic, chosen
 from engine.embedded.models.native.structures import NativeDraw, NativeStep
 from engine.embedded.models.native.weights import Weights, zeros
 from engine.embedded.models.runner import EmbeddingRows, PendingTokens, StepInput
@@ -37,8 +38,8 @@ log = logging.getLogger(__name__)
 
 MIB = 1 << 20
 _TAIL = 64
-"""Floats behind the cache, more than a panel: `decoder.cpp` reads whole panels where a block or a head ends within
-one."""
+"""Values behind the cache, as many as a panel has: `decoder.cpp` reads whole panels where a block or a head ends
+within one."""
 
 
 class NativeRunner(PendingTokens):
@@ -69,11 +70,17 @@ class NativeRunner(PendingTokens):
         self.sampler = NativeSampler(shape.vocab_size, code)
         self.eos_token_ids = shape.eos_token_ids
         self.context_length = min(config.max_seq_len or shape.context_length, shape.context_length)
-        self.groups = _share(config, shape)
-        blocks = self.groups[0].num_blocks, _block_bytes(config, shape) // 4
-        self._cache = whole = (shared_zeros if config.kv_transfer else zeros)(
-            (math.prod(blocks) + _TAIL,), torch.float32
+        cached = torch.float32 if level.products == Arithmetic.FLOATS else torch.bfloat16
+        block_bytes = _block_bytes(config, shape, cached)
+        self.groups = share(
+            _attends(shape),
+            block_bytes // shape.layers,
+            config.kv_cache_memory_mb * MIB,
+            config.kv_block_size,
+            config.num_blocks,
         )
+        blocks = self.groups[0].num_blocks, block_bytes // cached.itemsize
+        self._cache = whole = (shared_zeros if config.kv_transfer else zeros)((math.prod(blocks) + _TAIL,), cached)
         cache = whole[:-_TAIL].view(blocks)
         self.memory = KvMemory("blocks of heads", _attends(shape), [cache])
         self._frequencies = shape.frequencies.numpy()
@@ -137,7 +144,14 @@ class NativeRunner(PendingTokens):
             output = checkpoint.tensor("lm_head.weight" if own else "model.embed_tokens.weight")
         blocks = self.groups[0].num_blocks + spare_blocks
         return NativeHead(
-            head, self._code, self._weights.embedding, output, blocks, self._block_size, self._most_threads
+            head,
+            self._code,
+            self._weights.embedding,
+            output,
+            self._cache.dtype,
+            blocks,
+            self._block_size,
+            self._most_threads,
         )
 
 
@@ -178,21 +192,14 @@ def _addresses(images: EmbeddingRows, tokens: int) -> "np.ndarray[tuple[int], np
     return addresses
 
 
-def _share(config: EmbeddedConfig, shape: LlamaConfig) -> list[LayerGroup]:
-    layer_block_bytes = _block_bytes(config, shape) // shape.layers
-    return share(
-        _attends(shape), layer_block_bytes, config.kv_cache_memory_mb * MIB, config.kv_block_size, config.num_blocks
-    )
-
-
 def _attends(shape: LlamaConfig) -> Attends:
     return Attends((None,) * shape.layers, shape.kv_heads, shape.head_dim)
 
 
-def _block_bytes(config: EmbeddedConfig, shape: LlamaConfig) -> int:
-    """Return the bytes of a block in all layers: keys as float32 [kv_heads, head_dim, block_size], values as
-    [kv_heads, block_size, head_dim]."""
-    return shape.layers * 2 * shape.kv_heads * shape.head_dim * config.kv_block_size * 4
+def _block_bytes(config: EmbeddedConfig, shape: LlamaConfig, cached: torch.dtype) -> int:
+    """Return the bytes of a block in all layers: keys and values of each head in words of 4 bytes (`cache.h`)."""
+    words = -(-config.kv_block_size * cached.itemsize // 4)
+    return shape.layers * 2 * shape.kv_heads * shape.head_dim * words * 4
 
 
 class NativeSampler(Sampler):

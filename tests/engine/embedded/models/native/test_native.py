@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.checkpoints.families import FAMILIES
 from engine.config import EmbeddedConfig
@@ -89,14 +90,35 @@ def rounds(level: str) -> bool:
 def logits_of(
     folder: Path, tokens: list[int], level: str = "portable", dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Logits of transformers: what its matrices are multiplied with is rounded if the level does so."""
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    """Logits of transformers: keys, values, and what they and weights are multiplied with, are rounded if the level does
+    so."""
+    attention = "rounded" if rounds(level) else "sdpa"
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
     for module in reference.modules():
         if isinstance(module, torch.nn.Linear) and rounds(level):
-            module.register_forward_pre_hook(lambda _, inputs: (inputs[0].bfloat16().float(),))
+            module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
     with torch.inference_mode():
         logits: torch.Tensor = reference(torch.tensor([tokens])).logits[0].float()
     return logits
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    return values.bfloat16().float()
+
+
+def rounded_attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, scaling: float,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Causal attention of one sequence by queries, keys, values and weights in bfloat16, added up in float32."""
+    key, value = (rounded(part).repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
+    scores = rounded(query * scaling) @ key.transpose(2, 3)
+    scores += torch.full(scores.shape[2:], -torch.inf).triu(1)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    return (rounded(weights) @ value / weights.sum(-1, keepdim=True)).transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register("rounded", rounded_attention)
 
 
 def assert_near(logits: torch.Tensor, expected: torch.Tensor, level: str) -> None:
@@ -198,34 +220,36 @@ def test_sizes_need_not_fill_vectors(tmp_path: Path, sizes: str, kind: str, leve
     assert_near(torch.cat([model.forward(step) for step in steps]), expected, level)
 
 
+@pytest.mark.parametrize("rounding", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 16, 24, 31, 33, 64, 600, 1024])
-def test_blocks_of_any_size_hold_the_same_at_every_level(
-    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+def test_blocks_of_any_size_hold_the_same_at_every_level_of_a_type(
+    tmp_path: Path, size: int, rounding: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a sequence goes on with the blocks that another level has filled, as when they come from another replica."""
     folder = make_folder(tmp_path)
     monkeypatch.setattr(levels, "LEVELS", ALL_LEVELS)
     count = -(-90 // size)
     sequence = Part(tokens_of(90, 1), list(range(count, 2 * count)), 0, 90)
-    models = [load(folder, kv_block_size=size, num_blocks=2 * count, cpu_isa=level.name) for level in LEVELS]
+    names = [level.name for level in LEVELS if rounds(level.name) == rounding]
+    models = [load(folder, kv_block_size=size, num_blocks=2 * count, cpu_isa=name) for name in names]
+    assert {model.memory.dtype for model in models} == {"bfloat16" if rounding else "float32"}
     filled = [model.forward(step_of([sequence])) for model in models]
     for model, logits in zip(models, filled, strict=True):
         assert_alike(model, logits, filled[0])
-        assert_alike(model, model.memory.blocks[0], models[0].memory.blocks[0])
+        assert_alike(model, model.memory.blocks[0].float(), models[0].memory.blocks[0].float())
     for model, other in zip(models, [*models[1:], models[0]], strict=True):
         other.memory.blocks[0][:] = model.memory.blocks[0]
         last = other.forward(step_of([sequence.changed(start=89, length=1)]))
-        mixed = model if rounds(model.instruction_set) else other
-        assert_alike(mixed, last, filled[0][89:])
+        assert_alike(other, last, filled[0][89:])
 
 
-def assert_alike(model: NativeRunner, values: torch.Tensor, portable: torch.Tensor) -> None:
+def assert_alike(model: NativeRunner, values: torch.Tensor, first: torch.Tensor) -> None:
     """Levels add up the same products in the same order, but not all fuse multiplication and addition, and some round
-    activations. Logits here are up to 60."""
+    activations, each to its own side. Logits here are up to 60."""
     if rounds(model.instruction_set):
-        assert size(values - portable) < 0.03 * size(portable)
+        assert size(values - first) < 0.03 * size(first)
     else:
-        torch.testing.assert_close(values, portable, rtol=1e-4, atol=3e-4)
+        torch.testing.assert_close(values, first, rtol=1e-4, atol=3e-4)
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
