@@ -11,7 +11,7 @@ from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
 from engine.kv_events import KvEvent
 from engine.stats import IterationStats
-from engine.types import Delta, EngineInfo, GenerateRequest
+from engine.types import Delta, EngineInfo, GenerateRequest, NextHandoff
 
 T = TypeVar("T")
 Sink = Callable[[Delta | Exception], object]
@@ -48,10 +48,19 @@ class Engine(Protocol):
         EngineUnavailable or EngineFailure at any time. Closing the stream, or cancelling the task that awaits it, is
         the only way to abort: the engine stops within one step and frees the sequence's KV blocks.
 
-        A `prefill_only` request yields one delta. If that has no `finish_reason` it has `held`, and the stream then
-        stays open: the KV blocks are kept until it is closed. A request with a `handoff` continues from there: the
-        engine reads the blocks, and its first delta says that it no longer needs them. If it cannot read them it
-        computes the prompt itself.
+        A `prefill_only` request yields one delta, after early ones if it asks for these. If that has no
+        `finish_reason` it has `held`, and the stream then stays open: the KV blocks are kept until it is closed. A
+        request with a `handoff` continues from there: the engine reads the blocks, and its first delta says that it no
+        longer needs them. If it cannot read them it computes the prompt itself. After an early handoff it raises
+        EngineUnavailable instead, as long as it does not know the first token.
+        """
+        ...
+
+    async def continue_handoff(self, following: NextHandoff) -> bool:
+        """Pass on the next handoff of a running request that was begun with an early one: more blocks can be read, or
+        the first token is there.
+
+        Returns False if the engine runs no such request, or cannot begin with an early handoff.
         """
         ...
 
@@ -123,6 +132,9 @@ class EngineAround:
 
     async def start(self) -> None:
         await self.inner.start()
+
+    async def continue_handoff(self, following: NextHandoff) -> bool:
+        return await self.inner.continue_handoff(following)
 
     def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
         return self.inner.kv_events()
@@ -283,7 +295,7 @@ def merge(deltas: Sequence[Delta]) -> Delta:
         logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
-        prompt=deltas[0].prompt,
+        prompt=next((delta.prompt for delta in deltas if delta.prompt is not None), None),
         held=last.held,
         performance=last.performance,
     )

@@ -130,6 +130,8 @@ class Held(msgspec.Struct, frozen=True, omit_defaults=True):
     """Location of the blocks, in the backend's own format."""
     prompt_token_ids: tuple[int, ...] = ()
     """The prompt as the backend expanded it, with its images' tokens; empty if it is the request's own."""
+    computed: int = 0
+    """Number of leading tokens whose blocks can be read, before the first token is there; then all can."""
 
 
 class Performance(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -162,7 +164,8 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_reason: int | None = None
     prompt: PromptReport | None = None
     held: Held | None = None
-    """Set for a `prefill_only` request that its first token did not end: its KV blocks wait to be read."""
+    """Set for a `prefill_only` request that its first token did not end: its KV blocks wait to be read. A delta without
+    tokens is early (`GenerateRequest.early_handoff`): an empty `state` takes back those before."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
     """Number of tokens that speculation drafted for this delta, and of those that are in it."""
@@ -248,15 +251,34 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Kind of the engine that computed the blocks: only one of the same kind can continue."""
     first: Delta
     """The first token, with its log-probabilities and the report on the prompt. With a `finish_reason` there is nothing
-    to decode."""
+    to decode. Without either the handoff is early."""
     state: bytes = b""
     """Location of the KV blocks, in the backend's own format; empty if they are lost: the engine then computes the
     prompt itself."""
+    computed: int = 0
+    """Number of leading tokens whose blocks can be read, if the handoff is early."""
     prompt_token_ids: tuple[int, ...] = ()
     """The prompt as the backend expanded it, with its images' tokens; empty if it is the request's own."""
     lease: bytes = b""
     """Location of the lease on the KV blocks, in the format of the transport of the handoff; empty if the answer that
     brought it is the lease."""
+
+    @property
+    def early(self) -> bool:
+        """Whether the prompt is still being computed; another handoff with the first token follows."""
+        return is_early(self.first)
+
+
+def is_early(delta: Delta) -> bool:
+    """Return whether a delta of a `prefill_only` request comes before its first token."""
+    return not delta.token_ids and delta.finish_reason is None
+
+
+class NextHandoff(msgspec.Struct, frozen=True):
+    """A later handoff for a request that was begun with an early one."""
+
+    request_id: str
+    handoff: Handoff
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -280,10 +302,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """The prompt's images: encoded, as files for the backend to encode, or encoded elsewhere in the backend's own
     terms. For a model that transcribes, the speech."""
     handoff: Handoff | None = None
-    """Continue from this handoff: the deltas are those after `handoff.first`, without a report on the prompt."""
+    """Continue from this handoff: the deltas are those after `handoff.first`, without a report on the prompt. After an
+    early one the blocks are read as they are computed, and `Engine.continue_handoff` brings the first token."""
     prefill_only: bool = False
     """Compute the prompt and one token. If that does not end the request, its delta carries `held` and the stream stays
     open, idle: the KV blocks are held until it is closed."""
+    early_handoff: bool = False
+    """With `prefill_only`: say in deltas without tokens which blocks can be read while the prompt is computed, if the
+    backend can."""
     prediction: tuple[int, ...] = ()
     """Predicted output: speculation proposes its tokens."""
     dp_rank: int | None = None

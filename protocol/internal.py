@@ -1,9 +1,9 @@
 """Messages between replicas on /prefill and /encode: msgpack bodies, and answers in frames. Not a public interface.
 
 `GET /prefill` answers with a `PrefillInfo`. `POST /prefill` takes a `PrefillRequest` and answers with frames: empty
-ones while the request waits or is computed, then one with the handoff or an error envelope. After a handoff that holds
-KV blocks the answer stays open and silent: it is the lease of the blocks. The client closes it when it no longer needs
-them; the server ends it before they are freed.
+ones while the request waits or is computed, and early handoffs, which say which KV blocks can be read already, then one
+with the handoff or an error envelope. After a handoff that holds KV blocks the answer stays open and silent: it is the
+lease of the blocks. The client closes it when it no longer needs them; the server ends it before they are freed.
 
 A request's body is a length-prefixed message, then the bytes of media, whose sizes the message lists. The media are
 never copied to build the body.
@@ -20,7 +20,7 @@ import msgspec
 
 from protocol.frames import HEADER_BYTES, packed, size_of
 
-VERSION = 4
+VERSION = 5
 MEDIA_TYPE = "application/vnd.msgpack"
 ALIVE_SECONDS = 1.0
 """Pause between the empty frames of a server that is still computing."""

@@ -12,11 +12,12 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from engine.config import EmbeddedConfig, Tag
 from engine.embedded.fetches import Fetches
 from engine.embedded.grammar.library import Compiled
-from engine.embedded.handoff.remote_source import RemoteSource
+from engine.embedded.handoff.remote_source import RemoteSource, resume_further
 from engine.embedded.handoff.state import held_of, layout_of
 from engine.embedded.handoff.words import LeaseWords
 from engine.embedded.kv.blocks import BlockPool, EventData
@@ -33,11 +34,11 @@ from engine.embedded.scheduler import Scheduler
 from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.embedded.speculation.create import create_speculator
 from engine.embedded.step import Chunk, PromptRows, lacking_embeddings, note_pending, prompt_rows, step_input
-from engine.errors import EngineFailure, EngineUnavailable
+from engine.errors import EngineError, EngineFailure, EngineUnavailable
 from engine.kv_events import KvEvent
 from engine.stats import InflightBatchingStats, IterationStats
 from engine.transfer.transfers import Transfers
-from engine.types import Delta, FinishReason, Held, Performance, PromptReport, TokenLogprobs
+from engine.types import Delta, FinishReason, Handoff, Held, Performance, PromptReport, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ GPU_PROMPT_TOKENS = 4096
 double the time to the first token (docs/log.md)."""
 CPU_REST_AFTER = 512
 """Tokens of a prompt on a CPU after which it leaves half of the time to others."""
+EARLY_TOKENS = 512
+"""Minimum number of prompt tokens between two early handoffs, each of which is a message through four processes."""
 
 _TIERS_PAUSE = 0.02
 _TRIALS = 2
@@ -157,6 +160,8 @@ class EngineCore:
         self._fetches = Fetches(self.scheduler, config.transfer_timeout_seconds)
         self._sampler = self.runner.sampler or Sampler(self.runner.vocab_size, self.runner.device)
         self._sequences: dict[str, Sequence] = {}
+        self._announced: list[Sequence] = []
+        """Running sequences whose blocks other replicas read while the prompt is being computed."""
         self._max_num_seqs = config.max_batch_size
         self._iteration = 0
         self._completed = 0
@@ -188,9 +193,9 @@ class EngineCore:
     @property
     def ready(self) -> bool:
         """Whether a step would get anywhere; if not, a command or the end of a reading has to come first."""
-        return self._launched is not None or (
-            not self._stalled and bool(self.scheduler.running or self.scheduler.waiting)
-        )
+        if self._launched is not None or self._fetches.lost:
+            return True
+        return not self._stalled and bool(self.scheduler.running or self.scheduler.waiting)
 
     @property
     def poll_seconds(self) -> float | None:
@@ -216,6 +221,20 @@ class EngineCore:
             sequence.lacks_grammar = False
             self._stalled = False
 
+    def continue_handoff(self, request_id: str, handoff: Handoff) -> None:
+        """Have a sequence with an early handoff continue from a later one. Does nothing if it has ended, or has its
+        first token. Raises as `resume` does; the sequence is dropped then."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or not sequence.lacks_first:
+            return
+        try:
+            resume_further(sequence, handoff, self.layout)
+        except EngineError:
+            self.abort(request_id)
+            raise
+        self._stalled = False
+        self.poll()
+
     def abort(self, request_id: str) -> None:
         """Drop a sequence and free its blocks, at once or when nothing writes to them any more. Does nothing if it
         has finished."""
@@ -224,9 +243,7 @@ class EngineCore:
             return
         self._forget(sequence)
         if sequence.status is SequenceStatus.HELD:
-            assert sequence.lease is not None and self.remote is not None
             self._completed += 1
-            self.remote.words.revoke(sequence.lease)
         else:
             self._aborted += 1
         if sequence.status is SequenceStatus.FETCHING:
@@ -309,6 +326,7 @@ class EngineCore:
         """
         outputs: Outputs = []
         self.poll()
+        outputs += self._end_lost()
         ran, preemptions = self._launched is not None, self.scheduler.preemptions
         if self.speculator is not None:
             outputs += self._plan_drafts()
@@ -326,6 +344,7 @@ class EngineCore:
         self._launched = launched
         if not self._overlap:
             outputs += self._settle()
+        outputs += self._announce()
         self._stalled = not (ran or launched or outputs or self.scheduler.preemptions > preemptions)
         self._begin_fetches()
         if not self._sequences:
@@ -428,6 +447,8 @@ class EngineCore:
         that take part."""
         started, preemptions = time.monotonic(), self.scheduler.preemptions
         chunks = self.scheduler.schedule(self.runner.most_tokens)
+        if self.scheduler.preemptions != preemptions:
+            failures += self._take_back()
         if self.runner.takes_images is not None and (lost := lacking_embeddings(chunks)):
             failures += self._end(lost, lambda: EngineUnavailable(NO_IMAGES))
             chunks = [chunk for chunk in chunks if chunk not in lost]
@@ -443,6 +464,7 @@ class EngineCore:
             return None
         if self.runner.device.type == "cpu":
             self._size_prompts(chunks, time.monotonic() - started)
+        self._announced += [chunk.sequence for chunk in chunks if self._is_read_early(chunk.sequence)]
         self._iteration += 1
         self._last = _batching(chunks, self.scheduler.preemptions - preemptions)
         return step
@@ -518,6 +540,9 @@ class EngineCore:
             taken = self._take(step, step.drawn)
             chunks = step.chunks if step.rows is None else self._verified(step.chunks, taken)
             self.scheduler.computed(chunks)
+            for chunk in chunks if self._announced else ():
+                if chunk.current:
+                    chunk.sequence.written = chunk.start + chunk.length
             for sequence, found in taken.items():
                 outputs.append((sequence.request.request_id, self._answer(sequence, found)))
         except (RuntimeError, ValueError) as error:
@@ -605,19 +630,82 @@ class EngineCore:
     def _drop(self, sequence: Sequence) -> None:
         """Take a sequence out of the engine that has ended."""
         del self._sequences[sequence.request.request_id]
-        self.scheduler.remove(sequence)
         self._forget(sequence)
+        self.scheduler.remove(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
+        """Drop what is kept of a sequence that is about to give up its blocks for good."""
         if self.speculator is not None:
             self.speculator.forget(sequence)
+        if sequence in self._announced:
+            self._announced.remove(sequence)
+        self._revoke(sequence)
 
     def _hold(self, sequence: Sequence) -> Held:
         """Keep the blocks of a sequence whose prompt is computed, until it is aborted."""
-        assert self.remote is not None, "the engine refuses prefills without transfers"
         self.scheduler.hold(sequence)
+        if sequence in self._announced:
+            self._announced.remove(sequence)
+        held = sequence.held or self._grant(sequence)
+        return Held(held.state)
+
+    def _grant(self, sequence: Sequence) -> Held:
+        """Let other replicas read the blocks of a sequence until `_revoke`, as far as they are computed."""
+        assert self.remote is not None, "the engine refuses prefills without transfers"
         sequence.lease = self.remote.words.grant()
-        return held_of(self.layout, sequence.tables, self.remote.transfers.offers(), sequence.lease)
+        sequence.held = held_of(self.layout, sequence.tables, self.remote.transfers.offers(), sequence.lease)
+        return sequence.held
+
+    def _revoke(self, sequence: Sequence) -> None:
+        """Tell other replicas that the blocks of a sequence, if they read them, are not what they were. To be called
+        before anything writes to them."""
+        if sequence.lease is not None:
+            assert self.remote is not None
+            self.remote.words.revoke(sequence.lease)
+            sequence.lease = sequence.held = None
+
+    def _is_read_early(self, sequence: Sequence) -> bool:
+        """Return whether another replica should learn now of a sequence that has begun to run."""
+        request = sequence.request
+        return (
+            request.prefill_only
+            and request.early_handoff
+            and request.sampling.max_tokens > 1
+            and sequence.held is None
+            and sequence not in self._announced
+            and not self.blocks.sliding  # blocks behind a window are given up
+        )
+
+    def _announce(self) -> Outputs:
+        """Say of running prompts which blocks can be read: those that steps which have ended have written."""
+        outputs: Outputs = []
+        for sequence in self._announced:
+            said = sequence.held
+            held = replace(said or self._grant(sequence), computed=sequence.written)
+            if said is None or held.computed >= said.computed + EARLY_TOKENS:
+                sequence.held = held
+                outputs.append((sequence.request.request_id, Delta((), held=held)))
+        return outputs
+
+    def _take_back(self) -> Outputs:
+        """Give up the early handoffs of preempted sequences, whose blocks the next step may write to."""
+        lost = [sequence for sequence in self._announced if sequence.status is not SequenceStatus.RUNNING]
+        for sequence in lost:
+            self._announced.remove(sequence)
+            self._revoke(sequence)
+            sequence.written = 0
+        return [(sequence.request.request_id, Delta((), held=Held(b""))) for sequence in lost]
+
+    def _end_lost(self) -> Outputs:
+        """End the sequences whose first token another replica has yet to compute and whose blocks cannot be read."""
+        lost, self._fetches.lost = self._fetches.lost, []
+        for sequence, _ in lost:
+            del self._sequences[sequence.request.request_id]
+            self._forget(sequence)
+        return [
+            (sequence.request.request_id, EngineUnavailable(f"KV blocks could not be read: {reason}"))
+            for sequence, reason in lost
+        ]
 
     def _fail(self, chunks: list[Chunk], error: Exception) -> Outputs:
         """End the sequences of a failed step. Raises if the device itself is broken, since every later step would

@@ -28,7 +28,7 @@ from engine.embedded.vision.kept import RowsReader
 from engine.errors import EngineError, EngineFailure, EngineNotReady, EngineUnavailable, InvalidRequest
 from engine.kit.checks import check_embeddings, check_prompt
 from engine.kv_events import KvEvent
-from engine.types import GUIDE_KINDS, EngineInfo, GenerateRequest, Guide
+from engine.types import GUIDE_KINDS, EngineInfo, GenerateRequest, Guide, Handoff, NextHandoff
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ class EmbeddedEngine(ThreadedEngine[EngineCore]):
         self._new_events: list[KvEvent] = []
         self._rows = RowsReader(config.embedding_memory_mb << 20, config.transfer_timeout_seconds)
         self._preparing: set[asyncio.Task[None]] = set()
+        self._handoffs: dict[str, Handoff] = {}
+        """The last handoffs of running requests that were begun with early ones."""
         self._started = threading.Event()
         """Set by `start` and `close`. The thread waits for it before it takes memory for which a second has no room."""
         self._closing = False
@@ -90,12 +92,29 @@ class EmbeddedEngine(ThreadedEngine[EngineCore]):
         except EngineError as error:
             return DeltaStream.failed(error)
         self._streams[request.request_id] = stream
-        stream.when_done(lambda: self._streams.pop(request.request_id))
+        if request.handoff is not None and request.handoff.early:
+            self._handoffs[request.request_id] = request.handoff
+        stream.when_done(lambda: self._forget(request.request_id))
         if request.has_remote:
             self._prepare_in_task(self._fetch(request, stream), stream)
         elif request.sampling.guide is not None:
             self._submit_guided(request, request.sampling.guide, stream)
         return stream
+
+    async def continue_handoff(self, following: NextHandoff) -> bool:
+        request_id, handoff = following.request_id, following.handoff
+        if request_id not in self._handoffs:
+            return False
+        self._handoffs[request_id] = handoff
+
+        def proceed(core: EngineCore) -> None:
+            try:
+                core.continue_handoff(request_id, handoff)
+            except EngineError as error:
+                self._call(self._deliver, [(request_id, error)], core.stats())
+
+        self._commands.put(proceed)
+        return True
 
     async def reset_prefix_cache(self) -> None:
         await self._ask(EngineCore.reset_prefix_cache)
@@ -138,6 +157,10 @@ class EmbeddedEngine(ThreadedEngine[EngineCore]):
         await self._rows.close()
         if started:
             await self._compiler.close()
+
+    def _forget(self, request_id: str) -> None:
+        del self._streams[request_id]
+        self._handoffs.pop(request_id, None)
 
     def _check(self, request: GenerateRequest) -> None:
         if not self.healthy:
@@ -216,6 +239,7 @@ class EmbeddedEngine(ThreadedEngine[EngineCore]):
     def _sequence(self, request: GenerateRequest, matcher: Matcher | None) -> Sequence:
         seed = request.sampling.seed if request.sampling.seed is not None else random.getrandbits(63)
         info, arrival = self.info, time.monotonic()
+        handoff = self._handoffs.get(request.request_id, request.handoff)
         sequence = Sequence(
             request=request,
             sampler=SamplerState(
@@ -233,8 +257,8 @@ class EmbeddedEngine(ThreadedEngine[EngineCore]):
             prompt_logprobs=None if request.sampling.prompt_logprobs is None else [None],
             lacks_grammar=matcher is not None and not matcher.ready,
         )
-        if request.handoff is not None:
-            resume(sequence, request.handoff, self._layout)
+        if handoff is not None:
+            resume(sequence, handoff, self._layout)
         return sequence
 
     async def _warm_up(self) -> None:
@@ -261,6 +285,8 @@ class EmbeddedEngine(ThreadedEngine[EngineCore]):
                 return
             model.runner.take_memory()
             core = EngineCore(self._config, lambda event: self._new_events.append(event), model)
+            if core.remote is not None:
+                core.remote.wake = lambda: self._commands.put(_poll)
             self._settle(ready, self._describe(core, seconds))
         except Exception as error:
             self._fail_start(awaited, error)
@@ -292,7 +318,7 @@ class EmbeddedEngine(ThreadedEngine[EngineCore]):
             if command is None:
                 return False
             command(core)
-            told = False
+            told, pause = False, _SHORTEST_PAUSE
 
     def _describe(self, core: EngineCore, load_seconds: float) -> EngineInfo:
         runner, config = core.runner, self._config
@@ -332,6 +358,10 @@ class EmbeddedEngine(ThreadedEngine[EngineCore]):
         """Return the KV events since the last call: they travel with the outputs of a step."""
         events, self._new_events = self._new_events, []
         return events
+
+
+def _poll(core: EngineCore) -> None:
+    core.poll()
 
 
 def _profile(call: Callable[[], object]) -> None:

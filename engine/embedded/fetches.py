@@ -2,6 +2,7 @@
 
 import logging
 import time
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from engine.embedded.kv.groups import Table
@@ -16,10 +17,15 @@ _ORPHANS_PAUSE = 0.02
 log = logging.getLogger(__name__)
 
 
-class _ActiveFetch(NamedTuple):
+@dataclass(slots=True)
+class _ActiveFetch:
     fetch: Fetch
     reading: Reading
-    started: float
+    waits: bool
+    """Whether nothing was copied after the last poll."""
+    polled: float
+    seconds: float = 0.0
+    """Time in which something was copied."""
 
 
 class _Orphan(NamedTuple):
@@ -37,6 +43,8 @@ class Fetches:
         self._scheduler = scheduler
         self._timeout_seconds = timeout_seconds
         self._running: list[_ActiveFetch] = []
+        self.lost: list[tuple[Sequence, str]] = []
+        """Sequences that cannot go on, and the reasons: what another replica computes of them is out of reach."""
         self._orphans: list[_Orphan] = []
         self._succeeded = 0
         self._failed = 0
@@ -46,7 +54,9 @@ class Fetches:
     @property
     def poll_seconds(self) -> float | None:
         """The longest pause between two calls of `poll`; None if there is nothing to poll."""
-        return _PAUSE if self._running else _ORPHANS_PAUSE if self._orphans else None
+        if any(not entry.waits for entry in self._running):
+            return _PAUSE
+        return _ORPHANS_PAUSE if self._orphans else None
 
     def stats(self) -> dict[str, Any]:
         """Return the fields of `IterationStats` on transfers."""
@@ -64,12 +74,12 @@ class Fetches:
             try:
                 reading = fetch.source.read(fetch.sequence, fetch.missing)
             except TransferError as error:
-                self._scheduler.release_orphan(self._compute_here(fetch, str(error)))
+                self._scheduler.release_orphan(self._give_up(fetch, str(error)))
             else:
-                self._running.append(_ActiveFetch(fetch, reading, started))
+                self._running.append(_ActiveFetch(fetch, reading, reading.waits, started))
 
     def poll(self) -> bool:
-        """Take note of readings that have ended; return whether one has."""
+        """Take note of readings that have ended, and have others read on; return whether one has ended."""
         running, orphans = self._running, self._orphans
         self._running = [entry for entry in running if not self._ended(entry)]
         self._orphans = [orphan for orphan in self._orphans if not self._over(orphan)]
@@ -87,33 +97,40 @@ class Fetches:
 
     def _ended(self, entry: _ActiveFetch) -> bool:
         """Return whether a reading has succeeded, failed or taken too long, having done what follows from that."""
-        elapsed = time.monotonic() - entry.started
+        now = time.monotonic()
+        if not entry.waits:
+            entry.seconds += now - entry.polled
         try:
             done = entry.reading.done()
         except TransferError as error:
-            self._scheduler.release_orphan(self._compute_here(entry.fetch, str(error)))
+            self._scheduler.release_orphan(self._give_up(entry.fetch, str(error)))
             return True
+        entry.waits, entry.polled = entry.reading.waits, now
         if done:
             self._scheduler.fetched(entry.fetch)
             if entry.fetch.source.is_transfer:
                 self._succeeded += 1
                 self._bytes += entry.reading.num_bytes
-                self._seconds += elapsed
+                self._seconds += entry.seconds
             return True
-        if elapsed > self._timeout_seconds:
-            self._cancel(entry.reading, self._compute_here(entry.fetch, f"not done after {elapsed:.1f} s"))
+        if entry.seconds > self._timeout_seconds:
+            self._cancel(entry.reading, self._give_up(entry.fetch, f"not done after {entry.seconds:.1f} s"))
             return True
         return False
 
-    def _compute_here(self, fetch: Fetch, reason: str) -> list[Table]:
-        """Queue a sequence again, as after a preemption; return the blocks that it leaves."""
+    def _give_up(self, fetch: Fetch, reason: str) -> list[Table]:
+        """Queue a sequence again, as after a preemption, or note that it is lost; return the blocks that it leaves."""
+        sequence = fetch.sequence
         log.warning(
-            "could not read the KV blocks of request %s; computing its prompt here: %s",
-            fetch.sequence.request.request_id,
+            "could not read the KV blocks of request %s%s: %s",
+            sequence.request.request_id,
+            "" if sequence.lacks_first else "; computing its prompt here",
             reason,
         )
         self._failed += fetch.source.is_transfer
-        return self._scheduler.abandon(fetch.sequence, again=True)
+        if sequence.lacks_first:
+            self.lost.append((sequence, reason))
+        return self._scheduler.abandon(sequence, again=not sequence.lacks_first)
 
     def _cancel(self, reading: Reading, tables: list[Table]) -> None:
         reading.cancel()

@@ -10,8 +10,8 @@ window; it takes further ones as it goes on, and when none is left the running s
 it gives its blocks back and waits to be recomputed, mostly from the prefix cache.
 
 A waiting sequence whose prompt a `Source` offers is FETCHING first: it has a slot and blocks while the source writes to
-these. One whose prompt was computed for another replica is HELD: it keeps its blocks until that replica has read them.
-Neither is ever preempted.
+these, even while another replica still computes the prompt. One whose prompt was computed for another replica is HELD:
+it keeps its blocks until that replica has read them. Neither is ever preempted.
 """
 
 import bisect
@@ -29,6 +29,9 @@ PROMPT_LOGPROB_TOKENS = 256
 logits."""
 
 
+LAST_CHUNK = 1024
+"""Maximum number of tokens in the last step of a prompt that another replica reads while it is computed: their blocks
+are left to read at the end."""
 DECODE_COST = 4
 """Prompt tokens that take as long as a step of a few decodes, where prompts rest."""
 
@@ -316,6 +319,8 @@ class Scheduler:
         may run alone."""
         remaining = min(sequence.remaining - sequence.lacks_grammar, self.blocks.max_chunk)
         if self._chunked:
+            if sequence.request.early_handoff and LAST_CHUNK < remaining <= budget:
+                return max(remaining - LAST_CHUNK, remaining // 2)
             return min(remaining, budget, PROMPT_LOGPROB_TOKENS if sequence.wants_prompt_logprobs else budget)
         return remaining if remaining <= budget or not chunks else 0
 
@@ -373,8 +378,10 @@ class Scheduler:
             if not self._slots:
                 return
             if offered := self._offered(sequence):
-                if not self._fetch(sequence, *offered):
+                if not self._fetch(sequence, *offered) and not sequence.lacks_first:
                     return
+                continue
+            if sequence.lacks_first:
                 continue
             if budget + spare <= 0:
                 return
@@ -452,7 +459,7 @@ class Scheduler:
         size = self.blocks.block_size
         for source in self._sources:
             position = source.offer(sequence)
-            assert position < len(sequence.tokens), "one token has to be computed"
+            assert position < sequence.length, "one token has to be computed"
             if position:
                 tables = self.blocks.plan(sequence.extend_keys(size)[: position // size], position)
                 if any(MISSING in table for table in tables):
@@ -479,10 +486,14 @@ class Scheduler:
 
     def _candidates(self) -> Iterator[Sequence]:
         """Yield waiting sequences in order, but not those whose next block a running prompt is computing, or a
-        fetching one is reading: they wait to share it."""
+        fetching one is reading: they wait to share it. None waits for what another replica has yet to compute."""
         size = self.blocks.block_size
         prompts = (
-            [s for s in (*self.running, *self.fetching) if s.stored < (s.num_prompt - s.lacks_grammar) // size]
+            [
+                s
+                for s in (*self.running, *self.fetching)
+                if s.stored < (s.num_prompt - s.lacks_grammar) // size and not s.lacks_first
+            ]
             if self.blocks.reuse
             else []
         )

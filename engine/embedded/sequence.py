@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from engine.embedded.kv.blocks import BlockKey, block_key, root_key
 from engine.media import MmKeys, mm_keys_of, overlaps_of
-from engine.types import FinishReason, GenerateRequest, TokenLogprobs
+from engine.types import FinishReason, GenerateRequest, Held, TokenLogprobs
 
 if TYPE_CHECKING:
     from engine.embedded.handoff.state import HeldState
@@ -79,8 +79,16 @@ class Sequence:
     first_scheduled: float | None = None
     remote: HeldState | None = None
     """Blocks of its prompt on another replica, until they have been read or could not be."""
+    lacks_first: bool = False
+    """Whether another replica is still computing its prompt, and so its first token, which is pending."""
+    readable: int = 0
+    """Number of leading tokens whose blocks can be read meanwhile."""
     lease: LeaseWord | None = None
-    """Tells another replica that the blocks of this held sequence are still valid."""
+    """Tells another replica that the blocks of this sequence, which is held or will be, are still valid."""
+    held: Held | None = None
+    """What was last said of these blocks."""
+    written: int = 0
+    """Number of tokens whose keys and values are in these blocks: computed by steps that have ended."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     draft: list[int] = field(default_factory=list)
     """Tokens that may come next, to be computed behind the last one in the next step

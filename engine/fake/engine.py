@@ -32,8 +32,10 @@ from engine.types import (
     EngineInfo,
     FinishReason,
     GenerateRequest,
+    Handoff,
     Held,
     Logprob,
+    NextHandoff,
     PromptReport,
     TokenLogprobs,
 )
@@ -57,12 +59,20 @@ class FakeSequence:
     stream: DeltaStream = field(init=False)
     blocks: FakeSequenceBlocks | None = None
     cursor: int = 0
+    announced: bool = False
+    """Whether an early handoff has been made, one step before the first token."""
     started: bool = False
     """Whether its prompt has been computed."""
     reasoning: ReasoningProgress | None = None
     echoed: ReasoningProgress | None = None
     """The echo's progress as if reasoning had no budget. `reasoning` has the rest of the budget; both are None without
     one."""
+
+    def take(self, handoff: Handoff) -> None:
+        """Continue after the first token of a handoff."""
+        for token in handoff.first.token_ids:
+            self.next_token()
+            self.tokens.append(token)
 
     def next_token(self) -> int:
         """Return the next id: the echo's, or that which ends reasoning whose budget is spent."""
@@ -118,6 +128,8 @@ class FakeEngine:
         self._waiting: list[tuple[float, int, FakeSequence]] = []
         self._running: dict[FakeSequence, None] = {}
         self._held: dict[FakeSequence, None] = {}
+        self._early: dict[str, FakeSequence] = {}
+        """Sequences whose first token another replica has yet to compute, by their request ids."""
         self._reserved = 0
         self._blocks = FakeBlocks(config.num_blocks, config.block_size, config.context_length)
         self._stats: Latest[IterationStats] = Latest()
@@ -172,10 +184,16 @@ class FakeEngine:
         except EngineError as error:
             return DeltaStream.failed(error)
         sequence.stream = DeltaStream(lambda: self._abort(sequence))
-        heapq.heappush(self._waiting, (request.rank(sequence.received), self._received, sequence))
+        if request.handoff is not None and request.handoff.early:
+            self._early[request.request_id] = sequence
+        else:
+            self._queue(sequence)
+        return sequence.stream
+
+    def _queue(self, sequence: FakeSequence) -> None:
+        heapq.heappush(self._waiting, (sequence.request.rank(sequence.received), self._received, sequence))
         self._received += 1
         self._work.set()
-        return sequence.stream
 
     @property
     def events(self) -> KvEventLog:
@@ -206,6 +224,21 @@ class FakeEngine:
         """Requests that take part in steps."""
         return len(self._running)
 
+    async def continue_handoff(self, following: NextHandoff) -> bool:
+        if (sequence := self._early.get(following.request_id)) is None:
+            return False
+        if not following.handoff.early:
+            del self._early[following.request_id]
+            sequence.request = replace(sequence.request, handoff=following.handoff)
+            try:
+                _check_handoff(sequence.request)
+            except EngineError as error:
+                sequence.stream.fail(error)
+                return True
+            sequence.take(following.handoff)
+            self._queue(sequence)
+        return True
+
     async def start_profile(self) -> None:
         raise NotSupported("the fake engine computes nothing that could be profiled")
 
@@ -230,9 +263,10 @@ class FakeEngine:
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.wait([self._ticker])
-        for sequence in [*self._running, *self._held, *(entry[2] for entry in self._waiting)]:
+        for sequence in [*self._early.values(), *self._running, *self._held, *(entry[2] for entry in self._waiting)]:
             sequence.stream.fail(EngineNotReady("the engine is closing"))
             self._release(sequence)
+        self._early.clear()
         self._waiting.clear()
         self._stats.close()
         self._blocks.events.close()
@@ -284,6 +318,10 @@ class FakeEngine:
         """Fill the sequence's blocks and generate its next token."""
         request, sampling = sequence.request, sequence.request.sampling
         assert sequence.blocks is not None
+        if request.early_handoff and sampling.max_tokens > 1 and not sequence.announced:
+            sequence.announced = True
+            sequence.stream.put(Delta((), held=Held(_state_of(request, ()), computed=len(sequence.tokens))))
+            return
         prompt = (
             None if sequence.started or request.handoff is not None else self._prompt_report(sequence, sequence.blocks)
         )
@@ -334,6 +372,7 @@ class FakeEngine:
             self._completed += 1
         else:
             self._aborted += 1
+        self._early.pop(sequence.request.request_id, None)
         if sequence.blocks is None:
             self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
             heapq.heapify(self._waiting)
@@ -394,9 +433,7 @@ def _sequence_of(request: GenerateRequest, config: FakeConfig, number: int, num_
         sequence.reasoning = ReasoningProgress(budget)
         sequence.echoed = ReasoningProgress(replace(budget, tokens=sampling.max_tokens))
     if request.handoff is not None:
-        for token in request.handoff.first.token_ids:
-            sequence.next_token()
-            sequence.tokens.append(token)
+        sequence.take(request.handoff)
     return sequence
 
 

@@ -18,11 +18,16 @@ _handoffs = msgspec.msgpack.Decoder(Handoff)
 
 
 def handoff_of(backend: str, first: Delta) -> Handoff:
-    """Return the handoff that the only delta of a `prefill_only` request makes."""
+    """Return the handoff that a delta of a `prefill_only` request makes."""
     held = first.held or Held(b"")
     first = msgspec.structs.replace(first, held=None)
     return Handoff(
-        version=VERSION, backend=backend, first=first, state=held.state, prompt_token_ids=held.prompt_token_ids
+        version=VERSION,
+        backend=backend,
+        first=first,
+        state=held.state,
+        computed=held.computed,
+        prompt_token_ids=held.prompt_token_ids,
     )
 
 

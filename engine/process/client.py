@@ -26,7 +26,7 @@ from engine.process.sockets import Buffer, LoopSocket, context
 from engine.sleep import TAGS, SleepOrder, SleepState
 from engine.stats import IterationStats
 from engine.transfer.shared_bytes import SharedBytes
-from engine.types import EngineInfo, GenerateRequest
+from engine.types import EngineInfo, GenerateRequest, NextHandoff
 
 _RECONNECT_MS = 50
 InfoT = TypeVar("InfoT")
@@ -242,6 +242,10 @@ class EngineClient(ServiceClient[EngineInfo]):
             return DeltaStream.failed(error)
         stream.when_done(lambda: self.end(key, cancel=False))
         return stream
+
+    async def continue_handoff(self, following: NextHandoff) -> bool:
+        taken: bool = await self.call("continue_handoff", following)
+        return taken
 
     async def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
         self.subscribe("kv_events", self._put_events)

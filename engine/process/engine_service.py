@@ -13,7 +13,7 @@ from engine.kv_events import KvEvent
 from engine.process.service import Interface, Method, Topic
 from engine.sleep import SleepingEngine, SleepOrder, SleepState
 from engine.stats import IterationStats
-from engine.types import Delta, EngineInfo, GenerateRequest
+from engine.types import Delta, EngineInfo, GenerateRequest, NextHandoff
 
 _STATS_SECONDS = 0.1
 """Minimum time between reports: each one wakes five threads of two processes, which slows steps down on a few cores."""
@@ -73,6 +73,7 @@ ENGINE: Interface[EngineConfig, Engine] = Interface(
             too_large="the prompt, images included, is too large",
             parameter="prompt",
         ),
+        "continue_handoff": Method(NextHandoff, bool, lambda engine, following: engine.continue_handoff(following)),
         "reset_prefix_cache": Method(bool, bool, lambda engine, _: _done(engine.reset_prefix_cache())),
         "start_profile": Method(bool, bool, lambda engine, _: _done(engine.start_profile())),
         "stop_profile": Method(str, bool, lambda engine, trace: _done(engine.stop_profile(trace))),

@@ -1,7 +1,7 @@
 """One request to another replica's /prefill or /encode. Its open answer is the lease of what the replica keeps."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -96,10 +96,20 @@ class RemoteAnswer(Generic[T]):
         self._client.release(self._connection)
 
 
+async def only(_: object) -> bool:
+    """Take the first result as the last one."""
+    return True
+
+
 async def ask(
-    client: ReplicaClient, service: Service[I, T], body: Sequence[bytes], headers: Sequence[Header]
+    client: ReplicaClient,
+    service: Service[I, T],
+    body: Sequence[bytes],
+    headers: Sequence[Header],
+    take: Callable[[T], Awaitable[bool]] = only,
 ) -> RemoteAnswer[T]:
-    """Send a request. Raises ReplicaFault, or the error of `engine/errors` that the replica answers with."""
+    """Send a request. `take` is called with each result, and returns whether it is the last. Raises ReplicaFault, or
+    the error of `engine/errors` that the replica answers with."""
     to: trace.Attributes = {"server.address": client.host, "server.port": client.port}
     with trace.span(f"POST /{service.name}", to, client=True):
         size = sum(map(len, body))
@@ -112,7 +122,7 @@ async def ask(
             if connection.status != HTTPStatus.OK:
                 async with asyncio.timeout(SILENCE_SECONDS):
                     raise _refusal(service, connection.status, await connection.body())
-            answer = RemoteAnswer(await _handoff(service, connection), client, connection)
+            answer = RemoteAnswer(await _handoff(service, connection, take), client, connection)
             unless_answered.pop_all()
             return answer
 
@@ -130,8 +140,8 @@ async def describe(client: ReplicaClient, service: Service[I, T], headers: Seque
         raise ReplicaFault(f"{service.one} does not say what it {service.name}s with", "refused") from error
 
 
-async def _handoff(service: Service[I, T], connection: ReplicaConnection) -> T:
-    """The first frame with a payload. Raises TimeoutError after a silence, ValueError for a malformed frame."""
+async def _handoff(service: Service[I, T], connection: ReplicaConnection, take: Callable[[T], Awaitable[bool]]) -> T:
+    """The frame with the result. Raises TimeoutError after a silence, ValueError for a malformed frame."""
     reader = FrameReader(MAX_BYTES)
     while True:
         async with asyncio.timeout(SILENCE_SECONDS):
@@ -143,9 +153,11 @@ async def _handoff(service: Service[I, T], connection: ReplicaConnection) -> T:
                 raise _refusal(service, HTTPStatus.OK, frame.payload)
             if frame.payload:
                 try:
-                    return service.read(frame.payload)
+                    result = service.read(frame.payload)
                 except errors.InvalidRequest as error:  # the replica's mistake, not the user's
                     raise ReplicaFault(str(error), "refused") from error
+                if await take(result):
+                    return result
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """An `Engine` that has its prompts computed by other replicas: prefill there, decode by the engine here.
 
-The first token comes with the handoff, and goes to the consumer at once. The local engine then reads the KV blocks;
-until its first delta the replica's answer stays open and keeps them in place. If it ends too early, nothing that was
+The first token comes with the handoff, and goes to the consumer at once. The local engine then reads the KV blocks, or
+the last of them, if early handoffs came before; until its first delta the replica's answer stays open and keeps them in
+place. If it ends too early, nothing that was
 read is trusted: the engine computes the prompt itself and goes on, with no token repeated and none lost.
 
 Images go to prefill as embeddings; the local engine uses these only if it has to compute the prompt itself.
@@ -9,6 +10,7 @@ Images go to prefill as embeddings; the local engine uses these only if it has t
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from msgspec.structs import replace
@@ -21,7 +23,7 @@ from engine.kit.handoff import prefill_info
 from engine.kit.tasks import all_of
 from engine.media import Unexpanded
 from engine.replicas.remote import RemoteObserver, is_final
-from engine.types import Delta, GenerateRequest, Handoff
+from engine.types import Delta, GenerateRequest, Handoff, NextHandoff
 from protocol.internal import PrefillInfo
 
 _END_SECONDS = 1.0
@@ -52,8 +54,11 @@ class Prefills(Protocol):
 
     async def start(self) -> None: ...
 
-    async def prefill(self, request: GenerateRequest, mine: PrefillInfo) -> Lease:
-        """Return the computed prompt of a request; the caller closes the lease. Raises EngineError."""
+    async def prefill(
+        self, request: GenerateRequest, mine: PrefillInfo, announce: Callable[[Handoff | None], Awaitable[None]]
+    ) -> Lease:
+        """Return the computed prompt of a request; the caller closes the lease. `announce` is called with each early
+        handoff before that, and with None if the blocks of those before are lost. Raises EngineError."""
         ...
 
     async def close(self) -> None: ...
@@ -112,6 +117,43 @@ class DisaggregatedEngine(EngineAround):
         await self.pool.close()
 
 
+class _LocalRun:
+    """A request in the local engine, of which the engine may refuse the handoff. `put` gets its deltas and errors."""
+
+    def __init__(self, engine: Engine, request: GenerateRequest, put: Callable[[Delta | Exception], None]) -> None:
+        self.refusal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Reason why the engine cannot go on from the handoff; empty once it has begun to answer."""
+        self._engine = engine
+        self._request_id = request.request_id
+        self._early = request.handoff is not None and request.handoff.early
+        if request.handoff is None:
+            self.refusal.set_result("")
+        self._put = put
+        self._stream = engine.generate(request)
+        self._stream.pipe(self._pass_on)
+
+    async def go_on(self, handoff: Handoff) -> bool:
+        """Pass on a handoff that follows an early one. Return False if the engine is not there to take it."""
+        if self.refusal.done():
+            return False
+        self._early = handoff.early
+        try:
+            return await self._engine.continue_handoff(NextHandoff(self._request_id, handoff))
+        except EngineError:
+            return False
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _pass_on(self, output: Delta | Exception) -> None:
+        # What fails before the first token may be tried again.
+        refused = not self.refusal.done() and (self._early or _is_about_handoff(output))
+        if not self.refusal.done():
+            self.refusal.set_result((str(output) or type(output).__name__) if refused else "")
+        if not refused:
+            self._put(output)
+
+
 class _RemotePrefill:
     """One request. A task follows it until the local engine has begun to answer; from then on deltas are piped."""
 
@@ -119,9 +161,8 @@ class _RemotePrefill:
         self.stream = DeltaStream(self._abort)
         self._engine = engine
         self._request = request
-        self._local: DeltaStream | None = None
-        self._verdict: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """The local engine's on the handoff: empty once it has begun to answer, else why it cannot go on."""
+        self._local: _LocalRun | None = None
+        self._runs = 0
         self._task = asyncio.create_task(self._serve())
 
     async def fail(self, error: EngineError) -> None:
@@ -141,9 +182,11 @@ class _RemotePrefill:
             else:
                 await self._go_on(lease)
         except EngineError as error:
+            self._close_local()
             self.stream.fail(error)
         except Exception as error:  # a bug must not leave the consumer waiting
             log.exception("a remote prefill failed")
+            self._close_local()
             self.stream.fail(EngineFailure(f"the handoff failed: {type(error).__name__}"))
 
     def _is_short(self) -> bool:
@@ -157,12 +200,21 @@ class _RemotePrefill:
     async def _prefilled(self) -> Lease | None:
         """Return the replica's answer; None if none could prefill and the prompt may be computed here."""
         try:
-            return await self._engine.pool.prefill(self._request, self._engine.common)
+            return await self._engine.pool.prefill(self._request, self._engine.common, self._read_early)
         except EngineError as error:
             if self._engine.min_tokens is None or is_final(error):
                 raise
             log.info("computing the prompt of %s here: %s", self._request.request_id, error)
             return None
+
+    async def _read_early(self, handoff: Handoff | None) -> None:
+        """Have the local engine read the KV blocks that are computed by now; None if they are lost."""
+        if handoff is None:
+            self._close_local()
+        elif self._local is None:
+            self._begin_reading(handoff)
+        else:
+            await self._local.go_on(handoff)
 
     async def _go_on(self, lease: Lease) -> None:
         """Pass on the first token, then have the local engine go on from the handoff."""
@@ -174,6 +226,7 @@ class _RemotePrefill:
             if first.finish_reason is None:
                 lost = await self._read(lease.handoff, ended)
             else:
+                self._close_local()
                 await asyncio.wait({ended}, timeout=_END_SECONDS)
         finally:
             ended.cancel()
@@ -182,27 +235,27 @@ class _RemotePrefill:
             await self._recover(lease.handoff, lost)
 
     async def _read(self, handoff: Handoff, ended: "asyncio.Task[None]") -> str:
-        """Have the local engine read the KV blocks. Return why they are lost, or nothing at its first delta."""
-        # Embeddings stay: a preempted sequence computes its prompt again. Media of a backend's own were used up.
-        media = None if isinstance(self._request.media, Unexpanded) else self._request.media
-        local = self._generate(replace(self._request, handoff=handoff, media=media))
-        either: list[asyncio.Future[Any]] = [ended, self._verdict]
+        """Have the local engine read the KV blocks, or what is left of them. Return why they are lost, or nothing at
+        its first delta."""
         with trace.span("transfer"):
+            local = self._local
+            if local is None or not await local.go_on(handoff):
+                self._close_local()
+                local = self._begin_reading(handoff)
+            either: list[asyncio.Future[Any]] = [ended, local.refusal]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if self._verdict.done():
-            return self._verdict.result()
-        local.close()  # at once: its tokens would come twice
+        if local.refusal.done():
+            return local.refusal.result()
+        self._close_local()  # at once: its tokens would come twice
         return "prefill has ended the lease, or is lost"
 
     async def _recover(self, handoff: Handoff, reason: str) -> None:
         """Go on without the KV blocks."""
         log.warning("computing the prompt of %s again, here: %s", self._request.request_id, reason)
-        self._verdict = asyncio.get_running_loop().create_future()
         self._engine.observer.computed_locally("lost")
-        again = f"{self._request.request_id}-again"  # the engine may not have ended the aborted request yet
-        self._generate(replace(self._request, request_id=again, handoff=replace(handoff, state=b"")))
+        local = self._begin(replace(self._request, handoff=replace(handoff, state=b"")))
         with trace.span("recompute"):
-            refusal = await self._verdict
+            refusal = await local.refusal
         if refusal:
             raise EngineUnavailable(
                 f"the KV blocks were lost on their way from prefill ({reason}), and cannot be made here: {refusal}"
@@ -219,28 +272,29 @@ class _RemotePrefill:
 
     def _compute(self, reason: str) -> None:
         self._engine.observer.computed_locally(reason)
-        self._verdict.set_result("")  # no handoff is used
-        self._generate(replace(self._request, handoff=None))
+        self._begin(replace(self._request, handoff=None))
 
-    def _generate(self, request: GenerateRequest) -> DeltaStream:
-        local = self._engine.inner.generate(request)
-        self._local = local
-        local.pipe(self._pass_on)
-        return local
+    def _begin_reading(self, handoff: Handoff) -> _LocalRun:
+        # Embeddings stay: a preempted sequence computes its prompt again. Media of a backend's own were used up.
+        media = None if isinstance(self._request.media, Unexpanded) else self._request.media
+        return self._begin(replace(self._request, handoff=handoff, media=media))
 
-    def _pass_on(self, output: Delta | Exception) -> None:
-        refused = not self._verdict.done() and _is_about_handoff(output)
-        if not self._verdict.done():
-            self._verdict.set_result((str(output) or type(output).__name__) if refused else "")
-        if isinstance(output, Delta):
-            self.stream.put(output)
-        elif not refused:
-            self.stream.fail(output)
+    def _begin(self, request: GenerateRequest) -> _LocalRun:
+        """Begin a request in the local engine, which may not have ended one that was given up before."""
+        self._runs += 1
+        if self._runs > 1:
+            request = replace(request, request_id=f"{request.request_id}-{self._runs}")
+        self._local = _LocalRun(self._engine.inner, request, self.stream.push)
+        return self._local
+
+    def _close_local(self) -> None:
+        if self._local is not None:
+            self._local.close()
+            self._local = None
 
     def _abort(self) -> None:
         self._task.cancel()
-        if self._local is not None:
-            self._local.close()
+        self._close_local()
 
 
 def _is_about_handoff(output: Delta | Exception) -> bool:

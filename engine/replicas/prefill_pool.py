@@ -1,7 +1,7 @@
 """Prefill replicas, chosen by what they would have to compute before the first token."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -17,6 +17,7 @@ from engine.transfer.shared_bytes import readable
 from engine.types import GenerateRequest, Handoff
 from protocol.internal import VERSION, PrefillInfo, PrefillRequest, pieces
 
+Announce = Callable[[Handoff | None], Awaitable[None]]
 MAX_KEYS = 1 << 16
 """Blocks remembered for one replica."""
 
@@ -66,23 +67,34 @@ class PrefillPool(RemotePool[PrefillReplica]):
 
     kind = PrefillReplica
 
-    async def prefill(self, request: GenerateRequest, mine: PrefillInfo) -> RemoteAnswer[Handoff]:
-        """Have the replica with the least to compute prefill the prompt. The caller closes the answer.
+    async def prefill(self, request: GenerateRequest, mine: PrefillInfo, announce: Announce) -> RemoteAnswer[Handoff]:
+        """Have the replica with the least to compute prefill the prompt. The caller closes the answer. `announce` is
+        called with each early handoff, and with None if the blocks of those before are lost.
 
         Raises as `try_in_turn` does.
         """
         keys = prompt_keys(request, mine.block_size)
         bare, data = request.detach()
         parts = await PYTHON.run(lambda: [bytes(readable(part)) for part in data]) if data else []
-        raw = msgspec.Raw(msgspec.msgpack.encode(replace(bare, dp_rank=None)))  # the rank is one of this replica
+        bare = replace(bare, dp_rank=None, early_handoff=True)  # the rank is one of this replica
+        raw = msgspec.Raw(msgspec.msgpack.encode(bare))
         body = pieces(PrefillRequest(VERSION, mine.model, raw, [*map(len, parts)]), parts)
 
         def uncached(replica: PrefillReplica) -> int:
             """Prompt tokens that the replica has to compute."""
             return len(request.prompt_token_ids) - replica.prefixes.known(keys) * mine.block_size
 
+        async def take(handoff: Handoff) -> bool:
+            if handoff.early:
+                await announce(handoff if handoff.state else None)
+            return not handoff.early
+
         async def ask(replica: PrefillReplica) -> RemoteAnswer[Handoff]:
-            answer = await replica.ask(body, request.request_id, uncached(replica))
+            try:
+                answer = await replica.ask(body, request.request_id, uncached(replica), take)
+            except EngineError:
+                await announce(None)
+                raise
             replica.prefixes.add(keys)
             return answer
 

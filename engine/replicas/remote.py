@@ -63,14 +63,20 @@ class RemoteReplica(Replica, Generic[I, T]):
         self._headers = headers
         self._observer = observer
 
-    async def ask(self, body: Sequence[bytes], request_id: str, work: int) -> RemoteAnswer[T]:
-        """Send a request. `work` is how much of it there is. Raises as `ask.ask` does."""
+    async def ask(
+        self,
+        body: Sequence[bytes],
+        request_id: str,
+        work: int,
+        take: Callable[[T], Awaitable[bool]] = asking.only,
+    ) -> RemoteAnswer[T]:
+        """Send a request. `work` is how much of it there is. `take` and errors are those of `ask.ask`."""
         started = time.perf_counter()
         outcome = "cancelled"
         self.in_flight += work
         try:
             headers = [*self._headers, (b"x-request-id", request_id.encode())]
-            answer = await asking.ask(self.client, self.service, body, headers)
+            answer = await asking.ask(self.client, self.service, body, headers, take)
             outcome = "ok"
             return answer
         except EngineError as error:

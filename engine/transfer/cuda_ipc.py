@@ -76,13 +76,13 @@ class CudaIpc(MappedMethod[_DeviceRange, _DeviceMapping]):
     def _copy(
         self, owner: Owner[_DeviceRange], mappings: Sequence[_DeviceMapping], reads: Sequence[Read], cancelled: Event
     ) -> None:
-        for number, of_region in groupby(reads, key=lambda read: read.region):
-            region = self._regions[number]
-            source = mappings[number].address + owner.regions[number].offset
-            with self._cuda.on(region.device), self._cuda.stream() as stream:
+        for device, of_device in groupby(reads, key=lambda read: self._regions[read.region].device):
+            with self._cuda.on(device), self._cuda.stream() as stream:  # which keeps the order of its copies
                 waiting = 0
-                for read in split_reads(list(of_region), PIECE):
+                for read in split_reads(list(of_device), PIECE):
                     check_cancelled(cancelled)
+                    region = self._regions[read.region]
+                    source = mappings[read.region].address + owner.regions[read.region].offset
                     stream.copy(region.address + read.local_offset, source + read.remote_offset, read.size)
                     waiting += read.size
                     if waiting >= PIECE:

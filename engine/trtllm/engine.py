@@ -41,7 +41,7 @@ from engine.trtllm.sampling import guides_of
 from engine.trtllm.support import Support
 from engine.trtllm.versions import PackageVersion
 from engine.trtllm.watching import Watch
-from engine.types import Delta, EngineInfo, GenerateRequest
+from engine.types import Delta, EngineInfo, GenerateRequest, NextHandoff
 
 ABORT_SECONDS = 10.0
 """Time the engine may take to confirm an abort. 1.2.1 never does if the request waited in its queue."""
@@ -235,6 +235,9 @@ class TrtllmEngine:
 
     async def resume_memory(self, tags: Collection[Tag]) -> None:
         await asyncio.to_thread(library.resume_memory, self.llm, tags)
+
+    async def continue_handoff(self, following: NextHandoff) -> bool:
+        return False
 
     async def start_profile(self) -> None:
         raise NotSupported(

@@ -10,7 +10,7 @@ import asyncio
 import base64
 import binascii
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -216,7 +216,12 @@ class DynamoPrefills:
     async def close(self) -> None:
         await cancel(self._leases)
 
-    async def prefill(self, request: GenerateRequest, mine: PrefillInfo) -> ClaimedLease:
+    async def prefill(
+        self,
+        request: GenerateRequest,
+        mine: PrefillInfo,
+        announce: Callable[[Handoff | None], Awaitable[None]],
+    ) -> ClaimedLease:
         """Return the lease of the request's handoff, claimed. Raises NoReplica if it has none, and EngineUnavailable if
         this replica cannot use it.
         """

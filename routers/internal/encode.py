@@ -3,6 +3,7 @@ in memory. In that case the open answer is the lease of the memory.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -92,7 +93,7 @@ class _EncodeWork:
     def healthy(self) -> bool:
         return self.service.healthy
 
-    async def compute(self) -> tuple[bytes, bool]:
+    async def compute(self, announce: Callable[[bytes], Awaitable[None]]) -> tuple[bytes, bool]:
         with trace.span("encode", {"trellis.images": len(self.images)}):
             payload, self._held = await self.service.encode(self.request, self.images)
         self.images = []

@@ -1,9 +1,10 @@
-"""Answers between replicas: signs of life during the computation, one frame with the result, and then the open, silent
-answer as the lease of the resources that are held for the reader.
+"""Answers between replicas: signs of life during the computation, frames that announce what can be read already, one
+frame with the result, and then the open, silent answer as the lease of the resources that are held for the reader.
 """
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -38,8 +39,8 @@ class LeasedWork(Protocol):
     def healthy(self) -> bool:
         """Whether a result can still be expected."""
 
-    async def compute(self) -> tuple[bytes, bool]:
-        """Return the payload, and whether a resource is held for its reader."""
+    async def compute(self, announce: Callable[[bytes], Awaitable[None]]) -> tuple[bytes, bool]:
+        """Return the payload, and whether a resource is held for its reader. `announce` sends a payload before that."""
 
     async def lost(self) -> str:
         """Wait until the held resource is lost, if that can happen, and return the reason."""
@@ -77,11 +78,12 @@ class LeasedAnswer(Response):
         self._render_error = state["render_error"]
         self._started = False
         self._lease_is_over = False
+        self._sending = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # During a lease only the end of its input shows that the client has gone (`server/http/connection.py`).
         scope.setdefault("state", {})["lease"] = True
-        computing = asyncio.create_task(self._work.compute())
+        computing = asyncio.create_task(self._work.compute(lambda payload: self._send(send, frame(payload))))
         answering = asyncio.create_task(self._answer(scope, send, computing))
         gone = asyncio.create_task(disconnect(receive))
         try:
@@ -134,7 +136,8 @@ class LeasedAnswer(Response):
             lost.cancel()
 
     async def _send(self, send: Send, body: bytes, *, last: bool = False) -> None:
-        if not self._started:
-            self._started = True
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": body, "more_body": not last})
+        async with self._sending:
+            if not self._started:
+                self._started = True
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": body, "more_body": not last})

@@ -1,5 +1,7 @@
-"""/prefill, for decode replicas: one frame with the handoff; the open answer is then the lease of the KV blocks."""
+"""/prefill, for decode replicas: frames with early handoffs, then one with the handoff; the open answer is then the
+lease of the KV blocks."""
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -9,7 +11,7 @@ from engine import trace
 from engine.base import DeltaStream
 from engine.errors import EngineError, EngineFailure, EngineNotReady
 from engine.kit import handoff
-from engine.types import GenerateRequest
+from engine.types import GenerateRequest, is_early
 from multimodal.errors import RequestError
 from protocol.internal import MAX_EMBEDDING_BYTES, MEDIA_TYPE, PrefillRequest, head_of, parts_of
 from routers.body import converted
@@ -84,13 +86,14 @@ class _PrefillWork:
     def healthy(self) -> bool:
         return self.service.engine.healthy
 
-    async def compute(self) -> tuple[bytes, bool]:
+    async def compute(self, announce: Callable[[bytes], Awaitable[None]]) -> tuple[bytes, bool]:
         stages = trace.Stages()
         engine, tokens = self.service.engine, len(self.request.prompt_token_ids)
         self._stream = engine.generate(self.request)
         self.service.waiting_tokens += tokens
         try:
-            delta = await anext(self._stream)
+            while is_early(delta := await anext(self._stream)):
+                await announce(handoff.encode(handoff.handoff_of(engine.info.backend, delta)))
         except BaseException as error:  # cancellation included
             stages.end(0, error)
             raise

@@ -134,6 +134,7 @@ def test_two_hosts_answer_as_one(hosts: tuple[str, str], tmp_path: Path) -> None
         assert text_of(hosts[1], "d") == expected
         wait_counted(hosts[1], "trtllm_kv_transfer_failure_total", 2)
         wait_counted(hosts[1], "trtllm_kv_cache_used_blocks", 0)
-        wait_counted(hosts[1], "trtllm_prefill_local_total", 1)
+        alone = counted(hosts[1], "trtllm_prefill_local_total")
+        assert alone in (1, 2), "the last prompt, and the one before it unless its first token had come by then"
         while counted(hosts[0], "trtllm_kv_cache_used_blocks", PREFILL):
             assert time.monotonic() - began < 10 * slowness(), "a lease ends without a word from its decode replica"

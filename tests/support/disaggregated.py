@@ -19,7 +19,7 @@ from engine.replicas.pool import R, ReplicaPool
 from engine.replicas.prefill_engine import DisaggregatedEngine
 from engine.replicas.prefill_pool import PrefillPool
 from engine.stats import IterationStats
-from engine.types import Delta, GenerateRequest, SamplingParams
+from engine.types import Delta, GenerateRequest, Handoff, SamplingParams
 from protocol.internal import VERSION, PrefillInfo
 from routers.state import ReplicaState
 from server.app import create_app
@@ -192,6 +192,10 @@ def request(request_id: str = "r", prompt: tuple[int, ...] = PROMPT, **sampling:
 
 def tokens_of(deltas: Sequence[Delta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
+
+
+async def at_the_end(_: Handoff | None) -> None:
+    """Read nothing before the whole prompt is computed."""
 
 
 async def all_of(engine: Engine, wanted: GenerateRequest) -> list[Delta]:

@@ -7,6 +7,7 @@ import ctypes
 import time
 from collections import abc
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from engine.embedded.sequence import Sequence
 from engine.kit import handoff
 from engine.transfer.base import Offer, Read, Region, TransferError
 from engine.transfer.transfers import Transfers
-from engine.types import Delta, GenerateRequest, Handoff, SamplingParams
+from engine.types import Delta, GenerateRequest, Handoff, SamplingParams, is_early
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -73,25 +74,47 @@ class Pair:
         self.prefill = EngineCore(EmbeddedConfig(**{"model": str(folder), **OPTIONS, **prefill}), lambda _: None)
         self.decode = EngineCore(EmbeddedConfig(**{"model": str(folder), **OPTIONS, **decode}), self.events.append)
         self.controlled: list[Controlled] = []
+        self.early: set[str] = set()
+        """Requests that the decode core has begun with early handoffs."""
+        self.handoffs: list[tuple[str, Handoff]] = []
+        """What it has taken."""
 
-    def serve(self, requests: list[GenerateRequest]) -> Deltas:
+    def serve(self, requests: list[GenerateRequest], *, early: bool = False) -> Deltas:
         """Serve all requests at once.
 
-        Each is prefilled, handed over, and released as soon as its decode has generated something.
+        Each is prefilled, handed over, early too if this is wanted, and released as soon as its decode has generated
+        something.
         """
         deltas: Deltas = {}
         for request in requests:
-            self.prefill.add(sequence_of(self.prefill, replace(request, prefill_only=True)))
+            self.prefill.add(sequence_of(self.prefill, replace(request, prefill_only=True, early_handoff=early)))
         by_name = {request.request_id: request for request in requests}
         while self.prefill.busy or self.decode.busy:
             for name, delta in step(self.prefill):
-                deltas[name] = [replace(delta, held=None)]
+                if not is_early(delta):
+                    deltas[name] = [replace(delta, held=None)]
                 if delta.finish_reason is None:
-                    self.decode.add(sequence_of(self.decode, replace(by_name[name], handoff=travelled(delta))))
+                    self.take(by_name[name], travelled(delta))
+                else:
+                    self.decode.abort(name)
             for name, delta in step(self.decode):
                 deltas[name].append(delta)
                 self.prefill.abort(name)
         return deltas
+
+    def take(self, request: GenerateRequest, handed: Handoff) -> None:
+        """Have the decode core take a handoff of a request, which may be early or follow early ones."""
+        name = request.request_id
+        if not handed.state:
+            self.early.discard(name)
+            self.decode.abort(name)
+        elif name in self.early:
+            self.decode.continue_handoff(name, handed)
+        else:
+            self.decode.add(sequence_of(self.decode, replace(request, handoff=handed)))
+        if handed.state and handed.early:
+            self.early.add(name)
+        self.handoffs.append((name, handed))
 
     def hand_over(self, request: GenerateRequest) -> Handoff:
         """What the prefill core, with nothing else to do, leaves of a request; its blocks stay held."""
@@ -167,6 +190,7 @@ class Controlled:
         self.reads = reads
         self.cancelled = self.ended = False
         self.error = ""
+        self.future: Future[None] = Future()
 
     def done(self) -> bool:
         if self.error:

@@ -1,55 +1,93 @@
 """Another replica as a source of KV blocks."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from engine.embedded.handoff.state import Layout, check_handoff, decode_state, reads_of
+from engine.embedded.handoff.state import Layout, check_early, check_handoff, decode_state, reads_of
 from engine.embedded.handoff.words import LeaseWords
+from engine.embedded.kv.groups import Table
 from engine.embedded.sequence import Sequence
-from engine.transfer.base import LeaseWord, Read, Transfer, TransferError
+from engine.errors import EngineUnavailable
+from engine.transfer.base import Read, Transfer, TransferError
 from engine.transfer.transfers import Transfers
 from engine.types import Handoff
 
 
-@dataclass(frozen=True, slots=True)
 class _RemoteReading:
-    """A transfer of KV blocks, and after them of the word that tells whether they were still held."""
+    """Transfers of KV blocks, each of what the other replica has computed by then, and after the last blocks of the
+    word that tells whether all of them were still held."""
 
-    transfer: Transfer
-    num_bytes: int
-    words: LeaseWords
-    lease: LeaseWord
-    word: Read
+    def __init__(self, source: "RemoteSource", sequence: Sequence, missing: list[list[int]]) -> None:
+        assert sequence.remote is not None
+        self.num_bytes = 0
+        self._source = source
+        self._words = source.words
+        self._sequence = sequence
+        self._remote = sequence.remote
+        self._tables: list[Table] = sequence.tables
+        self._missing = missing
+        self._transfer: Transfer | None = None
+        self._word: Read | None = None
+        """The read of the word, once it has begun."""
+        self._cancelled = False
+        self._read_on()
+
+    @property
+    def waits(self) -> bool:
+        return self._transfer is None
 
     def done(self) -> bool:
-        if not self.transfer.done():
-            return False
-        if not self.words.outlived(self.lease, self.word):
-            raise TransferError("the other replica gave them up before they had been read")
-        return True
+        if self._transfer is not None:
+            if not self._transfer.done():
+                return False
+            self._transfer = None
+        if self._word is not None:
+            if not self._words.outlived(self._remote.lease, self._word):
+                raise TransferError("the other replica gave them up before they had been read")
+            return True
+        if self._cancelled:
+            return True
+        self._read_on()
+        return False
 
     def cancel(self) -> None:
-        self.transfer.cancel()
+        self._cancelled = True
+        if self._transfer is not None:
+            self._transfer.cancel()
+
+    def _read_on(self) -> None:
+        """Read the blocks that are computed and have not been read yet, if there are any; at the end the word too."""
+        sequence, layout = self._sequence, self._remote.layout
+        last = not sequence.lacks_first
+        count = sequence.readable // layout.block_size
+        now = self._missing if last else [[index for index in group if index < count] for group in self._missing]
+        if not last and not any(now):
+            return
+        self._missing = [[index for index in group if index >= count] for group in self._missing]
+        reads = reads_of(self._remote, self._tables, now)
+        self.num_bytes += sum(read.size for read in reads)
+        if last:
+            self._word = self._words.read(self._remote.lease, len(layout.block_bytes))
+            reads.append(self._word)
+        self._transfer = self._source.transfers.read(self._remote.offers, reads)
+        self._transfer.future.add_done_callback(lambda _: self._source.wake())
 
 
 class RemoteSource:
-    """The replica that has computed a sequence's prompt (`Sequence.remote`): it offers all of the prompt, once."""
+    """The replica that computes a sequence's prompt (`Sequence.remote`): it offers all of the prompt, once."""
 
     is_transfer = True
 
     def __init__(self, transfers: Transfers, words: LeaseWords) -> None:
         self.transfers = transfers
         self.words = words
+        self.wake: Callable[[], None] = lambda: None
+        """Called in another thread when a transfer has ended, so that nobody has to poll for that."""
 
     def offer(self, sequence: Sequence) -> int:
         return sequence.num_prompt if sequence.remote is not None else 0
 
     def read(self, sequence: Sequence, missing: list[list[int]]) -> _RemoteReading:
-        remote = sequence.remote
-        assert remote is not None
-        reads = reads_of(remote, sequence.tables, missing)
-        word = self.words.read(remote.lease, len(remote.layout.block_bytes))
-        transfer = self.transfers.read(remote.offers, [*reads, word])
-        return _RemoteReading(transfer, sum(read.size for read in reads), self.words, remote.lease, word)
+        return _RemoteReading(self, sequence, missing)
 
     def release(self, sequence: Sequence) -> None:
         sequence.remote = None
@@ -58,9 +96,31 @@ class RemoteSource:
 def resume(sequence: Sequence, handoff: Handoff, layout: Layout) -> None:
     """Make a new sequence continue from a handoff. Raises InvalidRequest if the handoff is wrong or cannot be
     continued, EngineUnavailable if the prefill replica has another layout than this one."""
-    first = check_handoff(sequence.request, handoff, layout)
+    if handoff.early:
+        check_early(sequence.request, handoff)
+    first = None if handoff.early else check_handoff(sequence.request, handoff, layout)
     if handoff.state:  # else the blocks are lost
         sequence.remote = decode_state(handoff.state, layout, sequence.num_prompt)
-    sequence.sampler.resume(first)
-    sequence.tokens.append(first)
     sequence.prompt_logprobs, sequence.reported = None, True
+    if first is None:
+        sequence.lacks_first, sequence.pending, sequence.readable = True, 1, handoff.computed
+    else:
+        _take_first(sequence, first)
+
+
+def resume_further(sequence: Sequence, handoff: Handoff, layout: Layout) -> None:
+    """Have a sequence with an early handoff continue from a later one. Raises as `resume` does."""
+    assert sequence.lacks_first and sequence.request.handoff is not None
+    if handoff.state != sequence.request.handoff.state:
+        raise EngineUnavailable("the prefill replica has given up the KV blocks that were being read")
+    if handoff.early:
+        sequence.readable = max(sequence.readable, handoff.computed)
+        return
+    first = check_handoff(sequence.request, handoff, layout)
+    sequence.lacks_first, sequence.pending = False, 0
+    _take_first(sequence, first)
+
+
+def _take_first(sequence: Sequence, token_id: int) -> None:
+    sequence.sampler.resume(token_id)
+    sequence.tokens.append(token_id)

@@ -107,19 +107,29 @@ def held_of(layout: Layout, tables: abc.Sequence[Table], offers: tuple[Offer, ..
     return Held(encode_state(HeldState(layout, tuple(map(tuple, tables)), offers, lease)))
 
 
+def check_early(request: GenerateRequest, handoff: Handoff) -> None:
+    """Raise InvalidRequest for an early handoff that cannot be continued."""
+    _check_origin(request, handoff)
+    if not handoff.state or handoff.computed < 0:
+        raise InvalidRequest("an early handoff must have a state, and a number of computed tokens", _PARAM)
+
+
 def check_handoff(request: GenerateRequest, handoff: Handoff, layout: Layout) -> int:
     """Return the first token of the output. Raises InvalidRequest for a handoff that cannot be continued."""
-    prompt = request.prompt_token_ids
-    if handoff.backend != BACKEND:
-        raise InvalidRequest(f"the handoff is of engine {handoff.backend}; this one is {BACKEND}", _PARAM)
-    if handoff.prompt_token_ids not in ((), prompt):
-        raise InvalidRequest("the handoff is of another prompt", _PARAM)
+    _check_origin(request, handoff)
     first = handoff.first
     if first.finish_reason is not None or len(first.token_ids) != 1 or request.sampling.max_tokens < 2:
         raise InvalidRequest("the handoff must have one token, and some must be left to generate", _PARAM)
     if not 0 <= first.token_ids[0] < layout.vocab_size:
         raise InvalidRequest(f"the handoff's token id must be from 0 to {layout.vocab_size - 1}", _PARAM)
     return first.token_ids[0]
+
+
+def _check_origin(request: GenerateRequest, handoff: Handoff) -> None:
+    if handoff.backend != BACKEND:
+        raise InvalidRequest(f"the handoff is of engine {handoff.backend}; this one is {BACKEND}", _PARAM)
+    if handoff.prompt_token_ids not in ((), request.prompt_token_ids):
+        raise InvalidRequest("the handoff is of another prompt", _PARAM)
 
 
 def reads_of(state: HeldState, tables: abc.Sequence[Table], missing: abc.Sequence[abc.Sequence[int]]) -> list[Read]:

@@ -12,8 +12,12 @@ if TYPE_CHECKING:
 class Reading(Protocol):
     """Blocks that are being read into a sequence's tables. Nothing here waits."""
 
+    num_bytes: int
+
     @property
-    def num_bytes(self) -> int: ...
+    def waits(self) -> bool:
+        """Whether nothing is copied, since what comes next has yet to be computed elsewhere."""
+        ...
 
     def done(self) -> bool:
         """Return whether all blocks have arrived and are what was offered.

@@ -160,6 +160,10 @@ class _TierReading:
         self._futures = [loaders.submit(load, self) for _ in range(min(threads, len(self.left)))]
 
     @property
+    def waits(self) -> bool:
+        return False
+
+    @property
     def copying(self) -> bool:
         """Whether a thread still has to do with it."""
         return not all(future.done() for future in self._futures)

@@ -16,7 +16,7 @@ from engine.embedded.whisper.core import WhisperCore, WhisperModel
 from engine.errors import EngineError, EngineNotReady, InvalidRequest, NotSupported
 from engine.kit.checks import check_prompt
 from engine.media import Speech
-from engine.types import EngineInfo, GenerateRequest
+from engine.types import EngineInfo, GenerateRequest, NextHandoff
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,9 @@ class WhisperEngine(ThreadedEngine[WhisperCore]):
 
     async def resume_memory(self, tags: Collection[Tag]) -> None:
         await self._ask(lambda core: core.resume_memory(tags))
+
+    async def continue_handoff(self, following: NextHandoff) -> bool:
+        return False
 
     async def start_profile(self) -> None:
         raise NotSupported(_NO_PROFILE)

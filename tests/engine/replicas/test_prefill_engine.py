@@ -22,6 +22,7 @@ from tests.support.disaggregated import (
     aggregated,
     all_of,
     answer_of,
+    at_the_end,
     bare_peer,
     decode_engine,
     nothing,
@@ -279,7 +280,7 @@ async def test_attempts_are_bounded_and_a_full_queue_is_no_illness() -> None:
 
 async def test_a_draining_replica_finishes_its_hand_overs_and_gets_no_more() -> None:
     async with prefill_replica() as (url, peer, replica), decode_engine([url], min_tokens=None) as (engine, _):
-        lease = await engine.pool.prefill(request(), engine.common)
+        lease = await engine.pool.prefill(request(), engine.common, at_the_end)
         replica.draining = True
         with pytest.raises(EngineNotReady, match="shutting down"):
             await all_of(engine, request())

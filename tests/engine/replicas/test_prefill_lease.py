@@ -13,7 +13,7 @@ from engine.fake.engine import FakeEngine
 from engine.kit.handoff import handoff_of
 from engine.replicas.ask import RemoteAnswer
 from engine.replicas.prefill_engine import DisaggregatedEngine
-from engine.replicas.prefill_pool import PrefillPool
+from engine.replicas.prefill_pool import Announce, PrefillPool
 from engine.types import Delta, FinishReason, GenerateRequest, Held
 from protocol.internal import PrefillInfo
 from tests.support.disaggregated import PROMPT, Seen, all_of, nothing, pair, request, stats_with, tokens_of
@@ -53,7 +53,7 @@ class ScriptedPool(PrefillPool):
         super().__init__([], "", 1, Seen())
         self._lease = lease
 
-    async def prefill(self, request: GenerateRequest, mine: PrefillInfo) -> RemoteAnswer:
+    async def prefill(self, request: GenerateRequest, mine: PrefillInfo, announce: Announce) -> RemoteAnswer:
         return self._lease
 
 

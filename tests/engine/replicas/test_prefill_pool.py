@@ -25,6 +25,7 @@ from tests.support.disaggregated import (
     SECRET,
     all_of,
     answer_of,
+    at_the_end,
     bare_peer,
     decode_engine,
     prefill_replica,
@@ -167,7 +168,7 @@ async def test_a_peer_that_is_gone_leaves_no_series(
         try:
             mine = replica_at(pool, url).info
             assert mine is not None
-            (await pool.prefill(request(), mine)).close()
+            (await pool.prefill(request(), mine, at_the_end)).close()
             page = generate_latest(registry).decode()
             assert (
                 f'outcome="ok",peer="{url}"}} 1.0' in page

@@ -16,7 +16,7 @@ from engine.replicas.prefill_engine import DisaggregatedEngine
 from engine.types import Delta, GenerateRequest
 from routers.dynamo import handoffs
 from routers.dynamo.handoffs import FIELD, DynamoPrefills, HeldBlocks, Ticket, packed, unpacked
-from tests.support.disaggregated import Seen, aggregated, all_of, request, tokens_of
+from tests.support.disaggregated import Seen, aggregated, all_of, at_the_end, request, tokens_of
 from tests.support.waiting import slowness, until
 
 
@@ -172,7 +172,7 @@ async def test_a_worker_that_differs_is_not_believed() -> None:
         (handoff,) = unpacked(params)
         mine = replace(workers.decode.common, block_size=99)
         with pytest.raises(EngineUnavailable, match="block_size"):
-            await source.prefill(replace(request(), handoff=handoff), mine)
+            await source.prefill(replace(request(), handoff=handoff), mine, at_the_end)
         workers.held.close()
 
 

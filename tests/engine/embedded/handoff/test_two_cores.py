@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.config import EmbeddedConfig
+from engine.embedded import core as core_module
 from engine.embedded.core import EngineCore
 from engine.embedded.models.native.runner import NativeRunner
 from engine.kv_events import Stored
@@ -69,6 +70,14 @@ def expected(tiny_model: Path) -> dict[str, list[int]]:
     return {name: tokens(deltas) for name, deltas in alone(tiny_model, greedy_requests()).items()}
 
 
+@pytest.fixture(params=[False, True], ids=["at the end", "early"])
+def early(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether blocks are read while the prompt is computed."""
+    monkeypatch.setattr(core_module, "EARLY_TOKENS", 1)
+    is_early: bool = request.param
+    return is_early
+
+
 PRESSED: dict[str, Any] = {"num_blocks": LONGEST // 8 + 4}
 """Blocks for the longest prompt and little more."""
 
@@ -88,12 +97,18 @@ PRESSED: dict[str, Any] = {"num_blocks": LONGEST // 8 + 4}
     ],
 )
 def test_greedy_equals_one_core_however_it_is_scheduled(
-    tiny_model: Path, expected: dict[str, list[int]], prefill: dict[str, Any], decode: dict[str, Any], overlap: str
+    tiny_model: Path,
+    expected: dict[str, list[int]],
+    prefill: dict[str, Any],
+    decode: dict[str, Any],
+    overlap: str,
+    early: bool,
 ) -> None:
     common = {**SMALL, "overlap_scheduler": overlap}
     with pair_of(tiny_model, {**common, **prefill}, {**common, **decode}) as pair:
-        deltas = pair.serve(greedy_requests())
+        deltas = pair.serve(greedy_requests(), early=early)
         stats = pair.decode.stats()
+        assert bool(pair.early) == early
     assert {name: tokens(said) for name, said in deltas.items()} == expected
     assert (stats.kv_transfer_failure_total, stats.num_completed_requests) == (0, len(PROMPTS))
     assert 0 < stats.kv_transfer_success_total <= len(PROMPTS)
@@ -101,13 +116,14 @@ def test_greedy_equals_one_core_however_it_is_scheduled(
 
 
 @pytest.mark.parametrize(("kind", "overlap"), [("gemma3_text", "on"), ("mistral", "off")])
-def test_windows_hand_over_what_is_still_attended_to(tmp_path: Path, kind: str, overlap: str) -> None:
+def test_windows_hand_over_what_is_still_attended_to(tmp_path: Path, kind: str, overlap: str, early: bool) -> None:
     folder = save(kind, tmp_path)
     expected = alone(folder, greedy_requests())
     common = {**SMALL, "overlap_scheduler": overlap, "max_num_tokens": 60}
     with pair_of(folder, common, {**common, "num_blocks": LONGEST // 8 + 6}) as pair:
         for _ in range(2):
-            deltas = pair.serve(greedy_requests())
+            deltas = pair.serve(greedy_requests(), early=early)
+            assert not pair.early, "blocks behind a window are given up while the prompt is computed"
             assert {name: tokens(said) for name, said in deltas.items()} == {
                 name: tokens(said) for name, said in expected.items()
             }
@@ -154,11 +170,13 @@ def test_the_compiled_path_hands_over_too(tmp_path: Path, level: str) -> None:  
     ],
     ids=lambda sampling: ",".join(sampling),
 )
-def test_sampling_goes_on_as_if_it_had_begun_here(tiny_model: Path, sampling: dict[str, Any], overlap: str) -> None:
+def test_sampling_goes_on_as_if_it_had_begun_here(
+    tiny_model: Path, sampling: dict[str, Any], overlap: str, early: bool
+) -> None:
     requests = [request_of(str(index), prompt, **sampling) for index, prompt in enumerate(PROMPTS[:10])]
     expected = alone(tiny_model, requests)
     with pair_of(tiny_model, {**SMALL, "overlap_scheduler": overlap}) as pair:
-        deltas = pair.serve(requests)
+        deltas = pair.serve(requests, early=early)
     assert {name: spoken(said) for name, said in deltas.items()} == {
         name: spoken(said) for name, said in expected.items()
     }
