@@ -18,11 +18,12 @@ import torch
 from engine.checkpoints.eagle import EagleHead, taken_layers
 from engine.checkpoints.headers import some
 from engine.config import EmbeddedConfig, Tag
-from engine.embedded.kv.layout import Attends, LayerGroup, share
+from engine.embedded.kv.layout import LayerGroup, share
 from engine.embedded.kv.memory import KvMemory, discard, shared_zeros
+from engine.embedded.models.checkpoint import LlamaConfig, read_config
 from engine.embedded.models.devices import UnsupportedModelError
 from engine.embedded.models.native.build import NoCompilerError, find_compiler, first_compiled, library
-from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig, read_config
+from engine.embedded.models.native.checkpoint import NativeCheckpoint
 from engine.embedded.models.native.head import NativeHead
 from engine.embedded.models.native.levels import chosen
 from engine.embedded.models.native.structures import NativeDraw, NativeStep
@@ -53,13 +54,13 @@ class NativeRunner(PendingTokens):
         super().__init__(config.max_batch_size, self.device)
         _check_settings(config)
         folder, levels = Path(config.model), chosen(config.cpu_isa, config.dtype)
-        self._folder, self._shape = folder, (shape := read_config(folder))
+        self._folder, self._shape = folder, (shape := read_config(folder, config.max_seq_len))
         try:
             level = first_compiled(code_folder(config), levels)
             code = library(code_folder(config), level)
         except NoCompilerError as error:
             raise UnsupportedModelError(str(error)) from error
-        with Checkpoint(folder, shape) as checkpoint, SharedWeights(config) as self.shared_weights:
+        with NativeCheckpoint(folder, shape) as checkpoint, SharedWeights(config) as self.shared_weights:
             self._weights = Weights(code, checkpoint, shape, self.shared_weights, int8=config.quantization == "int8")
             if checkpoint.unused:
                 log.warning("the model does not use all that %s has: %s", folder, some(checkpoint.unused))
@@ -68,14 +69,14 @@ class NativeRunner(PendingTokens):
         self.vocab_size = shape.vocab_size
         self.sampler = NativeSampler(shape.vocab_size, code)
         self.eos_token_ids = shape.eos_token_ids
-        self.context_length = min(config.max_seq_len or shape.context_length, shape.context_length)
+        self.context_length = shape.context_length
         self.groups = _share(config, shape)
         blocks = self.groups[0].num_blocks, _block_bytes(config, shape) // 4
         self._cache = whole = (shared_zeros if config.kv_transfer else zeros)(
             (math.prod(blocks) + _TAIL,), torch.float32
         )
         cache = whole[:-_TAIL].view(blocks)
-        self.memory = KvMemory("blocks of heads", _attends(shape), [cache])
+        self.memory = KvMemory("blocks of heads", shape.attends, [cache])
         self._frequencies = shape.frequencies.numpy()
         self._most_threads = threads = compute_threads(config.threads)
         self._decoder = code.decoder_new(self._weights.describe(cache, config.kv_block_size), threads)
@@ -93,7 +94,7 @@ class NativeRunner(PendingTokens):
 
     def resume_memory(self, tags: Collection[Tag]) -> None:
         if "weights" in tags and self._weights.discarded:
-            with Checkpoint(self._folder, self._shape) as checkpoint:
+            with NativeCheckpoint(self._folder, self._shape) as checkpoint:
                 self._weights.fill(checkpoint)
 
     @property
@@ -132,7 +133,7 @@ class NativeRunner(PendingTokens):
 
     def load_head(self, head: EagleHead, spare_blocks: int) -> NativeHead:
         """See `ModelRunner`."""
-        with Checkpoint(self._folder, self._shape) as checkpoint:
+        with NativeCheckpoint(self._folder, self._shape) as checkpoint:
             own = "lm_head.weight" in checkpoint
             output = checkpoint.tensor("lm_head.weight" if own else "model.embed_tokens.weight")
         blocks = self.groups[0].num_blocks + spare_blocks
@@ -149,7 +150,7 @@ def check(config: EmbeddedConfig) -> bool:
     """
     _check_settings(config)
     folder = Path(config.model)
-    with Checkpoint(folder, read_config(folder)) as checkpoint:
+    with NativeCheckpoint(folder, read_config(folder, config.max_seq_len)) as checkpoint:
         certain = config.quantization == "int8" or checkpoint.is_bfloat16
     try:
         find_compiler()
@@ -181,12 +182,8 @@ def _addresses(images: EmbeddingRows, tokens: int) -> "np.ndarray[tuple[int], np
 def _share(config: EmbeddedConfig, shape: LlamaConfig) -> list[LayerGroup]:
     layer_block_bytes = _block_bytes(config, shape) // shape.layers
     return share(
-        _attends(shape), layer_block_bytes, config.kv_cache_memory_mb * MIB, config.kv_block_size, config.num_blocks
+        shape.attends, layer_block_bytes, config.kv_cache_memory_mb * MIB, config.kv_block_size, config.num_blocks
     )
-
-
-def _attends(shape: LlamaConfig) -> Attends:
-    return Attends((None,) * shape.layers, shape.kv_heads, shape.head_dim)
 
 
 def _block_bytes(config: EmbeddedConfig, shape: LlamaConfig) -> int:
