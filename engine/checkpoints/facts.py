@@ -56,6 +56,10 @@ class ModelFacts:
         """Return the same model's facts, read from its config.json after a library has filled in its defaults."""
         return ModelFacts(config, self._generation, self.folder)
 
+    def with_defaults(self) -> "ModelFacts":
+        """Return the same model's facts, with the family's defaults for the keys that its config.json leaves out."""
+        return self.completed({**self.text_family.defaults, **self.config})
+
     def check(self) -> None:
         """Raise EngineFailure now, before weights are loaded, if a value is wrong or one that every engine needs is
         missing."""

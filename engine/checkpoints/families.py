@@ -81,7 +81,7 @@ class Family:
     compiled: bool = False
     """Whether the compiled path can run the model or, of a vision-language model, its language part."""
     defaults: Config = field(default_factory=dict)
-    """transformers' defaults for keys that a nested `text_config` of this kind may leave out."""
+    """transformers' defaults for keys that a config.json of this kind, or a nested `text_config`, may leave out."""
     window: int | None = None
     """Default `sliding_window` of all layers; None for kinds that ignore that key."""
     vision: VisionPart | None = None
@@ -114,6 +114,11 @@ _LLAMA = {
     "num_key_value_heads": None, "vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0, "hidden_act": "silu", "eos_token_id": 2,
 }  # fmt: skip
+_MISTRAL = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "hidden_act": "silu", "eos_token_id": 2,
+}  # fmt: skip
 _QWEN2_VL = {
     "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
     "num_key_value_heads": 8, "vocab_size": 152064, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
@@ -131,7 +136,7 @@ _BOTH_DIRECTIONS = "which paged attention with its causal chunks cannot do"
 
 FAMILIES = {
     "llama": Family(compiled=True, defaults=_LLAMA),
-    "mistral": Family(compiled=True, window=4096),
+    "mistral": Family(compiled=True, defaults=_MISTRAL, window=4096),
     "qwen2": Family(compiled=True),
     "qwen2_vl_text": Family(defaults=_QWEN2_VL),
     "qwen2_5_vl_text": Family(defaults=_QWEN2_VL),

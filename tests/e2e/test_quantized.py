@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 from engine.checkpoints.packaged import BUILTIN, installed_files
 from engine.checkpoints.store import resolve_model
 from engine.config import EmbeddedConfig
-from engine.embedded.models.native.checkpoint import Checkpoint, read_config
+from engine.embedded.models.checkpoint import read_config
+from engine.embedded.models.native.checkpoint import NativeCheckpoint
 from engine.embedded.models.native.levels import available
 from engine.embedded.models.native.runner import NativeRunner
 from tests.support.servers import ROOT, serving
@@ -46,7 +47,7 @@ def test_int8_keeps_the_perplexity_of_a_text(smollm2: Path, exact: float) -> Non
 def test_the_blocks_of_a_gguf_file_are_computed_as_they_are(exact: float, tmp_path: Path) -> None:
     (source,) = installed_files(BUILTIN)
     folder = resolve_model(str(source), tmp_path)
-    with Checkpoint(folder, read_config(folder)) as checkpoint:
+    with NativeCheckpoint(folder, read_config(folder)) as checkpoint:
         kinds = [checkpoint.block_kind(f"model.{name}.weight") for name in ("embed_tokens", "layers.0.mlp.up_proj")]
         assert [kind.name for kind in kinds if kind] == ["Q8_0", "Q4_1"]
     assert perplexity(folder, "int8") == pytest.approx(exact, rel=0.005)

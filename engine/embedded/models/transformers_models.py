@@ -6,13 +6,10 @@ The tower of a model that takes media runs elsewhere; the embeddings that it com
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
-from safetensors import safe_open
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -27,12 +24,10 @@ from transformers.utils import logging as transformers_logging
 from engine.checkpoints.facts import ModelFacts, read_model_facts
 from engine.checkpoints.families import family_of
 from engine.checkpoints.headers import check_headers, place, read_headers, some
+from engine.embedded.models.checkpoint import is_finite
 from engine.errors import EngineFailure
 
 _PARAGRAPH = "\n\n"
-_READERS = 8
-"""Tensors that are read at a time: a thread alone copies slower than a GPU takes."""
-
 log = logging.getLogger(__name__)
 
 
@@ -115,40 +110,9 @@ def load_weights(
     if unused:
         log.warning("the model does not use all that %s has: %s", folder, some(unused))
     for name, parameter in module.named_parameters():
-        if needs(name) and not _is_finite(parameter.detach()):
+        if needs(name) and not is_finite(parameter.detach()):
             raise EngineFailure(f"{place(stored, name)} has values that are not finite")
     return module.eval()
-
-
-def read_weights(model: Any, folder: str, device: torch.device) -> bool:
-    """Read the weights of a model that has shapes alone from its files, straight to a device. Return False, with
-    nothing read, if the files have other names or shapes than the model: transformers would convert them.
-    """
-    stored = read_headers(Path(folder))
-    wanted = dict(model.named_parameters())
-    if any(name not in stored or stored[name].shape != parameter.shape for name, parameter in wanted.items()):
-        return False
-
-    def read(name: str) -> torch.Tensor:
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream), safe_open(stored[name].path, framework="pt", device=str(device)) as file:
-            stored_values: torch.Tensor = file.get_tensor(name)
-            return stored_values.to(wanted[name].dtype)
-
-    with ThreadPoolExecutor(_READERS) as pool:
-        weights = dict(zip(wanted, pool.map(read, wanted), strict=True))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    model.load_state_dict(weights, strict=False, assign=True)
-    model.tie_weights()
-    return True
-
-
-def _is_finite(values: torch.Tensor) -> bool:
-    """Return whether all values are finite. Types that torch cannot add are assumed to be."""
-    if values.dtype.itemsize < 2 or not values.is_floating_point():
-        return True
-    return bool(values.sum().isfinite()) or bool(values.isfinite().all())  # a sum is fast, but large ones overflow
 
 
 def _is_no_report(record: logging.LogRecord) -> bool:

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from engine.checkpoints.facts import ModelFacts, read_model_facts
 from engine.checkpoints.families import FAMILIES, VisionPart
+from engine.embedded.models.checkpoint import read_config
 from engine.embedded.models.devices import UnsupportedModelError
-from engine.embedded.models.native.checkpoint import read_config
 from engine.embedded.models.transformers_models import load_config
 from engine.errors import EngineFailure
 from tests.support.vision_models import BUILDERS

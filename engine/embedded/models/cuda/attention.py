@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.embedded.kv.cache import KvCache
 from engine.embedded.models.cuda.decode_attention import DecodeAttention
 from engine.embedded.models.cuda.group_attention import GroupAttention
 from engine.embedded.models.cuda.prefixes import SharedPrefix, SharedPrefixes
 from engine.embedded.models.devices import to_device
 from engine.embedded.models.runner import StepInput
-from engine.embedded.models.torch.attention import KvCache
 
 _WORKSPACE_BYTES = 256 << 20
 

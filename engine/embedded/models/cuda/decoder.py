@@ -3,89 +3,138 @@ changed in place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.nn import functional
 
+from engine.embedded.kv.cache import KvCache
+from engine.embedded.models.checkpoint import LlamaConfig
 from engine.embedded.models.cuda import kernels
 from engine.embedded.models.cuda.attention import AttentionStep, CudaAttention
 from engine.embedded.models.cuda.fp8 import Fp8Products
 from engine.embedded.models.cuda.weights import Norm, PlainProducts, Products, Weight
-from engine.embedded.models.torch.attention import KvCache
-from engine.embedded.models.torch.decoder import has_parts, values_of_first_head
+from engine.embedded.models.devices import UnsupportedModelError
 
 _HEAD_TILE = (8, 1024, 4)
 _TRIAL = 9
+_SPREAD = 0.02
+"""Standard deviation of random weights."""
+_JOINED = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""The linears of a layer that are computed as one product, by its name."""
 
 
 class _JoinedLayer:
     """The weights of one layer, joined."""
 
-    def __init__(self, layer: Any, products: Products) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self.norm: Norm = (layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
-        self.mlp_norm: Norm = (layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon)
-        self.qkv = _joined(products, "qkv", attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = _joined(products, "out", attention.o_proj)
-        self.gate_up = _joined(products, "gate_up", mlp.gate_proj, mlp.up_proj)
-        self.down = _joined(products, "down", mlp.down_proj)
+    qkv: Weight
+    out: Weight
+    gate_up: Weight
+    down: Weight
+
+    def __init__(self, index: int, shapes: Shapes, epsilon: float, products: Products, empty: Empty) -> None:
+        norm, mlp_norm = _norms(index)
+        self.norm: Norm = empty(*shapes[norm]), epsilon
+        self.mlp_norm: Norm = empty(*shapes[mlp_norm]), epsilon
+        for name, parts in _linears(index).items():
+            values = empty(sum(shapes[part][0] for part in parts), shapes[parts[0]][1])
+            setattr(self, name, products.weight(name, values))
+
+    def parts(self, index: int, shapes: Shapes) -> dict[str, torch.Tensor]:
+        """Return views of the weights by their names in a checkpoint."""
+        found = dict(zip(_norms(index), (self.norm[0], self.mlp_norm[0]), strict=True))
+        for name, parts in _linears(index).items():
+            weight: Weight = getattr(self, name)
+            split = torch.split(weight.values, [shapes[part][0] for part in parts])
+            found |= zip(parts, split, strict=True)
+        return found
 
     def convert(self, products: Products) -> None:
         """Convert the weights for other products, in place."""
-        for name in ("qkv", "out", "gate_up", "down"):
+        for name in _JOINED:
             weight: Weight = getattr(self, name)
-            setattr(self, name, products.join(weight.name, [weight.values]))
+            setattr(self, name, products.weight(name, weight.values))
 
     def move(self, place: Place) -> None:
         self.norm = place(self.norm[0]), self.norm[1]
         self.mlp_norm = place(self.mlp_norm[0]), self.mlp_norm[1]
-        for name in ("qkv", "out", "gate_up", "down"):
+        for name in _JOINED:
             weight: Weight = getattr(self, name)
             scales = None if weight.scales is None else place(weight.scales)
             setattr(self, name, Weight(weight.name, place(weight.values), scales))
 
 
+Empty = Callable[..., torch.Tensor]
+"""Returns a tensor of these sizes for a weight."""
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of weights by their names in a checkpoint."""
 Place = Callable[[torch.Tensor], torch.Tensor]
 """Returns a tensor of the same shape and type, elsewhere."""
 
 
 class LlamaDecoder:
-    """All layers of a transformers model of the Llama kind, over flat tokens. Takes the weights out of the model's own
-    layers.
-
-    `most_shown`: maximum number of embeddings that can replace those of tokens at a time. They lie behind those of the
-    vocabulary, as if they were of more tokens, so that a CUDA graph takes them too.
-    """
+    """All layers of a model of the Llama kind, over flat tokens. Its weights are allocated here, and filled through
+    `parts`."""
 
     def __init__(
-        self, model: Any, context_length: int, most_shown: int = 0, device: torch.device | None = None
+        self,
+        config: LlamaConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        most_shown: int = 0,
+        weights_on: torch.device | None = None,
     ) -> None:
-        """`device`: where the decoder computes, if the model's weights are not there yet."""
-        inner = model.get_decoder()
-        first = inner.layers[0].self_attn
-        dim = first.head_dim
-        self.scale: float = first.scaling
-        self.heads = first.q_proj.out_features // dim, first.k_proj.out_features // dim, dim
-        self.vocabulary = len(inner.embed_tokens.weight)
-        self._embedding = _extended(inner.embed_tokens.weight, most_shown)
-        self._norm: Norm = (inner.norm.weight, inner.norm.variance_epsilon)
-        head = model.get_output_embeddings().weight
-        self._tied = head is inner.embed_tokens.weight
-        self._head = self._embedding[: self.vocabulary] if self._tied else head
-        device = device or self._embedding.device
-        self._rotations = _rotations(inner.rotary_emb, context_length, device)
-        width = self.heads[0] * dim
+        """`most_shown`: maximum number of embeddings that can replace those of tokens at a time. They lie behind those
+        of the vocabulary, as if they were of more tokens, so that a CUDA graph takes them too. `weights_on`: another
+        device for the weights; `meta` for their shapes alone.
+        """
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=weights_on or device)
+
+        self._shapes = config.shapes
+        self._tied = config.tied
+        self.scale = config.head_dim**-0.5
+        self.heads = config.heads, config.kv_heads, config.head_dim
+        self.vocabulary = config.vocab_size
+        self._embedding = empty(self.vocabulary + most_shown, config.hidden)
+        self._embedding[self.vocabulary :].zero_()
+        self._norm: Norm = empty(config.hidden), config.epsilon
+        self._head = self._embedding[: self.vocabulary] if self._tied else empty(self.vocabulary, config.hidden)
+        self._rotations = rotations(config, device)
+        width = config.heads * config.head_dim
         self._fetch = not width & (width - 1)
         self._products: Products = PlainProducts(self._fetch, device)
         self.taken: tuple[int, ...] = ()
         """Layers whose inputs are kept in `hidden`."""
         self.hidden: torch.Tensor | None = None
-        self._layers = []
-        for index in range(len(inner.layers)):
-            self._layers.append(_JoinedLayer(inner.layers[index], self._products))
-            inner.layers[index] = torch.nn.Identity()
+        self._layers = [
+            _JoinedLayer(index, self._shapes, config.epsilon, self._products, empty) for index in range(config.layers)
+        ]
+
+    @property
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Views of the weights by their names in a checkpoint, `LlamaConfig.shapes`; not once they are quantised."""
+        found = {"model.embed_tokens.weight": self._embedding[: self.vocabulary], "model.norm.weight": self._norm[0]}
+        if not self._tied:
+            found["lm_head.weight"] = self._head
+        for index, layer in enumerate(self._layers):
+            found |= layer.parts(index, self._shapes)
+        return found
+
+    def randomise(self) -> None:
+        """Fill the weights with random numbers, the same ones each time."""
+        generator = torch.Generator(self._embedding.device).manual_seed(0)
+        for tensor in self.parts.values():
+            if tensor.ndim > 1:
+                tensor.normal_(0, _SPREAD, generator=generator)
+            else:
+                tensor.fill_(1)
 
     def quantise(self) -> None:
         """Convert the weights to eight bits, layer by layer: no more than one layer is in memory twice."""
@@ -170,22 +219,18 @@ class LlamaDecoder:
         return attention(step, index, query, key, value).flatten(1)
 
 
-def is_llama_kind(model: Any) -> bool:
-    """Return whether a model has the parts that `LlamaDecoder` knows, without biases; `trial` shows the rest."""
-    inner = model.get_decoder()
-    if not {"embed_tokens", "layers", "norm", "rotary_emb"} <= {name for name, _ in inner.named_children()}:
-        return False
-    dim = inner.layers[0].self_attn.head_dim
-    if dim & (dim - 1):
-        return False
-    for layer in inner.layers:
-        if not has_parts(layer) or any(name.endswith("bias") for name, _ in layer.named_parameters()):
-            return False
-        if not all(
-            kernels.fits_gemv(linear.weight) for linear in layer.modules() if isinstance(linear, torch.nn.Linear)
-        ):
-            return False
-    return True
+def check_kind(config: LlamaConfig) -> None:
+    """Raise UnsupportedModelError for a model that `LlamaDecoder` does not compute."""
+    if config.biased:
+        raise UnsupportedModelError(f"the kernels add no biases, which {config.facts.text_type} has")
+    if config.head_dim & (config.head_dim - 1):
+        raise UnsupportedModelError(f"the kernels are for heads of a power of two, not of {config.head_dim}")
+    shapes = config.shapes
+    for name in (name for names in _linears(0).values() for name in names):
+        if not kernels.fits_gemv(shapes[name]):
+            raise UnsupportedModelError(
+                f"the kernels are for weights of multiples of 16 rows and 64 columns: {name} has {shapes[name]}"
+            )
 
 
 class _Stub:
@@ -202,22 +247,13 @@ class _Stub:
     def __call__(
         self, step: AttentionStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        return values_of_first_head(layer, query, key, value, self._scale)
-
-
-def trial_by_transformers(model: Any) -> torch.Tensor:
-    """Return the model's own logits of some tokens, float32 [tokens, vocab], with a stub in place of attention."""
-    device = model.get_output_embeddings().weight.device
-    tokens = torch.arange(1, 1 + _TRIAL, device=device).unsqueeze(0)
-    logits: torch.Tensor = model(
-        input_ids=tokens, position_ids=tokens, use_cache=False, paged=values_of_first_head
-    ).logits
-    return logits[0].float()
+        mixed: torch.Tensor = query * self._scale + key[:, :1] + value[:, :1]
+        return mixed
 
 
 def trial(decoder: LlamaDecoder, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the same logits computed by `decoder`, with a KV cache of this type: the first token alone, as in a
-    decode step, then the others."""
+    """Return the logits of some tokens, float32 [tokens, vocab], with a stub in place of attention and a KV cache of
+    this type: the first token alone, as in a decode step, then the others."""
     stub = _Stub(decoder, dtype, device)
     tokens = torch.arange(1, 1 + _TRIAL, device=device, dtype=torch.int32)
     parts = []
@@ -231,17 +267,18 @@ def trial(decoder: LlamaDecoder, dtype: torch.dtype, device: torch.device) -> to
     return torch.cat(parts)
 
 
-def _joined(products: Products, name: str, *linears: Any) -> Weight:
-    return products.join(name, [linear.weight.detach() for linear in linears])
+def _norms(index: int) -> tuple[str, str]:
+    """Return the names of a layer's norms in a checkpoint."""
+    return f"model.layers.{index}.input_layernorm.weight", f"model.layers.{index}.post_attention_layernorm.weight"
 
 
-def _extended(embedding: torch.Tensor, rows: int) -> torch.Tensor:
-    return torch.cat((embedding, embedding.new_zeros((rows, embedding.shape[1])))) if rows else embedding
+def _linears(index: int) -> dict[str, list[str]]:
+    """Return the names of a layer's linears in a checkpoint, by those of their products."""
+    return {name: [f"model.layers.{index}.{part}.weight" for part in parts] for name, parts in _JOINED.items()}
 
 
-def _rotations(rotary: Any, context_length: int, device: torch.device) -> torch.Tensor:
+def rotations(config: LlamaConfig, device: torch.device) -> torch.Tensor:
     """Return the cosines of half a head, then the sines, for every position: float32 [positions, head_dim]."""
-    positions = torch.arange(context_length, device=device).unsqueeze(0)
-    cos, sin = rotary(torch.zeros(1, device=device), positions)
-    half = cos.shape[-1] // 2
-    return torch.cat((cos[0, :, :half], sin[0, :, :half]), -1).contiguous()
+    positions = torch.arange(config.context_length, device=device, dtype=torch.float32)
+    angles = positions[:, None] * config.frequencies.to(device)
+    return torch.cat((angles.cos(), angles.sin()), -1)

@@ -22,14 +22,12 @@ class Fp8Products(Products):
         "down": (8, 2048, 8),
     }
 
-    def join(self, name: str, parts: list[torch.Tensor]) -> Weight:
-        if parts[0].is_meta:  # only the shapes are wanted
-            rows, inputs = sum(map(len, parts)), parts[0].shape[1]
-            values = parts[0].new_empty((rows, inputs), dtype=torch.float8_e4m3fn)
-            return Weight(name, values, parts[0].new_empty(rows, dtype=torch.float32))
-        quantised = [fp8_kernels.quantise(part) for part in parts]
-        values = torch.cat([part.view(torch.uint8) for part, _ in quantised]).view(torch.float8_e4m3fn)
-        return Weight(name, values, torch.cat([scales for _, scales in quantised]).flatten())
+    def weight(self, name: str, values: torch.Tensor) -> Weight:
+        if values.is_meta:  # only the shapes are wanted
+            scales = values.new_empty(len(values), dtype=torch.float32)
+            return Weight(name, values.new_empty(values.shape, dtype=torch.float8_e4m3fn), scales)
+        quantised, scales = fp8_kernels.quantise(values)
+        return Weight(name, quantised, scales.flatten())
 
     def load(self, weight: Weight, rows: int) -> None:
         values = weight.values.new_zeros((rows, weight.values.shape[1]))

@@ -237,9 +237,9 @@ def gemv(
     return out
 
 
-def fits_gemv(weight: torch.Tensor) -> bool:
+def fits_gemv(shape: tuple[int, ...]) -> bool:
     """Return whether `gemv` takes a weight of this shape."""
-    return weight.shape[1] % 64 == 0 and weight.shape[0] % 16 == 0
+    return shape[1] % 64 == 0 and shape[0] % 16 == 0
 
 
 def _fitting(tile: tuple[int, int, int], n: int, k: int) -> tuple[int, int, int]:

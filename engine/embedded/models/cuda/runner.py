@@ -4,6 +4,8 @@ the device."""
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,23 +15,23 @@ import torch
 from numpy.typing import NDArray
 
 from engine.checkpoints.eagle import EagleHead
-from engine.checkpoints.facts import ModelFacts, read_model_facts
+from engine.checkpoints.headers import some
 from engine.config import EmbeddedConfig, Tag
 from engine.embedded.kv.layout import Attends
+from engine.embedded.models.checkpoint import Checkpoint, LlamaConfig, read_config
 from engine.embedded.models.cuda.attention import AttentionStep, CudaAttention
 from engine.embedded.models.cuda.compiling import compiled_side_by_side, expect_compilation, warn_of_compilation
-from engine.embedded.models.cuda.decoder import LlamaDecoder, is_llama_kind, trial, trial_by_transformers
+from engine.embedded.models.cuda.decoder import LlamaDecoder, check_kind, trial
 from engine.embedded.models.cuda.flashinfer_kernels import FlashInferKernels
 from engine.embedded.models.cuda.graphs import capture
 from engine.embedded.models.cuda.prefixes import LEAST_SEQUENCES
 from engine.embedded.models.cuda.releasable import ReleasableWeights
 from engine.embedded.models.cuda.sampler import CudaSampler, RowDraws
 from engine.embedded.models.devices import UnsupportedModelError, code_digest, device_of, dtype_of, to_device
+from engine.embedded.models.paged import PagedRunner
 from engine.embedded.models.runner import StepInput
 from engine.embedded.models.shared_weights import SharedWeights, TensorLayout
 from engine.embedded.models.torch.head import TorchHead
-from engine.embedded.models.torch.runner import TorchRunner
-from engine.embedded.models.transformers_models import auto_class, load_config, read_weights
 from engine.kit.collector import uncollected
 
 log = logging.getLogger(__name__)
@@ -53,15 +55,13 @@ _CASCADES = (32, 64, 128, 192, 256)
 LEAST_SAVED = 1 << 14
 """Minimum number of keys that have not to be read for each head then: a pass of its own takes as long."""
 
-_TOLERANCE = 0.05
-"""Tolerance of logits, relative to the largest and to each: what rounding to bfloat16 explains."""
 _FP8_TOLERANCE = 0.5
-"""Tolerance once the model's kind is certain, to see whether products of fp8 work. Rounding weights and activations
-to three bits of mantissa makes random models of 8 and 32 layers wrong by 0.2 and 0.35 of the largest logit;
+"""Tolerance of logits, relative to the largest and to each, to see whether products of fp8 work. Rounding weights and
+activations to three bits of mantissa makes random models of 8 and 32 layers wrong by 0.2 and 0.35 of the largest logit;
 unrelated logits differ by 1.4."""
 
 
-class CudaRunner(TorchRunner):
+class CudaRunner(PagedRunner):
     """A `ModelRunner` for models of the Llama kind on an NVIDIA GPU: FlashInfer, Triton and CUDA graphs.
 
     The spare block and the spare slot are for the padding of graphs and for warming up.
@@ -78,14 +78,13 @@ class CudaRunner(TorchRunner):
     def __init__(self, config: EmbeddedConfig) -> None:
         begun = time.monotonic()
         expect_compilation()
-        _check(config)
+        self._shape = _check(config)
         device = device_of(config)
         dtype = dtype_of(config, device)
         cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
-        head_dim = read_model_facts(Path(config.model)).head_dim
-        self._flashinfer = FlashInferKernels(device, dtype, cache_dtype, head_dim)
-        super().__init__(config)
-        log.info("loaded and tried the weights in %.1f s", time.monotonic() - begun)
+        self._flashinfer = FlashInferKernels(device, dtype, cache_dtype, self._shape.head_dim)
+        super().__init__(config, self._shape.facts)
+        log.info("loaded the weights in %.1f s", time.monotonic() - begun)
         self._decoder.taken = self._taken
         heads, scale = self._decoder.heads[0], self._decoder.scale
         self._attention = CudaAttention(
@@ -185,44 +184,75 @@ class CudaRunner(TorchRunner):
         if tokens is not self.sampler.results.tokens:
             self._sampled[self._to_device(slots)] = tokens
 
-    def _load(self, config: EmbeddedConfig, facts: ModelFacts) -> Attends:
+    def _load(self) -> Attends:
         """Load the weights, into memory of the memory service if there is one, or take those that are there."""
-        with SharedWeights(config) as self.shared_weights:
+        with SharedWeights(self._config) as self.shared_weights, self._opened() as checkpoint:
+            if checkpoint is not None:
+                self._shape = replace(self._shape, tied="lm_head.weight" not in checkpoint)
+                if unused := checkpoint.unused:
+                    log.warning("the model does not use all that %s has: %s", checkpoint.folder, some(unused))
             if self.takes_images:
                 self.shared_weights.give_up("this model takes images, whose embeddings lie beside those of its tokens")
-            if self.takes_images or not config.memory_service:
-                return self._load_own(config, facts)
-            decoder = self._without_weights(config)
-            layout = TensorLayout(decoder.move)
-            form = (
-                self.dtype,
-                config.quantization,
-                config.load_format,
-                torch.__version__,
-                code_digest(Path(__file__).parent),
-            )
-            pages = self.shared_weights.pages(layout.size, self.device, *form)
-            if pages is not None and pages.filled:
-                decoder.move(layout.views(pages, self.device))
-                self._decoder, (_, kv_heads, dim) = decoder, decoder.heads
-                return Attends((None,) * self.hf_config.get_text_config().num_hidden_layers, kv_heads, dim)
-            if pages is None:
-                return self._load_own(config, facts)
-            attends = super()._load(config, facts)
-            layout.copy(self._decoder.move, pages, self.device)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
-            return attends
+            alone = self.takes_images or not self._config.memory_service
+            if alone or not self._load_shared(self.shared_weights, checkpoint):
+                self._load_own(checkpoint)
+        return self._shape.attends
 
-    def _load_own(self, config: EmbeddedConfig, facts: ModelFacts) -> Attends:
+    def _load_shared(self, shared: SharedWeights, checkpoint: Checkpoint | None) -> bool:
+        """Have the weights in memory of the memory service, filled here or by another engine; return whether there is
+        any."""
+        decoder = LlamaDecoder(self._shape, self.dtype, self.device, weights_on=torch.device("meta"))
+        if self._config.quantization == "fp8":
+            decoder.quantise()
+        layout = TensorLayout(decoder.move)
+        form = (
+            self.dtype,
+            self._config.quantization,
+            self._config.load_format,
+            torch.__version__,
+            code_digest(Path(__file__).parent),
+        )
+        pages = shared.pages(layout.size, self.device, *form)
+        if pages is None:
+            return False
+        if pages.filled:
+            decoder.move(layout.views(pages, self.device))
+            self._decoder = decoder
+        else:
+            self._decoder = self._make_decoder(checkpoint)
+            layout.copy(self._decoder.move, pages, self.device)
+            self._settle()
+        return True
+
+    def _load_own(self, checkpoint: Checkpoint | None) -> None:
         """Load weights that are not shared, where they can be released if the engine sleeps."""
-        attends = super()._load(config, facts)
-        if config.sleep is not None:
+        self._decoder = self._make_decoder(checkpoint)
+        if self._config.sleep is not None:
             self._weights = ReleasableWeights(self.device)
             with torch.inference_mode():
                 self._decoder.move(self._weights.place)
-        return attends
+
+    def _opened(self) -> AbstractContextManager[Checkpoint | None]:
+        """Open the files of the weights; None for random weights."""
+        dummy = self._config.load_format == "dummy"
+        return nullcontext() if dummy else Checkpoint(Path(self._config.model), self._shape)
+
+    @torch.inference_mode()
+    def _make_decoder(self, checkpoint: Checkpoint | None) -> LlamaDecoder:
+        """Return a decoder with the weights of the files, or random ones, quantised if they are to be."""
+        most_shown = self._config.max_num_tokens if self.takes_images else 0
+        decoder = LlamaDecoder(self._shape, self.dtype, self.device, most_shown)
+        _fill(decoder, checkpoint)
+        if self._config.quantization == "fp8":
+            expected = trial(decoder, self.cache_dtype, self.device)
+            decoder.quantise()
+            found = trial(decoder, self.cache_dtype, self.device)
+            nearest = _FP8_TOLERANCE * float(expected.abs().max())
+            if not torch.allclose(found, expected, rtol=_FP8_TOLERANCE, atol=nearest):
+                model_type = self._shape.facts.model_type
+                raise UnsupportedModelError(f"{model_type} does not bear products of fp8, or this machine has none")
+        self._settle()
+        return decoder
 
     def _release_weights(self, level: int) -> None:
         if self._weights is not None:  # else they are in memory of the service
@@ -232,89 +262,36 @@ class CudaRunner(TorchRunner):
     def resume_memory(self, tags: Collection[Tag]) -> None:
         """Take memory of KV blocks while weights are copied, but after weights that have to be read: these may take
         memory twice meanwhile."""
-        others = partial(super().resume_memory, set(tags) - {"weights"})
+        others = partial(self._resume_cache, tags)
         if "weights" in tags and self._weights is not None and not (self._weights.resume(others) and self._read):
-            self._read_weights()
+            self._read_again()
         others()
 
-    def _read_weights(self) -> None:
+    def _read_again(self) -> None:
+        """Read the weights of files that have been read before, to the same addresses."""
         self._read = False
         assert self._weights is not None
         self._weights.forget()
-        stable = _tensors(self._decoder)
-        decoder = self._decoder
-        try:
-            self._load_again(*self._reload.args)
-            for tensor, read in zip(stable, _tensors(self._decoder), strict=True):
-                tensor.copy_(read)
-        finally:
-            self._decoder = decoder
+        with self._opened() as checkpoint:
+            if self._config.quantization == "fp8":
+                for tensor, read in zip(_tensors(self._decoder), _tensors(self._make_decoder(checkpoint)), strict=True):
+                    tensor.copy_(read)
+            else:
+                _fill(self._decoder, checkpoint)
         self._read = True
+        self._settle()
+
+    def _settle(self) -> None:
+        """Wait for the device, and give back what torch keeps for later."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-
-    def _load_again(self, config: EmbeddedConfig, facts: ModelFacts) -> None:
-        """Read the weights of files that have been read before: they are not tried again, and transformers is asked
-        only for a model whose files it converts, or that takes images."""
-        if config.load_format != "dummy" and not self.takes_images:
-            module = self._shapes()
-            if read_weights(module, config.model, self.device):
-                self._decoder = LlamaDecoder(module, self.context_length)
-                if config.quantization == "fp8":
-                    self._decoder.quantise()
-                return
-        super()._load(config, facts)
-
-    def _without_weights(self, config: EmbeddedConfig) -> LlamaDecoder:
-        """Return a decoder whose weights have shapes and types alone."""
-        decoder = LlamaDecoder(self._shapes(), self.context_length, device=self.device)
-        if config.quantization == "fp8":
-            decoder.quantise()
-        return decoder
-
-    def _shapes(self) -> Any:
-        """Return transformers' model, of which only what is no weight is on the device."""
-        with torch.device("meta"):
-            module = auto_class(self.hf_config).from_config(self.hf_config, dtype=self.dtype)
-        inner = module.get_decoder()
-        inner.rotary_emb = type(inner.rotary_emb)(inner.config).to(self.device)
-        return module
-
-    def _adapt(self, config: EmbeddedConfig, attends: Attends) -> None:
-        """Join and quantise the weights layer by layer, so that the memory this frees is there for KV blocks."""
-        if set(attends.windows) != {None}:
-            raise UnsupportedModelError(f"{self.hf_config.model_type} has sliding windows")
-        with torch.inference_mode():
-            log.info("transformers has the weights")
-            expected = trial_by_transformers(self.module)
-            self._decoder = LlamaDecoder(
-                self.module, self.context_length, config.max_num_tokens if self.takes_images else 0
-            )
-            if not self._agrees(expected, _TOLERANCE):
-                raise UnsupportedModelError(f"{self.hf_config.model_type} computes something else than Llama does")
-            if config.quantization == "fp8":
-                self._decoder.quantise()
-                if not self._agrees(expected, _FP8_TOLERANCE):
-                    raise UnsupportedModelError(
-                        f"{self.hf_config.model_type} does not bear products of fp8, or this machine has none"
-                    )
-        self.module = None
-        torch.cuda.empty_cache()
-
-    def _watch(self) -> None:
-        """Do nothing: the decoder does that."""
 
     def _set_aside(self, config: EmbeddedConfig) -> int:
         largest, batch = _largest(config), config.max_batch_size
         rows = sum((*_sizes(largest), *_chunk_sizes(largest), *_cascade_sizes(batch))) * config.enable_cuda_graphs
         logits = rows * self.vocab_size * self.dtype.itemsize  # each graph keeps its own
         return CudaSampler.count_bytes(self.vocab_size, largest, batch + self.spare_slots) + logits
-
-    def _agrees(self, expected: torch.Tensor, tolerance: float) -> bool:
-        """Return whether the decoder's logits are these within a tolerance relative to the largest and to each."""
-        found = trial(self._decoder, self.cache_dtype, self.device)
-        return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
     def _replay(self, graph: "_Graph", step: StepInput) -> torch.Tensor:
         """Return the logits of the rows wanted; the sampler has the tokens of those to sample from."""
@@ -454,6 +431,14 @@ class CudaRunner(TorchRunner):
         ]
 
 
+def _fill(decoder: LlamaDecoder, checkpoint: Checkpoint | None) -> None:
+    """Fill a decoder with the weights of a checkpoint, or with random ones."""
+    if checkpoint is None:
+        decoder.randomise()
+    else:
+        checkpoint.fill(decoder.parts)
+
+
 def _tensors(decoder: LlamaDecoder) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
 
@@ -477,8 +462,8 @@ def _can_begin_small(config: EmbeddedConfig) -> bool:
     return config.enable_cuda_graphs and config.enable_chunked_prefill and not tiers
 
 
-def _check(config: EmbeddedConfig) -> None:
-    """Check what is known before anything is loaded. Raises UnsupportedModelError."""
+def _check(config: EmbeddedConfig) -> LlamaConfig:
+    """Check what is known before anything is loaded, and return the model's sizes. Raises UnsupportedModelError."""
     if torch.cuda.get_device_capability() < (9, 0):
         raise UnsupportedModelError(
             f"the kernels are for compute capability 9.0 and later, not for {torch.cuda.get_device_name()}"
@@ -488,12 +473,9 @@ def _check(config: EmbeddedConfig) -> None:
         raise UnsupportedModelError("FlashInfer computes in 16 bits, and the model in float32 (DTYPE)")
     if config.quantization == "fp8" and dtype_of(config, torch.device("cuda")) != torch.bfloat16:
         raise UnsupportedModelError(f"products of fp8 are bfloat16, and DTYPE is {config.dtype}")
-    hf_config, _ = load_config(config.model)
-    if set(getattr(hf_config.get_text_config(), "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        raise UnsupportedModelError(f"{hf_config.model_type} has layers that do not attend to everything")
-    with torch.device("meta"):
-        if not is_llama_kind(auto_class(hf_config).from_config(hf_config)):
-            raise UnsupportedModelError(f"{hf_config.model_type} is not built as Llama is")
+    shape = read_config(Path(config.model), config.max_seq_len)
+    check_kind(shape)
+    return shape
 
 
 class _GraphKind(NamedTuple):

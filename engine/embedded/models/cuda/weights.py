@@ -56,8 +56,8 @@ class Products(ABC):
         """Whether the out product of one row has its weight fetched while attention runs."""
 
     @abstractmethod
-    def join(self, name: str, parts: list[torch.Tensor]) -> Weight:
-        """Join weights that have the same input, [N, K] each."""
+    def weight(self, name: str, values: torch.Tensor) -> Weight:
+        """Return a weight for these products, of values [N, K] in the model's type."""
 
     def norm(self, x: torch.Tensor, norm: Norm) -> Normed:
         """Return x [rows, K] normalised for a product; valid until x changes."""
@@ -119,8 +119,8 @@ class PlainProducts(Products):
         super().__init__(fetch)
         self._few = Product(device)
 
-    def join(self, name: str, parts: list[torch.Tensor]) -> Weight:
-        return Weight(name, torch.cat(parts) if len(parts) > 1 else parts[0])
+    def weight(self, name: str, values: torch.Tensor) -> Weight:
+        return Weight(name, values)
 
     def load(self, weight: Weight, rows: int) -> None:
         functional.linear(weight.values.new_zeros((rows, weight.values.shape[1])), weight.values)

@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from engine.checkpoints.eagle import EagleHead
 from engine.embedded.models.heads import HeadDraft, HeadStep, load_tensors
-from engine.embedded.models.native.rotary import frequencies
 from engine.embedded.models.native.structures import (
     BLOCK,
     BLOCK_BYTES,
@@ -22,6 +21,7 @@ from engine.embedded.models.native.structures import (
     NativeStep,
 )
 from engine.embedded.models.native.weights import zeros
+from engine.embedded.models.rotary import frequencies
 from engine.errors import EngineFailure
 
 _TAIL = 64

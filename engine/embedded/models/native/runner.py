@@ -19,11 +19,12 @@ import torch
 from engine.checkpoints.eagle import EagleHead, taken_layers
 from engine.checkpoints.headers import some
 from engine.config import EmbeddedConfig, Tag
-from engine.embedded.kv.layout import Attends, share
+from engine.embedded.kv.layout import share
 from engine.embedded.kv.memory import KvMemory, discard, shared_zeros
+from engine.embedded.models.checkpoint import LlamaConfig, read_config
 from engine.embedded.models.devices import UnsupportedModelError
 from engine.embedded.models.native.build import NoCompilerError, find_compiler, first_compiled, library
-from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig, read_config
+from engine.embedded.models.native.checkpoint import NativeCheckpoint
 from engine.embedded.models.native.head import NativeHead
 from engine.embedded.models.native.levels import Arithmetic, chosen
 from engine.embedded.models.native.structures import NativeDraw, NativeStep
@@ -54,13 +55,13 @@ class NativeRunner(PendingTokens):
         super().__init__(config.max_batch_size, self.device)
         _check_settings(config)
         folder, levels = Path(config.model), chosen(config.cpu_isa, config.dtype)
-        self._folder, self._shape = folder, (shape := read_config(folder))
+        self._folder, self._shape = folder, (shape := read_config(folder, config.max_seq_len))
         try:
             level = first_compiled(code_folder(config), levels)
             code = library(code_folder(config), level)
         except NoCompilerError as error:
             raise UnsupportedModelError(str(error)) from error
-        with Checkpoint(folder, shape) as checkpoint, SharedWeights(config) as self.shared_weights:
+        with NativeCheckpoint(folder, shape) as checkpoint, SharedWeights(config) as self.shared_weights:
             self._weights = Weights(code, checkpoint, shape, self.shared_weights, int8=config.quantization == "int8")
             if checkpoint.unused:
                 log.warning("the model does not use all that %s has: %s", folder, some(checkpoint.unused))
@@ -69,11 +70,11 @@ class NativeRunner(PendingTokens):
         self.vocab_size = shape.vocab_size
         self.sampler = NativeSampler(shape.vocab_size, code)
         self.eos_token_ids = shape.eos_token_ids
-        self.context_length = min(config.max_seq_len or shape.context_length, shape.context_length)
+        self.context_length = shape.context_length
         cached = torch.float32 if level.products == Arithmetic.FLOATS else torch.bfloat16
         block_bytes = _block_bytes(config, shape, cached)
         self.groups = share(
-            _attends(shape),
+            shape.attends,
             block_bytes // shape.layers,
             config.kv_cache_memory_mb * MIB,
             config.kv_block_size,
@@ -82,7 +83,7 @@ class NativeRunner(PendingTokens):
         blocks = self.groups[0].num_blocks, block_bytes // cached.itemsize
         self._cache = whole = (shared_zeros if config.kv_transfer else zeros)((math.prod(blocks) + _TAIL,), cached)
         cache = whole[:-_TAIL].view(blocks)
-        self.memory = KvMemory("blocks of heads", _attends(shape), [cache])
+        self.memory = KvMemory("blocks of heads", shape.attends, [cache])
         self._frequencies = shape.frequencies.numpy()
         self._most_threads = threads = compute_threads(config.threads)
         self._decoder = code.decoder_new(self._weights.describe(cache, config.kv_block_size), threads)
@@ -100,7 +101,7 @@ class NativeRunner(PendingTokens):
 
     def resume_memory(self, tags: Collection[Tag]) -> None:
         if "weights" in tags and self._weights.discarded:
-            with Checkpoint(self._folder, self._shape) as checkpoint:
+            with NativeCheckpoint(self._folder, self._shape) as checkpoint:
                 self._weights.fill(checkpoint)
 
     @property
@@ -139,7 +140,7 @@ class NativeRunner(PendingTokens):
 
     def load_head(self, head: EagleHead, spare_blocks: int) -> NativeHead:
         """See `ModelRunner`."""
-        with Checkpoint(self._folder, self._shape) as checkpoint:
+        with NativeCheckpoint(self._folder, self._shape) as checkpoint:
             own = "lm_head.weight" in checkpoint
             output = checkpoint.tensor("lm_head.weight" if own else "model.embed_tokens.weight")
         blocks = self.groups[0].num_blocks + spare_blocks
@@ -163,7 +164,7 @@ def check(config: EmbeddedConfig) -> bool:
     """
     _check_settings(config)
     folder = Path(config.model)
-    with Checkpoint(folder, read_config(folder)) as checkpoint:
+    with NativeCheckpoint(folder, read_config(folder, config.max_seq_len)) as checkpoint:
         certain = config.quantization == "int8" or checkpoint.is_bfloat16
     try:
         find_compiler()
@@ -190,10 +191,6 @@ def _addresses(images: EmbeddingRows, tokens: int) -> "np.ndarray[tuple[int], np
     row_bytes = images.embeddings.shape[1] * images.embeddings.itemsize
     addresses[images.rows] = images.embeddings.data_ptr() + np.arange(len(images.rows)) * row_bytes
     return addresses
-
-
-def _attends(shape: LlamaConfig) -> Attends:
-    return Attends((None,) * shape.layers, shape.kv_heads, shape.head_dim)
 
 
 def _block_bytes(config: EmbeddedConfig, shape: LlamaConfig, cached: torch.dtype) -> int:

@@ -14,7 +14,8 @@ import torch
 from torch.nn import functional
 
 from engine.embedded.kv.memory import discard
-from engine.embedded.models.native.checkpoint import Checkpoint, LlamaConfig
+from engine.embedded.models.checkpoint import LlamaConfig
+from engine.embedded.models.native.checkpoint import NativeCheckpoint
 from engine.embedded.models.native.structures import BLOCK, BLOCK_BYTES, Kind, NativeLayer, NativeMatrix, NativeModel
 from engine.embedded.models.shared_weights import SharedWeights
 from engine.embedded.threads import compute_threads
@@ -40,7 +41,7 @@ class Weights:
     def __init__(
         self,
         code: ctypes.CDLL,
-        checkpoint: Checkpoint,
+        checkpoint: NativeCheckpoint,
         config: LlamaConfig,
         shared: SharedWeights,
         *,
@@ -83,7 +84,7 @@ class Weights:
         if self._pages is None or not self._pages.filled:
             self.fill(checkpoint)
 
-    def fill(self, checkpoint: Checkpoint) -> None:
+    def fill(self, checkpoint: NativeCheckpoint) -> None:
         """Fill the panels from a checkpoint: that which this was made of, or the same opened again."""
         self._checkpoint = checkpoint
         with ThreadPoolExecutor(compute_threads()) as pool:

@@ -1,12 +1,10 @@
-"""Paged attention: the seam between transformers' model code and our KV blocks.
+"""Paged attention over our KV blocks in torch's operations: the reference, for any device.
 
-transformers calls `paged_attention` from every attention layer, with the queries, keys and values of the step's flat
-tokens. It hands them to the `AttentionBackend` of the step, which writes keys and values into the blocks and attends
-over them. `SdpaAttention` is the reference, for any device.
+An `AttentionBackend` gets the queries, keys and values of a step's flat tokens from every attention layer, writes keys
+and values into the blocks and attends over them.
 """
 
 import math
-import mmap
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -14,45 +12,15 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
-from transformers import AttentionInterface
 
 from engine.embedded.kv.blocks import first_block
+from engine.embedded.kv.cache import KvCache
 from engine.embedded.kv.groups import Table
 from engine.embedded.kv.layout import LayerGroup
 from engine.embedded.models.runner import EmbeddingRows, StepInput
 
-ATTENTION_NAME = "trellis_paged"
-OPTIONS = ("sliding_window", "softcap", "s_aux")
-"""Further options that layers may pass: the window, a bound on scores, sinks."""
 MAX_PADDING = 1.25
 """Decodes attend in one batch as long as its padded length stays below this multiple of the real one."""
-
-
-class KvCache:
-    """Keys and values of a group's blocks, block-major: `data` has the shape [blocks, layers, 2, block_size,
-    kv_heads, head_dim], so that all layers of a block are one contiguous range."""
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self.data = data
-        _, self.layers, _, self.block_size, heads, head_dim = data.shape
-        self.heads = heads
-        self.head_dim = head_dim
-        self.token_rows = data.view(-1, heads * head_dim)
-        """[blocks * layers * 2 * block_size, heads * head_dim]"""
-        self.block_rows = data.view(-1, self.block_size * heads * head_dim)
-        """[blocks * layers * 2, block_size * heads * head_dim]"""
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate memory for a cache: zeros, since attention multiplies what lies behind a sequence's end by zero, and NaN
-    would survive that.
-
-    On a CPU they are anonymous pages, which take memory only once a block is written.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 class AttentionBackend(Protocol):
@@ -64,30 +32,9 @@ class AttentionBackend(Protocol):
         """`query` [tokens, heads, head_dim], `key` and `value` [tokens, kv_heads, head_dim]; returns [tokens, heads,
         head_dim].
 
-        `options` are those of OPTIONS that the layer has.
+        `options` are those that the layer has of `sliding_window`, `softcap` and `s_aux`, its sinks.
         """
         ...
-
-
-def paged_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    *,
-    scaling: float,
-    paged: AttentionBackend,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface for one row of flat tokens: [1, heads, tokens, head_dim] in, [1, tokens,
-    heads, head_dim] out."""
-    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
-    options = {name: options[name] for name in OPTIONS if options.get(name) is not None}
-    return paged(module.layer_idx, query, key, value, scaling, **options).unsqueeze(0), None
-
-
-AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
 class StepAttention:

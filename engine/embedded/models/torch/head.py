@@ -10,7 +10,7 @@ from torch.nn import functional
 from engine.checkpoints.eagle import EagleHead
 from engine.embedded.models.devices import to_device
 from engine.embedded.models.heads import HeadDraft, HeadStep, likeliest, load_tensors, places_of
-from engine.embedded.models.native.rotary import frequencies
+from engine.embedded.models.rotary import frequencies
 from engine.errors import EngineFailure
 
 

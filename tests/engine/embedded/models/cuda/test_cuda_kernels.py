@@ -358,7 +358,7 @@ def layer(
     products: Products, x: torch.Tensor, attended: torch.Tensor, parts: dict[str, list[torch.Tensor]], norm: Norm
 ) -> list[torch.Tensor]:
     """What a decoder asks of products, twice over: the queries, and x."""
-    weights = {name: products.join(name, own) for name, own in parts.items()}
+    weights = {name: products.weight(name, torch.cat(own)) for name, own in parts.items()}
     found, following = [], products.norm(x, norm)
     for last in (None, norm):
         found.append(products.product(following, weights["qkv"]))

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 pytest.importorskip("triton")  # tests.support.cuda needs it
 
@@ -16,7 +15,6 @@ if torch.cuda.is_available():
 from engine.config import EmbeddedConfig, SleepConfig
 from engine.embedded.models.cuda import releasable
 from engine.embedded.models.cuda.releasable import ReleasableWeights
-from engine.embedded.models.torch import runner as torch_runner
 from engine.errors import EngineFailure
 from engine.memory.device import ReservedDeviceMemory
 from engine.sleep import TAGS
@@ -86,30 +84,18 @@ def test_memory_that_is_reserved_can_be_released_and_taken(driver: FakeDriver) -
     assert not memory.released and used(driver)
 
 
+@pytest.mark.parametrize("options", [{}, {"quantization": "fp8"}, {"load_format": "dummy"}])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("renamed", [False, True])
 def test_the_runner_computes_the_same_after_both_levels(
     cuda_runner: ModuleType,  # noqa: F811
     driver: FakeDriver,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     tied: bool,
-    renamed: bool,
+    options: dict[str, Any],
 ) -> None:
-    """Weights are kept, then read again, by transformers only if the files name them otherwise; the KV cache comes back
-    empty at its address."""
+    """Weights are kept, then read again; the KV cache comes back empty at its address."""
     folder = save(tmp_path / "model", 0.06, tied=tied)
-    if renamed:  # transformers knows models without their head, whose names have no prefix
-        weights = load_file(folder / "model.safetensors")
-        save_file(
-            {name.removeprefix("model."): value for name, value in weights.items()},
-            folder / "model.safetensors",
-            {"format": "pt"},
-        )
-    loads: list[object] = []
-    load = torch_runner.load_weights
-    monkeypatch.setattr(torch_runner, "load_weights", lambda *a, **k: loads.append(a) or load(*a, **k))
-    config = EmbeddedConfig(model=str(folder), sleep=SleepConfig(), kv_memory_later=True, **OPTIONS)
+    config = EmbeddedConfig(model=str(folder), sleep=SleepConfig(), kv_memory_later=True, **OPTIONS, **options)
     runner: Any = cuda_runner.CudaRunner(config)
     runner.take_memory()
     step = step_of([Part([5, 9, 33, 7], [0], 0, 4)])
@@ -121,4 +107,22 @@ def test_the_runner_computes_the_same_after_both_levels(
         runner.resume_memory(TAGS)
         assert used(driver) == size and runner.cache.data.data_ptr() == address and not runner.cache.data.any()
         assert torch.equal(runner.forward(step), expected), level
-    assert len(loads) == (2 if renamed else 1)
+
+
+def test_weights_that_cannot_be_read_again_are_read_the_next_time(
+    cuda_runner: ModuleType,  # noqa: F811
+    driver: FakeDriver,
+    tmp_path: Path,
+) -> None:
+    folder = save(tmp_path / "model", 0.06)
+    runner: Any = cuda_runner.CudaRunner(EmbeddedConfig(model=str(folder), sleep=SleepConfig(), **OPTIONS))
+    step = step_of([Part([5, 9, 33, 7], [0], 0, 4)])
+    expected = runner.forward(step).clone()
+    runner.release_memory(TAGS, 2)
+    file = folder / "model.safetensors"
+    file.rename(tmp_path / "elsewhere")
+    with pytest.raises(EngineFailure, match=r"has no model\.safetensors"):
+        runner.resume_memory(TAGS)
+    (tmp_path / "elsewhere").rename(file)
+    runner.resume_memory(TAGS)
+    assert torch.equal(runner.forward(step), expected)

@@ -40,7 +40,7 @@ async def test_a_second_engine_takes_the_weights_without_reading_them(
     expected = logits(load())
     first = await to_thread(load, memory_service=str(memory_service.path))
     assert torch.equal(logits(first), expected)
-    monkeypatch.setattr("engine.embedded.models.torch.runner.load_weights", None)  # nothing is read again
+    monkeypatch.setattr("engine.embedded.models.checkpoint.Checkpoint.fill", None)  # nothing is read again
     second = await to_thread(load, memory_service=str(memory_service.path))
     assert torch.equal(logits(second), expected)
     (owned,) = memory_service.status.owned

@@ -14,7 +14,7 @@ from engine.config import EmbeddedConfig
 from engine.embedded.models.load import forecast, load_runner
 from engine.embedded.models.native import levels
 from engine.embedded.models.native.build import SOURCE, find_compiler, flags_of
-from engine.embedded.models.native.checkpoint import Checkpoint
+from engine.embedded.models.native.checkpoint import NativeCheckpoint
 from engine.embedded.models.native.levels import LEVELS, Level
 from engine.embedded.models.native.structures import Kind
 from engine.errors import EngineFailure
@@ -97,15 +97,15 @@ def test_int8_rounds_weights_and_nothing_else(tmp_path: Path, kind: str, sizes: 
 def store(monkeypatch: pytest.MonkeyPatch, kinds: dict[str, GGMLQuantizationType]) -> None:
     """Let checkpoints hold matrices as blocks, as GGUF files do; `kinds` by the ends of names."""
 
-    def kind(_: Checkpoint, name: str) -> Kind | None:
+    def kind(_: NativeCheckpoint, name: str) -> Kind | None:
         return next((Kind[kind.name] for end, kind in kinds.items() if name.endswith(end)), None)
 
-    def blocks(self: Checkpoint, name: str) -> torch.Tensor:
+    def blocks(self: NativeCheckpoint, name: str) -> torch.Tensor:
         (kind,) = (kind for end, kind in kinds.items() if name.endswith(end))
         return torch.from_numpy(quantize(self.floats(name).numpy(), kind))
 
-    monkeypatch.setattr(Checkpoint, "block_kind", kind)
-    monkeypatch.setattr(Checkpoint, "blocks", blocks)
+    monkeypatch.setattr(NativeCheckpoint, "block_kind", kind)
+    monkeypatch.setattr(NativeCheckpoint, "blocks", blocks)
 
 
 def rounded_to(weight: torch.Tensor, kind: GGMLQuantizationType) -> torch.Tensor:

@@ -19,11 +19,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.checkpoints.families import FAMILIES
 from engine.config import EmbeddedConfig
+from engine.embedded.models.checkpoint import read_config
 from engine.embedded.models.devices import UnsupportedModelError, dtype_of
 from engine.embedded.models.load import forecast, load_runner
 from engine.embedded.models.native import build, levels
 from engine.embedded.models.native.build import NoCompilerError, library
-from engine.embedded.models.native.checkpoint import Checkpoint, read_config
+from engine.embedded.models.native.checkpoint import NativeCheckpoint
 from engine.embedded.models.native.levels import LEVELS, Arithmetic
 from engine.embedded.models.native.runner import NativeRunner
 from engine.embedded.models.torch.runner import TorchRunner
@@ -90,8 +91,8 @@ def rounds(level: str) -> bool:
 def logits_of(
     folder: Path, tokens: list[int], level: str = "portable", dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Logits of transformers: keys, values, and what they and weights are multiplied with, are rounded if the level does
-    so."""
+    """Logits of transformers, with keys, values, and what they and weights are multiplied with, rounded if the level
+    does so."""
     attention = "rounded" if rounds(level) else "sdpa"
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
     for module in reference.modules():
@@ -315,7 +316,7 @@ def test_scaled_positions_are_those_of_transformers(rope: dict[str, Any], tmp_pa
         ({"quantization_config": {"bits": 4}}, "quantised weights"),
         ({"head_dim": 33}, "heads of an odd size"),
         ({"mlp_bias": True}, "biases of all projections"),
-        ({"rms_norm_eps": None}, "no rms_norm_eps"),
+        ({"model_type": "qwen2", "rms_norm_eps": None}, "no rms_norm_eps"),
     ],
 )
 def test_other_models_are_refused_with_the_reason(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -337,7 +338,7 @@ def test_a_checkpoint_in_several_files_is_one(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES)).bfloat16()
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    with Checkpoint(tmp_path, read_config(tmp_path)) as checkpoint:
+    with NativeCheckpoint(tmp_path, read_config(tmp_path)) as checkpoint:
         assert torch.equal(checkpoint.weight("model.embed_tokens.weight"), model.model.embed_tokens.weight)
 
 

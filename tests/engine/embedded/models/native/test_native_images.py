@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from engine.checkpoints.families import FAMILIES
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
+from engine.embedded.models.checkpoint import Checkpoint, read_config
 from engine.embedded.models.devices import UnsupportedModelError
-from engine.embedded.models.native.checkpoint import Checkpoint, read_config
 from engine.embedded.models.native.runner import NativeRunner
 from tests.support.handoff import OPTIONS as PAIR_OPTIONS
 from tests.support.handoff import pair_of, sequence_of, tokens

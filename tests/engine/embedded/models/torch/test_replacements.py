@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.embedded.models.torch import decoder
-from engine.embedded.models.torch.attention import ATTENTION_NAME
+from engine.embedded.models.torch.interface import ATTENTION_NAME
 from engine.embedded.models.torch.linear import FEW_ROWS, PackedLinear, can_pack, replacements
 from engine.embedded.models.torch.norm import RmsNorm, replace_norms
 

@@ -1,4 +1,5 @@
-"""Frequencies of rotary positions, plain and scaled ones, as transformers computes them (modeling_rope_utils.py)."""
+"""Frequencies of rotary positions, plain and scaled ones, to the bit as transformers computes them
+(modeling_rope_utils.py)."""
 
 import math
 from typing import Any
@@ -13,7 +14,8 @@ def frequencies(facts: ModelFacts) -> torch.Tensor | None:
     [head_dim / 2]; None if the model scales positions in a way that is not known here, or by wrong numbers."""
     rope = facts.rope
     pairs = torch.arange(0, facts.head_dim, 2).float() / facts.head_dim
-    plain = torch.pow(facts.rope_theta, pairs).reciprocal()
+    powers = torch.pow(facts.rope_theta, pairs)
+    plain = powers.reciprocal()
     match rope.get("rope_type", rope.get("type", "default")):
         case "default":
             return plain
@@ -24,9 +26,8 @@ def frequencies(facts: ModelFacts) -> torch.Tensor | None:
             return _llama3(plain, rope)
         case "longrope" if rope.get("attention_factor") == 1 and rope.get("short_factor") == rope.get("long_factor"):
             factors = rope["long_factor"] if isinstance(rope.get("long_factor"), list) else []
-            return (
-                plain / torch.tensor(factors) if len(factors) == len(plain) and all(map(_positive, factors)) else None
-            )
+            known = len(factors) == len(plain) and all(map(_positive, factors))
+            return (torch.tensor(factors, dtype=torch.float32) * powers).reciprocal() if known else None
     return None
 
 
@@ -38,9 +39,10 @@ def _llama3(plain: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor | None:
     factor, low, high, context = numbers
     if low >= high:
         return None
-    turns = plain * (context / (2 * math.pi))
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - smooth) * plain / factor + smooth * plain
+    waves = 2 * math.pi / plain
+    smooth = (context / waves - low) / (high - low)
+    partly = (1 - smooth) * plain / factor + smooth * plain
+    return torch.where(waves > context / low, plain / factor, torch.where(waves < context / high, plain, partly))
 
 
 def _numbers(rope: dict[str, Any], *names: str) -> list[float]:

@@ -1,0 +1,231 @@
+"""The configuration and tensors of a model of the Llama kind, read without transformers for `native` and `cuda`. Other
+models are refused, and so are tensors that do not fit: compiled code trusts their sizes.
+
+Vision-language models whose language part is of this kind are taken as well: that part has a configuration and a prefix
+of its own, and the vision tower is left where it is.
+"""
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from safetensors import safe_open
+
+from engine.checkpoints.facts import ModelFacts, read_model_facts
+from engine.checkpoints.headers import check_headers, check_shapes, place, read_headers
+from engine.embedded.kv.layout import Attends
+from engine.embedded.models.devices import UnsupportedModelError
+from engine.embedded.models.rotary import frequencies
+from engine.errors import EngineFailure
+from engine.kit.checks import ImageTokens
+
+_BIASED = "qwen2"
+"""The model type whose query, key and value projections have biases."""
+
+_FREQUENCIES = "rotary_emb.inv_freq"
+"""Part of the names of tensors that old files contain although they follow from the configuration."""
+
+_READERS = 8
+"""Tensors that are read at a time: a thread alone copies slower than a GPU takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """Sizes of the model and other parameters of its layers."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
+    """Maximum number of tokens of a sequence: the model's, or a smaller one that was asked for."""
+    epsilon: float
+    frequencies: torch.Tensor
+    """Frequencies of the rotary position embedding, float32 [head_dim / 2]."""
+    eos_token_ids: tuple[int, ...]
+    tied: bool
+    """Whether the output head shares its weights with the embedding."""
+    biased: bool
+    facts: ModelFacts
+    takes_images: ImageTokens | None
+
+    @property
+    def attends(self) -> Attends:
+        return Attends((None,) * self.layers, self.kv_heads, self.head_dim)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the model's tensors, without `lm_head.weight` if the head shares the embedding."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (self.hidden,),
+            "post_attention_layernorm.weight": (self.hidden,),
+            "self_attn.q_proj.weight": (queries, self.hidden),
+            "self_attn.k_proj.weight": (keys, self.hidden),
+            "self_attn.v_proj.weight": (keys, self.hidden),
+            "self_attn.o_proj.weight": (self.hidden, queries),
+            "mlp.gate_proj.weight": (self.intermediate, self.hidden),
+            "mlp.up_proj.weight": (self.intermediate, self.hidden),
+            "mlp.down_proj.weight": (self.hidden, self.intermediate),
+        }
+        if self.biased:
+            layer |= {
+                f"self_attn.{name}_proj.bias": (size,) for name, size in zip("qkv", (queries, keys, keys), strict=True)
+            }
+        embedding = (self.vocab_size, self.hidden)
+        return {
+            "model.embed_tokens.weight": embedding,
+            **{f"model.layers.{index}.{name}": shape for index in range(self.layers) for name, shape in layer.items()},
+            "model.norm.weight": (self.hidden,),
+            **({} if self.tied else {"lm_head.weight": embedding}),
+        }
+
+
+def read_config(folder: Path, max_seq_len: int = 0) -> LlamaConfig:
+    """Read config.json, for sequences of at most `max_seq_len` tokens if that is not 0. Keys that it leaves out have
+    transformers' defaults. Raises EngineFailure for values that no model can have, and UnsupportedModelError for other
+    models."""
+    facts = read_model_facts(folder).with_defaults()
+    facts.check_values()
+    try:
+        _check(facts)
+        context_length = min(max_seq_len or facts.context_length, facts.context_length)
+        _check_window(facts, context_length)
+        if (rotary := frequencies(facts)) is None:
+            raise UnsupportedModelError("the fast path does not know these scaled rotary positions")
+        return LlamaConfig(
+            layers=facts.layers,
+            hidden=facts.hidden_size,
+            intermediate=facts.integer("intermediate_size"),
+            heads=facts.heads,
+            kv_heads=facts.kv_heads,
+            head_dim=facts.head_dim,
+            vocab_size=facts.vocab_size,
+            context_length=context_length,
+            epsilon=facts.number("rms_norm_eps"),
+            frequencies=rotary,
+            eos_token_ids=facts.eos_token_ids,
+            tied=facts.tied,
+            biased=facts.text_type == _BIASED,
+            facts=facts,
+            takes_images=facts.image_tokens,
+        )
+    except EngineFailure as error:
+        raise UnsupportedModelError(str(error)) from error
+
+
+def _check_window(facts: ModelFacts, context_length: int) -> None:
+    """Raise UnsupportedModelError for a window that hides tokens of a sequence."""
+    default = facts.text_family.window
+    window = None if default is None else facts.text.get("sliding_window", default)
+    if window is not None and (type(window) is not int or window < context_length):
+        raise UnsupportedModelError(f"the fast path does not know sliding windows, here of {window} tokens")
+
+
+def _check(facts: ModelFacts) -> None:
+    text, rope = facts.text, facts.rope
+    kinds = {facts.model_type: facts.family, facts.text_type: facts.text_family}
+    named = text.get("hidden_act") or text.get("hidden_activation")
+    activation = f"the activation {named}" if named else "a model without hidden_act"
+    refusals = {
+        **{f"the model type {kind}": not family.compiled for kind, family in kinds.items()},
+        "sliding windows": text.get("use_sliding_window") or set(text.get("layer_types") or ()) - {"full_attention"},
+        activation: text.get("hidden_act") != "silu",
+        "partly rotated heads": rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 1.0)) != 1.0,
+        "quantised weights": facts.quantized,
+        "biases of all projections": text.get("attention_bias") or text.get("mlp_bias"),
+    }
+    if reasons := [reason for reason, refused in refusals.items() if refused]:
+        raise UnsupportedModelError(f"the fast path does not know {', '.join(reasons)}")
+    if facts.head_dim % 2:
+        raise UnsupportedModelError("the fast path does not know heads of an odd size")
+
+
+class Checkpoint:
+    """The tensors of a folder's safetensors, read when asked for. A context manager."""
+
+    def __init__(self, folder: Path, config: LlamaConfig) -> None:
+        """Raises UnsupportedModelError if a tensor of this kind of model is missing, EngineFailure for tensors that no
+        model of this configuration can have."""
+        self.folder = folder
+        stored, part = read_headers(folder), config.facts.family.media
+        check_headers(config.facts, stored)
+        plain_names = {name: part.text_tensor(name) if part else name for name in stored}
+        names = {plain: name for name, plain in plain_names.items() if plain is not None}
+        shapes = config.shapes
+        if missing := sorted(shapes.keys() - names.keys()):
+            raise UnsupportedModelError(f"the fast path does not know models without the tensor {missing[0]}")
+        self._stored = {plain: stored[name] for plain, name in names.items()}
+        shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
+        check_shapes(self._stored, shapes)
+        self.unused = [name for plain, name in names.items() if plain not in shapes and _FREQUENCIES not in plain]
+        """Tensors in the files that the model does not have."""
+        self._names = names
+        self._opened = ExitStack()
+        self._files = {
+            path: self._opened.enter_context(safe_open(path, framework="pt"))
+            for path in {tensor.path for tensor in self._stored.values()}
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    @property
+    def is_bfloat16(self) -> bool:
+        """Whether every tensor is stored as bfloat16; values of other types may still fit bfloat16."""
+        return all(tensor.dtype == "BF16" for tensor in self._stored.values())
+
+    def place(self, name: str) -> str:
+        """Return a tensor and its file for a message."""
+        return place(self._stored, name)
+
+    def floats(self, name: str) -> torch.Tensor:
+        """Return a tensor as float32."""
+        return self.tensor(name).float()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor in the type that it is stored in."""
+        tensor: torch.Tensor = self._files[self._stored[name].path].get_tensor(self._names[name])
+        return tensor
+
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Read tensors by their names into memory of one device and one type, several at a time, straight from the
+        files to the device. Raises EngineFailure for values that are not finite."""
+        device, names = next(iter(tensors.values())).device, iter(tensors)
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize(device)  # the memory may have been used on another stream
+
+        @torch.inference_mode()
+        def read(names: Iterator[str]) -> None:
+            stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                for name in names:  # which the threads take in turn
+                    with safe_open(self._stored[name].path, framework="pt", device=str(device)) as file:
+                        tensors[name].copy_(file.get_tensor(self._names[name]))
+                    if not is_finite(tensors[name]):
+                        raise EngineFailure(f"{self.place(name)} has values that are not finite")
+
+        with ThreadPoolExecutor(_READERS) as pool:
+            for done in [pool.submit(read, names) for _ in range(_READERS)]:
+                done.result()
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Return whether all values are finite. Types that torch cannot add are assumed to be."""
+    if values.dtype.itemsize < 2 or not values.is_floating_point():
+        return True
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())  # a sum is fast, but large ones overflow

@@ -1,0 +1,105 @@
+"""The reader of checkpoints of the Llama kind against transformers: configurations, rotary positions, tensors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from engine.embedded.models.checkpoint import Checkpoint, read_config
+from engine.embedded.models.devices import UnsupportedModelError
+from engine.embedded.models.transformers_models import load_config
+from engine.errors import EngineFailure
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 96,
+    "intermediate_size": 48, "max_position_embeddings": 128,
+}  # fmt: skip
+SCALINGS: list[dict[str, Any]] = [
+    {},
+    {"rope_type": "linear", "factor": 3.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    {
+        "rope_type": "longrope",
+        "attention_factor": 1,
+        "short_factor": [1.0 + index / 7 for index in range(64)],
+        "long_factor": [1.0 + index / 7 for index in range(64)],
+        "original_max_position_embeddings": 64,
+    },
+]
+
+
+def write(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES, tie_word_embeddings=False))
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("eos", [{}, {"eos_token_id": None}, {"eos_token_id": [5, 7]}])
+def test_what_config_json_leaves_out_has_transformers_defaults(kind: str, eos: dict[str, Any], tmp_path: Path) -> None:
+    """As that of Llama 2 leaves out the base of rotary positions."""
+    write(tmp_path, {"model_type": kind, "sliding_window": None, **eos})
+    (hf_config, completed), config = load_config(str(tmp_path)), read_config(tmp_path)
+    assert (config.layers, config.hidden, config.heads) == (completed.layers, completed.hidden_size, completed.heads)
+    assert (config.kv_heads, config.head_dim) == (completed.kv_heads, completed.head_dim)
+    assert (config.vocab_size, config.context_length) == (completed.vocab_size, completed.context_length)
+    assert (config.intermediate, config.epsilon) == (hf_config.intermediate_size, hf_config.rms_norm_eps)
+    assert (config.eos_token_ids, config.tied) == (completed.eos_token_ids, completed.tied)
+    assert torch.equal(config.frequencies, LlamaRotaryEmbedding(hf_config).inv_freq)
+
+
+@pytest.mark.parametrize("rope", SCALINGS, ids=lambda rope: rope.get("rope_type", "default"))
+def test_frequencies_are_those_of_transformers_to_the_bit(rope: dict[str, Any], tmp_path: Path) -> None:
+    scaled = {"rope_parameters": {"rope_theta": 5e5, **rope}, "head_dim": 128, "model_type": "llama"}
+    config = read_config(write(tmp_path, {**SIZES, **scaled}))
+    assert torch.equal(config.frequencies, LlamaRotaryEmbedding(load_config(str(tmp_path))[0]).inv_freq)
+
+
+def test_a_window_that_no_sequence_fills_is_none(tmp_path: Path) -> None:
+    write(tmp_path, {**SIZES, "model_type": "mistral", "sliding_window": 32})
+    for most in (0, 33, 500):
+        with pytest.raises(UnsupportedModelError, match="sliding windows"):
+            read_config(tmp_path, most)
+    config = read_config(tmp_path, 32)
+    assert config.context_length == 32 and config.attends == ((None, None), 1, 32)
+
+
+def test_tensors_are_read_into_memory_of_another_type(folder: Path) -> None:
+    stored = load_file(folder / "model.safetensors")
+    with Checkpoint(folder, read_config(folder)) as checkpoint:
+        whole = torch.zeros((3, 48, 64), dtype=torch.bfloat16)
+        names = [f"model.layers.{layer}.mlp.{part}_proj.weight" for layer, part in ((0, "up"), (1, "gate"))]
+        checkpoint.fill(dict(zip(names, whole, strict=False)))
+        assert not checkpoint.unused
+    for name, found in zip(names, whole, strict=False):
+        assert torch.equal(found, stored[name].bfloat16())
+    assert not whole[2].any()
+
+
+def test_values_that_are_not_finite_are_told_with_their_tensor(folder: Path) -> None:
+    stored = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    stored[name][3, 5] = float("nan")
+    save_file(stored, folder / "model.safetensors")
+    with Checkpoint(folder, read_config(folder)) as checkpoint:
+        parts = {each: torch.empty(shape) for each, shape in read_config(folder).shapes.items()}
+        with pytest.raises(EngineFailure, match=rf"the tensor {name} in .*model\.safetensors has values .* not finite"):
+            checkpoint.fill(parts)
