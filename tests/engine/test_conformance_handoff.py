@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from engine.base import DeltaStream, Engine
 from engine.errors import InvalidRequest
 from engine.kit import handoff
-from engine.types import Delta, GenerateRequest, Handoff, ReasoningBudget
+from engine.types import Delta, GenerateRequest, Handoff, NextHandoff, ReasoningBudget
 from tests.support.engine_cases import (
     BLOCK,
     HANDING_OVER,
@@ -39,7 +39,11 @@ async def engine(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncItera
 async def prefill(engine: Engine, request: GenerateRequest) -> tuple[Handoff, DeltaStream]:
     """What is handed over, as it travels, and the open stream that it is valid with."""
     stream = engine.generate(replace(request, prefill_only=True, request_id=f"{request.request_id}-prefill"))
-    return handoff.decode_handoff(handoff.encode(handoff.handoff_of(engine.info.backend, await anext(stream)))), stream
+    return travelled(engine, await anext(stream)), stream
+
+
+def travelled(engine: Engine, delta: Delta) -> Handoff:
+    return handoff.decode_handoff(handoff.encode(handoff.handoff_of(engine.info.backend, delta)))
 
 
 def decoding(request: GenerateRequest, handed: Handoff) -> GenerateRequest:
@@ -94,6 +98,58 @@ async def test_prefill_and_decode_give_what_one_engine_gives(
     entries = [[entry[0] for delta in deltas for entry in delta.logprobs] for deltas in ([first, *rest], whole)]
     assert [entry.token_id for entry in entries[0]] == [entry.token_id for entry in entries[1]]
     assert len(entries[1]) == (len(tokens_of(whole)) if "logprobs" in sampling else 0)
+
+
+EARLY = [
+    {"max_tokens": 12, "logprobs": 1},
+    {"max_tokens": 12, "temperature": 0.9, "seed": 5, "repetition_penalty": 1.3},
+]
+LONG = 10 * BLOCK + 3
+"""Tokens of a prompt that takes several steps."""
+
+
+@pytest.mark.parametrize("sampling", EARLY, ids=lambda sampling: ",".join(sampling))
+async def test_a_handoff_may_begin_before_the_first_token(engine: Engine, sampling: dict[str, Any]) -> None:
+    request = request_for(prompt_of(LONG), **sampling)
+    stream = engine.generate(
+        replace(request, prefill_only=True, early_handoff=True, request_id=f"{request.request_id}-prefill")
+    )
+    local: DeltaStream | None = None
+    early = 0
+    while (handed := travelled(engine, await anext(stream))).early:
+        early += 1
+        assert handed.state and 0 <= handed.computed <= LONG
+        if local is None:
+            local = engine.generate(decoding(request, handed))
+        else:
+            assert await engine.continue_handoff(NextHandoff(f"{request.request_id}-decode", handed))
+    assert engine.info.backend != "trtllm" or not early, "it has no early handoffs"
+    if local is None:  # a consumer that is late gets the early ones and the last in one
+        local = engine.generate(decoding(request, handed))
+    else:
+        assert await engine.continue_handoff(NextHandoff(f"{request.request_id}-decode", handed))
+    rest = [delta async for delta in local]
+    await stream.aclose()
+    whole = await generate(engine, request)
+    assert tokens_of([handed.first, *rest]) == tokens_of(whole) and handed.first.prompt is not None
+    assert [entry[0].token_id for delta in rest for entry in delta.logprobs] == (
+        tokens_of(whole)[1:] if "logprobs" in sampling else []
+    )
+    await idle(engine)
+
+
+async def test_an_early_handoff_leaves_nothing_when_both_sides_give_up(engine: Engine) -> None:
+    request = request_for(prompt_of(LONG))
+    stream = engine.generate(
+        replace(request, prefill_only=True, early_handoff=True, request_id=f"{request.request_id}-prefill")
+    )
+    handed = travelled(engine, await anext(stream))
+    local = engine.generate(decoding(request, handed))
+    await asyncio.sleep(0.05)
+    await stream.aclose()
+    await local.aclose()
+    assert not await engine.continue_handoff(NextHandoff("unknown", handed))
+    await idle(engine)
 
 
 async def test_blocks_are_held_until_the_stream_is_closed(engine: Engine) -> None:
