@@ -478,7 +478,7 @@ class Decoder {
     std::memcpy(sums, state.sums, sizeof sums);
     for (long i = 0; i < whole; i += kLanes) {
       const Vec weight = load<Vec>(scores + i);
-      sums[i % kSums / kLanes] += weight;
+      sums[i % kSums / kLanes] += kProducts == kFloats ? weight : nearest_bfloat16(weight);  // as it is multiplied
       save_factors(weights + i, weight);
     }
     std::memcpy(state.sums, sums, sizeof sums);

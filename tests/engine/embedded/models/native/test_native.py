@@ -115,8 +115,8 @@ def rounded_attention(
     key, value = (rounded(part).repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
     scores = rounded(query * scaling) @ key.transpose(2, 3)
     scores += torch.full(scores.shape[2:], -torch.inf).triu(1)
-    weights = (scores - scores.amax(-1, keepdim=True)).exp()
-    return (rounded(weights) @ value / weights.sum(-1, keepdim=True)).transpose(1, 2), None
+    weights = rounded((scores - scores.amax(-1, keepdim=True)).exp())
+    return (weights @ value / weights.sum(-1, keepdim=True)).transpose(1, 2), None
 
 
 ALL_ATTENTION_FUNCTIONS.register("rounded", rounded_attention)
