@@ -27,6 +27,7 @@ constexpr int kTaskRows = 16 * kTileRows;
 static_assert(kTaskRows % kBlockRows == 0 && kTaskRows % kRoundedRows == 0, "tasks begin where tiles of activations begin");
 static_assert(2 * kStreams <= kMostPanels && kPanelsOfFew % 2 == 0, "a gate and what it gates are in one task");
 constexpr int kAttentionRows = 8 * kTileRows;  // query rows that share a pass over keys and values
+constexpr long kSpan = 128;                    // keys that are weighed together, if that many blocks are whole panels
 constexpr int kFewRows = 32;
 
 // Where a panel has the weight of an input and an output, counted in bfloat16: a word has those of two outputs
@@ -395,19 +396,19 @@ class Decoder {
     }
   }
 
-  // Softmax block by block, for the queries of a chunk that share a key head. Where a block or a head is no whole number of panels, the
-  // last panel reaches into what follows in the cache: those columns are computed and never looked at (model.py adds a tail to the cache).
-  // after: keys that are read next, or null.
+  // Softmax, a span of blocks after the other, for the queries of a chunk that share a key head. Where a block or a head is no
+  // whole number of panels, the last panel reaches into what follows in the cache: those columns are computed and never looked at
+  // (runner.py adds a tail to the cache). after: keys that are read next, or null.
   void attend(int layer, const Queries& queries, long head, const Cached* after) {
     const Chunk& chunk = step_->chunks[queries.chunk];
     const long dim = model_.head_dim, size = model_.block_size, group = model_.heads / model_.kv_heads;
-    const long width = padded(size), out_width = padded(dim);
+    const long width = padded(size), out_width = padded(dim), span = width == size ? std::max(1L, kSpan / size) : 1;
     const int rows = queries.count * group, first = chunk.start + queries.first, last = first + queries.count - 1;
     thread_local std::vector<Factor> query, weights;
     thread_local std::vector<float> scaled, scores, out;
     thread_local std::vector<Weighed> state;
     thread_local std::vector<CachePanel> panels;
-    query.resize(rows * out_width), weights.resize(rows * width), scaled.resize(out_width), scores.resize(rows * width);
+    query.resize(rows * out_width), weights.resize(rows * span * width), scaled.resize(out_width), scores.resize(rows * span * width);
     out.assign(rows * out_width, 0.0f), state.assign(rows, {}), panels.resize(std::max(width, out_width) / kPanel);
     const auto at = [&](int r) { return (chunk.row + queries.first + r / group); };
     for (int r = 0; r < rows; r++) {
@@ -415,23 +416,32 @@ class Decoder {
       for (long d = 0; d < dim; d++) scaled[d] = from[d] * model_.scale;
       for (long d = 0; d < dim; d += kLanes) save_factors(&query[r * out_width + d], load<Vec>(&scaled[d]));
     }
-    for (int block = 0; block <= last / size; block++) {
-      const Cached *key = keys(layer, chunk, block, head), *value = values(layer, chunk, block, head);
-      const Cached* next = block < last / size ? keys(layer, chunk, block + 1, head) : after ? after : value;
-      for (int p = 0; p < width / kPanel; p++) panels[p] = {key + p * kPanel * kPerWord, size * kPerWord, value + p * kPanel * kPerWord};
-      multiply(query.data(), out_width, rows, panels.data(), width / kPanel, words_for(dim), [&](int row, int panel, Vec low, Vec high) {
-        save(&scores[row * width + panel * kPanel], low);
-        save(&scores[row * width + panel * kPanel + kLanes], high);
-      });
+    const int blocks = last / size + 1;
+    for (int begin = 0; begin < blocks; begin += span) {
+      const int end = std::min<int>(begin + span, blocks);
+      for (int block = begin; block < end; block++) {
+        const Cached *key = keys(layer, chunk, block, head), *value = values(layer, chunk, block, head);
+        for (int p = 0; p < width / kPanel; p++) panels[p] = {key + p * kPanel * kPerWord, size * kPerWord, value + p * kPanel * kPerWord};
+        float* to = &scores[(block - begin) * width];
+        multiply(query.data(), out_width, rows, panels.data(), width / kPanel, words_for(dim), [&](int row, int panel, Vec low, Vec high) {
+          save(to + row * span * width + panel * kPanel, low);
+          save(to + row * span * width + panel * kPanel + kLanes, high);
+        });
+      }
+      const long most = std::min<long>(span * size, blocks * size - begin * size);
       for (int r = 0; r < rows; r++)
-        weigh(&scores[r * width], first + r / group - block * size + 1, state[r], &weights[r * width], &out[r * out_width]);
-      for (int p = 0; p < out_width / kPanel; p++) panels[p] = {value + p * kPanel * kPerWord, dim * kPerWord, next + p * kPanel * kPerWord};
-      multiply(weights.data(), width, rows, panels.data(), out_width / kPanel, words_for(std::min(size, last - block * size + 1)),
-               [&](int row, int panel, Vec low, Vec high) {
-                 float* to = &out[row * out_width + panel * kPanel];
-                 save(to, load<Vec>(to) + low);
-                 save(to + kLanes, load<Vec>(to + kLanes) + high);
-               });
+        weigh(&scores[r * span * width], most, first + r / group - begin * size + 1, state[r], &weights[r * span * width], &out[r * out_width]);
+      for (int block = begin; block < end; block++) {
+        const Cached* value = values(layer, chunk, block, head);
+        const Cached* next = block + 1 < blocks ? keys(layer, chunk, block + 1, head) : after ? after : value;
+        for (int p = 0; p < out_width / kPanel; p++) panels[p] = {value + p * kPanel * kPerWord, dim * kPerWord, next + p * kPanel * kPerWord};
+        multiply(&weights[(block - begin) * width], span * width, rows, panels.data(), out_width / kPanel,
+                 words_for(std::min(size, last - block * size + 1)), [&](int row, int panel, Vec low, Vec high) {
+                   float* to = &out[row * out_width + panel * kPanel];
+                   save(to, load<Vec>(to) + low);
+                   save(to + kLanes, load<Vec>(to + kLanes) + high);
+                 });
+      }
     }
     for (int r = 0; r < rows; r++) {
       float* to = attended_.data() + at(r) * model_.heads * dim + (head * group + r % group) * dim;
@@ -445,14 +455,13 @@ class Decoder {
     float highest = -1e30f, sums[kSums] = {};
   };
 
-  // Scores of a block to weights: those from `seen` on are of later tokens; out follows.
-  void weigh(float* scores, long seen, Weighed& state, Factor* weights, float* out) const {
-    const long size = padded(model_.block_size);
-    if (seen <= 0) return (void)std::memset(weights, 0, size * sizeof(Factor));
-    seen = std::min<long>(seen, model_.block_size);
-    for (long i = seen; i < size; i++) scores[i] = -1e30f;
+  // `count` scores to weights: those from `seen` on are of later tokens; out follows.
+  void weigh(float* scores, long count, long seen, Weighed& state, Factor* weights, float* out) const {
+    seen = std::clamp<long>(seen, 0, count);
+    const long whole = (seen + kLanes - 1) / kLanes * kLanes;
+    for (long i = seen; i < whole; i++) scores[i] = -1e30f;
     Vec best = all(state.highest);
-    for (long i = 0; i < size; i += kLanes) {
+    for (long i = 0; i < whole; i += kLanes) {
       const Vec s = load<Vec>(scores + i);
       best = s > best ? s : best;
     }
@@ -463,13 +472,17 @@ class Decoder {
       for (float& sum : state.sums) sum *= shrink;
       for (long d = 0; d < padded(model_.head_dim); d += kLanes) save(out + d, load<Vec>(out + d) * shrink);
     }
-    for (long i = 0; i < size; i += kLanes) save(scores + i, exponential(load<Vec>(scores + i) - highest));
-    for (long i = seen; i < size; i++) scores[i] = 0;
-    for (long i = 0; i < size; i += kLanes) {
+    for (long i = 0; i < whole; i += kLanes) save(scores + i, exponential(load<Vec>(scores + i) - highest));
+    for (long i = seen; i < whole; i++) scores[i] = 0;
+    Vec sums[kSums / kLanes];
+    std::memcpy(sums, state.sums, sizeof sums);
+    for (long i = 0; i < whole; i += kLanes) {
       const Vec weight = load<Vec>(scores + i);
-      save(state.sums + i % kSums, load<Vec>(state.sums + i % kSums) + weight);
+      sums[i % kSums / kLanes] += kProducts == kFloats ? weight : nearest_bfloat16(weight);  // as it is multiplied
       save_factors(weights + i, weight);
     }
+    std::memcpy(state.sums, sums, sizeof sums);
+    if (whole < count) std::fill(weights + whole, weights + padded(count), 0);
   }
 
   const Model model_;

@@ -40,7 +40,9 @@ __attribute__((noinline)) void tile(const Factor* a, long stride, const Panel* p
       for (int m = 0; m < M; m++) Panel::add(sums[m][p], a + m * stride, k, low, high);
     }
   }
+#pragma GCC unroll 16
   for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
     for (int p = 0; p < P; p++) store(row + m, panel + p, sums[m][p][0], sums[m][p][1]);
 }
 
