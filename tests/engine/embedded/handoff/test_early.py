@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from engine.embedded import core as core_module
 from engine.embedded.handoff.state import HeldState
 from engine.errors import EngineUnavailable
-from engine.types import Delta, Handoff, is_early
+from engine.types import Delta, GenerateRequest, Handoff, is_early
 from tests.engine.embedded.handoff.test_two_cores import SMALL, alone, prompt_of
 from tests.support.handoff import Pair, pair_of, request_of, sequence_of, step, tokens, travelled
 
@@ -64,6 +64,15 @@ def transfer(pair: Pair) -> None:
         if not controlled.ended:
             controlled.succeed()
     pair.decode.poll()
+
+
+def decoded_here(pair: Pair, request: GenerateRequest) -> list[Delta]:
+    """What the decode core generates without help."""
+    pair.decode.add(sequence_of(pair.decode, request))
+    deltas = []
+    while pair.decode.ready:
+        deltas += [delta for _, delta in step(pair.decode)]
+    return deltas
 
 
 def blocks_of(handed: Handoff) -> tuple[int, ...]:
@@ -219,11 +228,7 @@ def test_a_preempted_prompt_takes_its_early_handoffs_back(tiny_model: Path, expe
 
 def test_nobody_waits_for_what_another_replica_has_yet_to_compute(pair: Pair, expected: list[int]) -> None:
     begin(pair, 2)
-    pair.decode.add(sequence_of(pair.decode, replace(REQUEST, request_id="same")))
-    deltas = []
-    while pair.decode.ready:
-        deltas += step(pair.decode)
-    assert tokens([delta for _, delta in deltas]) == expected
+    assert tokens(decoded_here(pair, replace(REQUEST, request_id="same"))) == expected
     pair.prefill.abort("a")
     pair.decode.abort("a")
     pair.decode.poll()
@@ -256,9 +261,7 @@ def test_without_room_it_holds_nobody_up(tiny_model: Path, expected: list[int]) 
 
 
 def test_what_is_here_is_not_read_and_not_run_before_the_first_token(pair: Pair, expected: list[int]) -> None:
-    pair.decode.add(sequence_of(pair.decode, replace(REQUEST, request_id="before", sampling=REQUEST.sampling)))
-    while pair.decode.ready:
-        step(pair.decode)
+    decoded_here(pair, replace(REQUEST, request_id="before"))
     handoffs = begin(pair, 1)
     while handoffs[-1].early:
         assert not pair.decode.ready
@@ -269,6 +272,18 @@ def test_what_is_here_is_not_read_and_not_run_before_the_first_token(pair: Pair,
         transfer(pair)
     assert sum(map(len, read_by(pair))) == 1, "the last block is not full, and so not reusable"
     assert [*handoffs[-1].first.token_ids, *tokens(pair.finish()["a"])] == expected
+
+
+def test_a_prompt_that_is_all_here_waits_for_its_first_token(pair: Pair) -> None:
+    request = request_of("a", prompt_of(64))
+    whole = tokens(decoded_here(pair, replace(request, request_id="before")))
+    pair.prefill.add(sequence_of(pair.prefill, replace(request, prefill_only=True, early_handoff=True)))
+    while (handed := next_handoff(pair)).early:
+        pair.take(request, handed)
+        while pair.decode.ready:
+            assert step(pair.decode) == [], "it does not sample the first token itself"
+    pair.take(request, handed)
+    assert [*handed.first.token_ids, *tokens(pair.finish()["a"])] == whole and not pair.controlled
 
 
 @pytest.mark.parametrize("sampling", [{"max_tokens": 1}, {"max_tokens": 0, "prompt_logprobs": 1}])
