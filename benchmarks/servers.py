@@ -10,7 +10,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -193,7 +193,8 @@ class Server:
             print(f"{self.spec.name} did not stop within {STOP_SECONDS:g} s of SIGTERM; killed")
         _, left = psutil.wait_procs(children, timeout=1)
         if self.process.poll() is None or left:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # they may have ended meanwhile
+                os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
 

@@ -265,6 +265,8 @@ class EngineCore:
     def close(self) -> None:
         """End all transfers and wait for that, since they write to the runner's memory; the core is of no use
         afterwards."""
+        for runner in self._runners:
+            runner.close()
         if self.remote is not None:
             self.remote.transfers.close()
         if self.tiers is not None:

@@ -18,11 +18,11 @@ class Kernels:
     def __init__(self, *_: Any) -> None:
         pass
 
-    def soon(self) -> bool:
-        return self.ready
-
     def wait(self) -> None:
-        self.ready = True
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class _Wrapper:

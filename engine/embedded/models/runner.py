@@ -131,6 +131,9 @@ class ModelRunner(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """End what works on beside the engine's thread; no step follows."""
+
     def take_memory(self) -> None:
         """Take the memory of KV blocks if only their addresses have been reserved (`kv_memory_later`). Raises
         EngineFailure."""
@@ -164,6 +167,9 @@ class PendingTokens:
     hidden: torch.Tensor | None = None
     graph_tokens = 0
     most_tokens: int | None = None
+
+    def close(self) -> None:
+        """Do nothing: nothing does."""
 
     def take_memory(self) -> None:
         """Do nothing: memory was taken, or is taken page by page."""

@@ -2,21 +2,28 @@
 than a minute, beside everything else. Until then the engine computes prompts in small steps, with kernels of its own.
 """
 
+import contextlib
 import logging
+import os
+import signal
+import subprocess
 import threading
 import time
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+from filelock import FileLock
 
 from engine.embedded.models.devices import UnsupportedModelError
+
+_LAST_CHARACTERS = 2000
 
 log = logging.getLogger(__name__)
 
 
 class FlashInferKernels:
-    """Imports FlashInfer, and compiles and loads its kernels, in a thread of its own. Compilers are children of this
-    process."""
+    """Imports FlashInfer, and compiles and loads its kernels, in a thread of its own."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> None:
         """`dtype` is that of queries, and of keys and values of a prompt's first step; `cache_dtype` that of the KV
@@ -28,9 +35,11 @@ class FlashInferKernels:
         self._kinds = list(dict.fromkeys((dtype, cache_dtype)))
         self._head_dim = head_dim
         self._error = ""
-        self._missing = False
-        """Whether a kernel has to be compiled; known once `_looked` is set."""
-        self._looked, self._done = threading.Event(), threading.Event()
+        self._done = threading.Event()
+        self._compiling = threading.Lock()
+        """Held while `_compiler` or `_closed` changes."""
+        self._compiler: subprocess.Popen[str] | None = None
+        self._closed = False
         threading.Thread(target=self._load, name="flashinfer", daemon=True).start()
 
     @property
@@ -38,16 +47,19 @@ class FlashInferKernels:
         """Whether all kernels are loaded."""
         return self._done.is_set() and not self._error
 
-    def soon(self) -> bool:
-        """Wait until it is known whether kernels have to be compiled; return whether they do not."""
-        self._looked.wait()
-        return not self._missing
-
     def wait(self) -> None:
         """Wait for the kernels. Raises UnsupportedModelError if they cannot be compiled."""
         self._done.wait()
         if self._error:
             raise UnsupportedModelError(f"FlashInfer's kernels cannot be had: {self._error}")
+
+    def close(self) -> None:
+        """End the compiler, which would work on for a minute."""
+        with self._compiling:
+            self._closed = True
+            if self._compiler is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._compiler.pid, signal.SIGKILL)
 
     def _load(self) -> None:
         started = time.monotonic()
@@ -58,21 +70,43 @@ class FlashInferKernels:
             from flashinfer.prefill import get_batch_prefill_module  # noqa: PLC0415
             from flashinfer.utils import determine_attention_backend  # noqa: PLC0415
 
-            kernels = []
+            compiled = False
             for kind in self._kinds:
                 backend = determine_attention_backend(self._device, 0, False, False, self._dtype, kind)
                 types = self._dtype, kind, self._dtype, torch.int32
-                kernels.append((backend, *types, self._head_dim, self._head_dim, 0, False, False, False))
-            self._missing = not all(gen_batch_prefill_module(*kernel).is_compiled for kernel in kernels)
-            self._looked.set()
-            for kernel in kernels:
+                kernel = (backend, *types, self._head_dim, self._head_dim, 0, False, False, False)
+                compiled |= self._compile(gen_batch_prefill_module(*kernel))
                 get_batch_prefill_module(*kernel)
         except Exception as error:  # whatever a compiler, its files or the package run into
             self._error = f"{type(error).__name__}: {error}"
-            log.warning("FlashInfer's kernels cannot be had, so prompts are computed in small steps: %s", self._error)
+            if not self._closed:
+                log.warning("FlashInfer's kernels cannot be had; prompts are computed in small steps: %s", self._error)
         else:
-            if self._missing:
+            if compiled:
                 log.info("FlashInfer's kernels are compiled after %.1f s", time.monotonic() - started)
         finally:
-            self._looked.set()
             self._done.set()
+
+    def _compile(self, kernel: Any) -> bool:
+        """Compile a kernel if its files are newer than it, as FlashInfer itself would; return whether they were.
+
+        FlashInfer leaves its compiler alone, so that it would outlive this process. Raises RuntimeError.
+        """
+        with FileLock(kernel.lock_path, thread_local=False):
+            kernel.write_ninja()
+            command = ["ninja", "-C", str(kernel.build_dir), "-f", str(kernel.ninja_path)]
+            if "no work to do" in subprocess.run([*command, "-n"], capture_output=True, text=True, check=True).stdout:
+                return False
+            with self._compiling:
+                if self._closed:
+                    raise RuntimeError("the engine is closed")
+                self._compiler = subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+                )
+            output, _ = self._compiler.communicate()
+            code = self._compiler.returncode
+            with self._compiling:
+                self._compiler = None
+        if code:
+            raise RuntimeError(f"ninja ended with code {code}: {output[-_LAST_CHARACTERS:]}")
+        return True

@@ -83,7 +83,11 @@ class CudaRunner(PagedRunner):
         dtype = dtype_of(config, device)
         cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
         self._flashinfer = FlashInferKernels(device, dtype, cache_dtype, self._shape.head_dim)
-        super().__init__(config, self._shape.facts)
+        try:
+            super().__init__(config, self._shape.facts)
+        except Exception:
+            self._flashinfer.close()
+            raise
         log.info("loaded the weights in %.1f s", time.monotonic() - begun)
         self._decoder.taken = self._taken
         heads, scale = self._decoder.heads[0], self._decoder.scale
@@ -104,21 +108,22 @@ class CudaRunner(PagedRunner):
         with torch.inference_mode():
             self.sampler.warm_up(self.dtype, self._spare_slot)
             self._decoder.load_products(config.max_num_tokens, largest)
-        if not _can_begin_small(config) or self._flashinfer.soon():
+        if not _can_begin_small(config):
             self._use_flashinfer()
         torch.cuda.synchronize()
         log.info("compiled and loaded kernels in %.1f s", time.monotonic() - started)
         if config.enable_cuda_graphs:
             self._capture(largest, config.max_batch_size)
             self.graph_tokens = largest
-        if not self._attention.plans:
-            log.info("steps have at most %d tokens until FlashInfer's kernels are compiled", largest)
         warn_of_compilation()
 
     @property
     def most_tokens(self) -> int | None:  # type: ignore[override]
         """See `ModelRunner`: FlashInfer takes steps of any size."""
         return None if self._attention.plans else self.graph_tokens
+
+    def close(self) -> None:
+        self._flashinfer.close()
 
     @property
     def graph_sizes(self) -> list[int]:

@@ -226,12 +226,6 @@ def test_steps_are_small_until_flashinfer_is_compiled(
         def ready(self) -> bool:  # type: ignore[override]
             return len(steps) >= 1
 
-        def soon(self) -> bool:
-            return False
-
-        def wait(self) -> None:
-            pass
-
     def forward(runner: Any, step: StepInput) -> torch.Tensor:
         steps.append((runner._attention.plans, len(step.tokens)))
         return compute(runner, step)

@@ -1,10 +1,12 @@
-"""FlashInfer's kernels in the background, with a package in its place that compiles when it is told to."""
+"""FlashInfer's kernels in the background, with a package and a `ninja` in their place."""
 
 import logging
+import os
 import sys
-import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,77 +16,124 @@ import torch
 from engine.embedded.models.cuda.flashinfer_kernels import FlashInferKernels
 from engine.embedded.models.devices import UnsupportedModelError
 
+NINJA = """#!/bin/sh
+cd "$2"
+case "$*" in *-n) test -f done && echo "ninja: no work to do." || echo "[1/1] nvcc"; exit ;; esac
+echo $$ > compiler
+while ! test -f go; do sleep 0.02; done
+echo "nvcc: $(cat go)"
+test "$(cat go)" = right && touch done
+"""
+
 
 class Package:
-    """Stands in for FlashInfer. `compile` lets a compilation end."""
+    """Stands in for FlashInfer. Compilers wait until `go` says how they end."""
 
-    def __init__(self) -> None:
-        self.compiled = False
-        self.compile = threading.Event()
-        self.error: Exception | None = None
-        self.loaded: list[tuple[Any, ...]] = []
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.loaded: list[str] = []
 
-    def gen(self, *kernel: Any) -> SimpleNamespace:
-        return SimpleNamespace(is_compiled=self.compiled)
+    def folder(self, name: str) -> Path:
+        found = self._folder / name
+        found.mkdir(exist_ok=True)
+        return found
 
-    def get(self, *kernel: Any) -> None:
-        if not self.compiled:
-            assert self.compile.wait(10)
-        if self.error:
-            raise self.error
-        self.loaded.append(kernel)
+    def go(self, name: str, how: str) -> None:
+        (self.folder(name) / "part").write_text(how)
+        (self.folder(name) / "part").rename(self.folder(name) / "go")
+
+    def gen(self, backend: str, *_: Any) -> SimpleNamespace:
+        folder = self.folder(backend)
+        return SimpleNamespace(
+            lock_path=folder / "lock",
+            build_dir=folder,
+            ninja_path=folder / "build.ninja",
+            write_ninja=(folder / "build.ninja").touch,
+        )
+
+    def get(self, backend: str, *_: Any) -> None:
+        assert (self.folder(backend) / "done").exists()
+        self.loaded.append(backend)
 
 
 @pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Package]:
-    fake = Package()
+def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Package]:
+    ninja = tmp_path / "bin" / "ninja"
+    ninja.parent.mkdir()
+    ninja.write_text(NINJA)
+    ninja.chmod(0o755)
+    monkeypatch.setenv("PATH", str(ninja.parent), prepend=os.pathsep)
+    fake = Package(tmp_path)
     for name, contents in {
         "flashinfer": {},
         "flashinfer.jit": {"gen_batch_prefill_module": fake.gen},
         "flashinfer.prefill": {"get_batch_prefill_module": fake.get},
-        "flashinfer.utils": {"determine_attention_backend": lambda *arguments: f"for {arguments[-1]}"},
+        "flashinfer.utils": {"determine_attention_backend": lambda *arguments: str(arguments[-1])},
     }.items():
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)
         vars(module).update(contents)
         monkeypatch.setitem(sys.modules, name, module)
     yield fake
-    fake.compile.set()
+    for name in ("torch.bfloat16", "torch.float8_e4m3fn"):
+        fake.go(name, "right")
 
 
 def kernels(cache_dtype: torch.dtype = torch.bfloat16) -> FlashInferKernels:
     return FlashInferKernels(torch.device("cpu"), torch.bfloat16, cache_dtype, 128)
 
 
-def test_compiled_kernels_are_there_soon(package: Package) -> None:
-    package.compiled = True
-    found = kernels()
-    assert found.soon()
-    found.wait()
-    assert found.ready
-    assert [kernel[0] for kernel in package.loaded] == ["for torch.bfloat16"]
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
-def test_others_come_later(package: Package) -> None:
-    found = kernels(torch.float8_e4m3fn)
-    assert not found.soon()
-    assert not found.ready
-    package.compile.set()
-    found.wait()
+def test_they_are_compiled_while_the_engine_goes_on(package: Package, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        found = kernels(torch.float8_e4m3fn)
+        wait_for((package.folder("torch.bfloat16") / "compiler").exists)
+        assert not found.ready
+        package.go("torch.bfloat16", "right")
+        wait_for((package.folder("torch.float8_e4m3fn") / "compiler").exists)
+        assert not found.ready
+        package.go("torch.float8_e4m3fn", "right")
+        found.wait()
     assert found.ready
-    assert [kernel[0] for kernel in package.loaded] == ["for torch.bfloat16", "for torch.float8_e4m3fn"]
+    assert package.loaded == ["torch.bfloat16", "torch.float8_e4m3fn"]
+    assert "compiled after" in caplog.text
+
+
+def test_what_is_compiled_is_only_loaded(package: Package, caplog: pytest.LogCaptureFixture) -> None:
+    (package.folder("torch.bfloat16") / "done").touch()
+    with caplog.at_level(logging.INFO):
+        found = kernels()
+        found.wait()
+    assert found.ready and package.loaded == ["torch.bfloat16"]
+    assert not (package.folder("torch.bfloat16") / "compiler").exists() and not caplog.records
 
 
 def test_without_a_compiler_they_never_come(package: Package, caplog: pytest.LogCaptureFixture) -> None:
-    package.error = RuntimeError("no nvcc")
-    found = kernels()
-    assert not found.soon()
+    package.go("torch.bfloat16", "no such header")
     with caplog.at_level(logging.WARNING):
-        package.compile.set()
-        with pytest.raises(UnsupportedModelError, match="no nvcc"):
+        found = kernels()
+        with pytest.raises(UnsupportedModelError, match="nvcc: no such header"):
             found.wait()
     assert not found.ready
     assert "small steps" in caplog.text
+
+
+def test_a_compiler_ends_with_the_engine(package: Package, caplog: pytest.LogCaptureFixture) -> None:
+    found = kernels()
+    told = package.folder("torch.bfloat16") / "compiler"
+    wait_for(lambda: told.exists() and bool(told.read_text().strip()))
+    found.close()
+    with pytest.raises(UnsupportedModelError):
+        found.wait()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told.read_text()), 0)
+    assert not caplog.records
 
 
 def test_without_the_package_the_fast_path_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
