@@ -39,7 +39,7 @@ from server.bench.summary import Sample, percentile
 SMOLLM2 = "smollm2-135m-instruct"
 CPU = {"device": "cpu", "threads": "1", "max-seq-len": "2048", "prefill-min-tokens": "16"}
 CUDA = {"device": "cuda", "dtype": "bfloat16", "max-batch-size": "64", "max-num-tokens": "2048", "max-seq-len": "20480"}
-PREFILL_CUDA = {"max-num-tokens": "8192"}
+PREFILL_CUDA = {"max-num-tokens": "4096"}
 """Prefill replicas compute long prompts in large chunks: no stream waits for them."""
 VOCABULARY = 49152
 PEER_SECONDS = 60.0

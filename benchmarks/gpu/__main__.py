@@ -28,7 +28,7 @@ DEFAULTS = {
     "dtype": "bfloat16",
     "attention": "flashinfer",
     "max-batch-size": "256",
-    "max-num-tokens": "8448",  # 8192 prompt tokens and one token per decoding sequence
+    "max-num-tokens": "4352",  # 4096 prompt tokens and one token per decoding sequence
     "engine-on-death": "exit",
 }
 CHECK_FLAGS = {"max-batch-size": "32", "max-num-tokens": "512", "max-seq-len": "1024"}

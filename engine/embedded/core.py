@@ -49,9 +49,6 @@ CPU_PROMPT_TOKENS_ALONE = 256
 """The same where nothing decodes; still larger steps are hardly more efficient."""
 CPU_PROMPT_SECONDS = 0.25
 """Maximum duration of a step of more than `CPU_PROMPT_TOKENS`, for which requests that come meanwhile wait."""
-GPU_PROMPT_TOKENS = 4096
-"""Maximum number of prompt tokens in a step on a GPU: twice as many are less than one percent more efficient there, and
-double the time to the first token (docs/log.md)."""
 CPU_REST_AFTER = 512
 """Tokens of a prompt on a CPU after which it leaves half of the time to others."""
 EARLY_TOKENS = 512
@@ -150,7 +147,7 @@ class EngineCore:
             self.blocks,
             max_num_seqs=config.max_batch_size,
             max_num_tokens=config.max_num_tokens,
-            max_prompt_tokens=min(config.max_num_tokens, CPU_PROMPT_TOKENS if on_cpu else GPU_PROMPT_TOKENS),
+            max_prompt_tokens=CPU_PROMPT_TOKENS if on_cpu else config.max_num_tokens,
             small_step=self.runner.graph_tokens,
             rest_after=CPU_REST_AFTER if on_cpu else None,
             chunked_prefill=config.enable_chunked_prefill,
@@ -401,7 +398,7 @@ class EngineCore:
 
     def _prompt_seconds(self, config: EmbeddedConfig) -> float:
         """Return the seconds that computing a token of a prompt takes, and leave all blocks empty."""
-        most = min(config.max_num_tokens, CPU_PROMPT_TOKENS if self.runner.device.type == "cpu" else GPU_PROMPT_TOKENS)
+        most = CPU_PROMPT_TOKENS if self.runner.device.type == "cpu" else config.max_num_tokens
         room = config.kv_block_size * min(pool.num_blocks for pool in self.blocks.pools)
         count = min(most, room, self.runner.context_length, self.blocks.max_chunk)
         blocks = list(range(-(-count // config.kv_block_size)))
