@@ -167,7 +167,8 @@ class DecodeAttention:
         self._scale = scale / math.log(2)
         self._pad = max(16, triton.next_power_of_2(heads // kv_heads))
         programs = max(_LONG_PROGRAMS, kv_heads)  # a product of rows, heads and splits that are more than one
-        self._partial = torch.empty(programs * self._pad * (dim + 2), device=device)
+        self.parts = torch.empty(programs * self._pad * (dim + 2), device=device)
+        """Softmaxes over some tokens of a sequence, by sequence, head and split, until they are put together."""
         self._counters = torch.zeros(programs, dtype=torch.int32, device=device)
 
     def __call__(
@@ -187,14 +188,14 @@ class DecodeAttention:
         `cascade`: how many of its first tokens each row has attended to already, int32 [rows], and the states of its
         heads after these, as `GroupAttention.prefixes` stores them.
         """
-        shared, state, sums = cascade or (positions, self._partial, self._partial)
+        shared, state, sums = cascade or (positions, self.parts, self._partial)
         rows = len(query)
         pairs = rows * self._kv_heads
         few = _splits(_PROGRAMS // pairs)
         splits = _splits(_LONG_PROGRAMS // pairs) if rows <= _LONG_ROWS else few
         tile, warps = (32, 2) if rows >= 128 else (64, 4)
         _attend[(rows, self._kv_heads, splits)](
-            query, keys, values, tables, positions, out, self._partial, self._counters, shared, state, sums,
+            query, keys, values, tables, positions, out, self.parts, self._counters, shared, state, sums,
             self._scale, tables.shape[1], keys.stride(0), few, splits, self._kv_heads, self._heads // self._kv_heads,
             self._pad, self._dim, keys.shape[1], tile, splits > 1, _LONG_TILES, 3, keys.dtype == torch.float8_e4m3fn,
             cascade is not None, num_warps=warps, launch_pdl=True,

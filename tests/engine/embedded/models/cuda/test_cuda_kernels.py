@@ -126,12 +126,12 @@ def test_long_sequences_are_divided_among_many_others() -> None:
     positions = torch.tensor([2200, 1, 1000, 2111] + [40] * (rows - 4), dtype=torch.int32, device=DEVICE)
     query = random(rows, kv_heads, dim)
     out = torch.empty_like(query)
-    attend._partial.fill_(float("nan"))
+    attend.parts.fill_(float("nan"))
     for _ in range(2):  # the counters are as they were
         attend(query, keys, values, tables, positions, out)
     for row in range(rows):
         same(out[row], dense(query[row : row + 1], keys, values, tables[row], int(positions[row]) + 1)[0])
-    divided = attend._partial.isfinite().view(-1, 6, 16 * (dim + 2)).any(2).sum(1).view(-1, kv_heads)
+    divided = attend.parts.isfinite().view(-1, 6, 16 * (dim + 2)).any(2).sum(1).view(-1, kv_heads)
     assert divided[:4].T.tolist() == [[2, 0, 0, 2]] * kv_heads
     assert not divided[4:rows].any()
 
