@@ -188,7 +188,7 @@ class DecodeAttention:
         `cascade`: how many of its first tokens each row has attended to already, int32 [rows], and the states of its
         heads after these, as `GroupAttention.prefixes` stores them.
         """
-        shared, state, sums = cascade or (positions, self.parts, self._partial)
+        shared, state, sums = cascade or (positions, self.parts, self.parts)
         rows = len(query)
         pairs = rows * self._kv_heads
         few = _splits(_PROGRAMS // pairs)
