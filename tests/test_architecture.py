@@ -54,6 +54,7 @@ MODELS = {"smolaudio", "smoldraw", "smoleagle", "smolvideo", "smolvision"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load"}
 READS_ENVIRONMENT = {
     "server/settings/environment.py": "beside pydantic-settings",
+    "engine/embedded/models/cuda/flashinfer_kernels.py": "as FlashInfer reads how many compilers may run",
     "engine/kit/video_file.py": "to keep FFmpeg quiet, which has no other switch",
     "engine/process/tree.py": "to mark what a host starts",
     "engine/trtllm/probe.py": "what NVIDIA's container has set, for its report",

@@ -100,7 +100,11 @@ class LoadedModel:
 
     def __init__(self, config: EmbeddedConfig) -> None:
         self.runner = load_runner(config)
-        self.speculator = create_speculator(config, self.runner)
+        try:
+            self.speculator = create_speculator(config, self.runner)
+        except Exception:
+            self.runner.close()
+            raise
 
 
 class EngineCore:
@@ -222,7 +226,7 @@ class EngineCore:
         """Have a sequence with an early handoff continue from a later one. Does nothing if it has ended, or has its
         first token. Raises as `resume` does; the sequence is dropped then."""
         sequence = self._sequences.get(request_id)
-        if sequence is None or not sequence.lacks_first:
+        if sequence is None or not sequence.lacks_first or sequence.status is SequenceStatus.FINISHED:
             return
         try:
             resume_further(sequence, handoff, self.layout)
@@ -245,6 +249,8 @@ class EngineCore:
             self._aborted += 1
         if sequence.status is SequenceStatus.FETCHING:
             self._fetches.abort(sequence)
+        elif sequence.status is SequenceStatus.FINISHED:  # nobody has been told yet that its blocks cannot be read
+            self._fetches.lost = [lost for lost in self._fetches.lost if lost[0] is not sequence]
         else:
             self.scheduler.remove(sequence)
         self._stalled = False
@@ -398,7 +404,7 @@ class EngineCore:
 
     def _prompt_seconds(self, config: EmbeddedConfig) -> float:
         """Return the seconds that computing a token of a prompt takes, and leave all blocks empty."""
-        most = CPU_PROMPT_TOKENS if self.runner.device.type == "cpu" else config.max_num_tokens
+        most = CPU_PROMPT_TOKENS_ALONE if self.runner.device.type == "cpu" else config.max_num_tokens
         room = config.kv_block_size * min(pool.num_blocks for pool in self.blocks.pools)
         count = min(most, room, self.runner.context_length, self.blocks.max_chunk)
         blocks = list(range(-(-count // config.kv_block_size)))

@@ -282,9 +282,14 @@ class EmbeddedEngine(ThreadedEngine[EngineCore]):
             awaited = ready
             self._started.wait()
             if self._closing:
+                model.runner.close()
                 return
-            model.runner.take_memory()
-            core = EngineCore(self._config, lambda event: self._new_events.append(event), model)
+            try:
+                model.runner.take_memory()
+                core = EngineCore(self._config, lambda event: self._new_events.append(event), model)
+            except Exception:
+                model.runner.close()
+                raise
             if core.remote is not None:
                 core.remote.wake = lambda: self._commands.put(_poll)
             self._settle(ready, self._describe(core, seconds))

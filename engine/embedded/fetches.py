@@ -24,6 +24,8 @@ class _ActiveFetch:
     waits: bool
     """Whether nothing was copied after the last poll."""
     polled: float
+    copied_since: float
+    """When it began to copy, after it last waited."""
     seconds: float = 0.0
     """Time in which something was copied."""
 
@@ -44,7 +46,7 @@ class Fetches:
         self._timeout_seconds = timeout_seconds
         self._running: list[_ActiveFetch] = []
         self.lost: list[tuple[Sequence, str]] = []
-        """Sequences that cannot go on, and the reasons: what another replica computes of them is out of reach."""
+        """Sequences whose KV blocks could not be read before the first token was known, and the reasons."""
         self._orphans: list[_Orphan] = []
         self._succeeded = 0
         self._failed = 0
@@ -76,7 +78,7 @@ class Fetches:
             except TransferError as error:
                 self._scheduler.release_orphan(self._give_up(fetch, str(error)))
             else:
-                self._running.append(_ActiveFetch(fetch, reading, reading.waits, started))
+                self._running.append(_ActiveFetch(fetch, reading, reading.waits, started, started))
 
     def poll(self) -> bool:
         """Take note of readings that have ended, and have others read on; return whether one has ended."""
@@ -98,7 +100,9 @@ class Fetches:
     def _ended(self, entry: _ActiveFetch) -> bool:
         """Return whether a reading has succeeded, failed or taken too long, having done what follows from that."""
         now = time.monotonic()
-        if not entry.waits:
+        if entry.waits:
+            entry.copied_since = now
+        else:
             entry.seconds += now - entry.polled
         try:
             done = entry.reading.done()
@@ -113,8 +117,9 @@ class Fetches:
                 self._bytes += entry.reading.num_bytes
                 self._seconds += entry.seconds
             return True
-        if entry.seconds > self._timeout_seconds:
-            self._cancel(entry.reading, self._give_up(entry.fetch, f"not done after {entry.seconds:.1f} s"))
+        elapsed = now - entry.copied_since
+        if not entry.waits and elapsed > self._timeout_seconds:
+            self._cancel(entry.reading, self._give_up(entry.fetch, f"not done after {elapsed:.1f} s"))
             return True
         return False
 

@@ -319,9 +319,11 @@ class Scheduler:
         may run alone."""
         remaining = min(sequence.remaining - sequence.lacks_grammar, self.blocks.max_chunk)
         if self._chunked:
-            if sequence.request.early_handoff and LAST_CHUNK < remaining <= budget:
+            if sequence.wants_prompt_logprobs:
+                return min(remaining, budget, PROMPT_LOGPROB_TOKENS)
+            if sequence.request.early_handoff and LAST_CHUNK < remaining <= budget and not self.blocks.sliding:
                 return max(remaining - LAST_CHUNK, remaining // 2)
-            return min(remaining, budget, PROMPT_LOGPROB_TOKENS if sequence.wants_prompt_logprobs else budget)
+            return min(remaining, budget)
         return remaining if remaining <= budget or not chunks else 0
 
     def _grow(self, sequence: Sequence, count: int) -> bool:
@@ -505,7 +507,7 @@ class Scheduler:
             if not sequence.wants_prompt_logprobs and any(key in coming for key in keys):
                 continue
             yield sequence
-            if self.blocks.reuse and sequence.tables:
+            if self.blocks.reuse and sequence.tables and not sequence.lacks_first:
                 coming.update(keys[sequence.stored :])
 
 

@@ -2,8 +2,8 @@
 
 The first token comes with the handoff, and goes to the consumer at once. The local engine then reads the KV blocks, or
 the last of them, if early handoffs came before; until its first delta the replica's answer stays open and keeps them in
-place. If it ends too early, nothing that was
-read is trusted: the engine computes the prompt itself and goes on, with no token repeated and none lost.
+place. If it ends too early, nothing that was read is trusted: the engine computes the prompt itself and goes on, with
+no token repeated and none lost.
 
 Images go to prefill as embeddings; the local engine uses these only if it has to compute the prompt itself.
 """

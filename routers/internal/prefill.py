@@ -11,7 +11,7 @@ from engine import trace
 from engine.base import DeltaStream
 from engine.errors import EngineError, EngineFailure, EngineNotReady
 from engine.kit import handoff
-from engine.types import GenerateRequest, is_early
+from engine.types import Delta, GenerateRequest, is_early
 from multimodal.errors import RequestError
 from protocol.internal import MAX_EMBEDDING_BYTES, MEDIA_TYPE, PrefillRequest, head_of, parts_of
 from routers.body import converted
@@ -93,7 +93,7 @@ class _PrefillWork:
         self.service.waiting_tokens += tokens
         try:
             while is_early(delta := await anext(self._stream)):
-                await announce(handoff.encode(handoff.handoff_of(engine.info.backend, delta)))
+                await announce(self._encoded(delta))
         except BaseException as error:  # cancellation included
             stages.end(0, error)
             raise
@@ -101,10 +101,13 @@ class _PrefillWork:
             self.service.waiting_tokens -= tokens
         if delta.prompt is not None:
             stages.begun(delta.prompt, delta.prompt.prompt_tokens or tokens)
-        payload = handoff.encode(handoff.handoff_of(engine.info.backend, delta))
+        return self._encoded(delta), delta.held is not None
+
+    def _encoded(self, delta: Delta) -> bytes:
+        payload = handoff.encode(handoff.handoff_of(self.service.engine.info.backend, delta))
         if len(payload) > handoff.MAX_BYTES:
             raise EngineFailure(f"the handoff has {len(payload)} bytes; the most is {handoff.MAX_BYTES}")
-        return payload, delta.held is not None
+        return payload
 
     async def lost(self) -> str:
         assert self._stream is not None, "something is held"

@@ -132,7 +132,7 @@ class ModelRunner(Protocol):
         ...
 
     def close(self) -> None:
-        """End what works on beside the engine's thread; no step follows."""
+        """Stop background work; no step may follow."""
 
     def take_memory(self) -> None:
         """Take the memory of KV blocks if only their addresses have been reserved (`kv_memory_later`). Raises
@@ -169,7 +169,7 @@ class PendingTokens:
     most_tokens: int | None = None
 
     def close(self) -> None:
-        """Do nothing: nothing does."""
+        """Do nothing: there is no background work."""
 
     def take_memory(self) -> None:
         """Do nothing: memory was taken, or is taken page by page."""

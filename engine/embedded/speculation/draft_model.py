@@ -59,6 +59,7 @@ class DraftModel:
             kv_transfer="",
             kv_cache_dtype="auto",
             speculative="none",
+            enable_chunked_prefill=False,  # its steps have any number of tokens, from the first on
         )
         self.runner = load_runner(own)
         if len(self.runner.groups) != 1 or self.runner.groups[0].window is not None:

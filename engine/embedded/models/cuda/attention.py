@@ -104,7 +104,7 @@ class CudaAttention:
 
     @property
     def plans(self) -> bool:
-        """Whether there is FlashInfer, and so `mixed`."""
+        """Whether FlashInfer computes prompts, as `mixed` needs."""
         return bool(self._wrappers)
 
     def use_flashinfer(self) -> None:
@@ -118,6 +118,9 @@ class CudaAttention:
             )
             for workspace in self._workspaces
         ]
+
+    def forget_flashinfer(self) -> None:
+        self._wrappers = []
 
     def note_blocks(self, step: StepInput) -> None:
         """Bring the tables up to date with a step."""

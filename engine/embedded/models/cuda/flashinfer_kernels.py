@@ -51,7 +51,12 @@ class FlashInferKernels:
         """Wait for the kernels. Raises UnsupportedModelError if they cannot be compiled."""
         self._done.wait()
         if self._error:
-            raise UnsupportedModelError(f"FlashInfer's kernels cannot be had: {self._error}")
+            raise UnsupportedModelError(f"FlashInfer's kernels could not be compiled or loaded: {self._error}")
+
+    def give_up(self, error: Exception) -> None:
+        """Do without the kernels, as they cannot run."""
+        self._error = f"{type(error).__name__}: {error}"
+        log.error("FlashInfer's kernels cannot run, so prompts are computed in small steps: %s", self._error)
 
     def close(self) -> None:
         """End the compiler, which would work on for a minute."""
@@ -80,7 +85,11 @@ class FlashInferKernels:
         except Exception as error:  # whatever a compiler, its files or the package run into
             self._error = f"{type(error).__name__}: {error}"
             if not self._closed:
-                log.warning("FlashInfer's kernels cannot be had; prompts are computed in small steps: %s", self._error)
+                log.warning(
+                    "FlashInfer's kernels could not be compiled or loaded, so prompts are computed in small steps, "
+                    "which is slow; nvcc and ninja compile them: %s",
+                    self._error,
+                )
         else:
             if compiled:
                 log.info("FlashInfer's kernels are compiled after %.1f s", time.monotonic() - started)
@@ -92,10 +101,14 @@ class FlashInferKernels:
 
         FlashInfer leaves its compiler alone, so that it would outlive this process. Raises RuntimeError.
         """
+        if kernel.is_aot:  # it is part of a package
+            return False
         with FileLock(kernel.lock_path, thread_local=False):
             kernel.write_ninja()
             command = ["ninja", "-C", str(kernel.build_dir), "-f", str(kernel.ninja_path)]
-            if "no work to do" in subprocess.run([*command, "-n"], capture_output=True, text=True, check=True).stdout:
+            if jobs := os.environ.get("MAX_JOBS"):
+                command += ["-j", jobs]
+            if "no work to do" in subprocess.run([*command, "-n"], capture_output=True, text=True).stdout:
                 return False
             with self._compiling:
                 if self._closed:

@@ -156,7 +156,10 @@ class CudaRunner(PagedRunner):
     @torch.inference_mode()
     def forward(self, step: StepInput) -> torch.Tensor:
         if not self._attention.plans and self._flashinfer.ready:
-            self._use_flashinfer()
+            try:
+                self._use_flashinfer()
+            except RuntimeError as error:
+                self._flashinfer.give_up(error)
         self._attention.note_blocks(step)
         if step.embeddings is not None:
             self._decoder.show(step.embeddings.embeddings)
@@ -375,10 +378,18 @@ class CudaRunner(PagedRunner):
 
     @torch.inference_mode()
     def _use_flashinfer(self) -> None:
-        """Wait for FlashInfer, and have it compute prompts from now on, once every kernel of such steps has run: two
-        prompts that begin, then one that goes on and one that decodes. Raises UnsupportedModelError."""
+        """Wait for FlashInfer, and have it compute prompts from now on. Raises UnsupportedModelError, or RuntimeError
+        if it cannot run."""
         self._flashinfer.wait()
         self._attention.use_flashinfer()
+        try:
+            self._try_flashinfer()
+        except RuntimeError:
+            self._attention.forget_flashinfer()
+            raise
+
+    def _try_flashinfer(self) -> None:
+        """Run every kernel of steps of prompts: two that begin, then one that goes on and one that decodes."""
         size = self.cache.block_size
         spare_block = len(self.cache.data) - 1
         for starts in ((0, 0), (2 * size - 1, size)):
@@ -400,7 +411,7 @@ class CudaRunner(PagedRunner):
 
     @torch.inference_mode()
     def _compile(self, largest: int, batch: int) -> None:
-        """Compile the kernels of graphs, of larger steps and of guided rows."""
+        """Compile the kernels of graphs and of guided rows."""
         with compiled_side_by_side():
             for kind, _, sizes in self._graph_kinds(largest, batch):
                 for size in sizes:

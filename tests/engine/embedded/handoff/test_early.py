@@ -184,6 +184,24 @@ def test_without_the_first_token_a_failed_transfer_ends_the_request(pair: Pair, 
     assert [*handed.first.token_ids, *tokens(pair.finish()["a"])] == expected
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_request_that_cannot_be_read_may_be_aborted_or_continued(pair: Pair, goes_on: bool) -> None:
+    """Commands that were queued before anyone has been told."""
+    begin(pair, 2)
+    following = next_handoff(pair)
+    pair.take(REQUEST, following)
+    pair.controlled[-1].error = "the peer died"
+    assert pair.decode.poll()
+    if goes_on:
+        pair.decode.continue_handoff("a", following)
+        [(name, error)] = pair.decode.step()
+        assert name == "a" and type(error) is EngineUnavailable
+    else:
+        pair.decode.abort("a")
+        assert not pair.decode.step()
+    assert pair.decode.stats().kv_cache_stats.used_num_blocks == 0 and not pair.decode.busy
+
+
 def test_a_later_handoff_of_other_blocks_is_refused(pair: Pair) -> None:
     early = begin(pair, 2)[-1]
     with pytest.raises(EngineUnavailable, match="given up the KV blocks"):

@@ -45,6 +45,7 @@ class Package:
     def gen(self, backend: str, *_: Any) -> SimpleNamespace:
         folder = self.folder(backend)
         return SimpleNamespace(
+            is_aot=False,
             lock_path=folder / "lock",
             build_dir=folder,
             ninja_path=folder / "build.ninja",
