@@ -114,7 +114,7 @@ def test_two_hosts_answer_as_one(hosts: tuple[str, str], tmp_path: Path) -> None
             .split()[1]
             .split("@")[0]
         )
-        limit = ("add", "dev", cable, "root", "tbf", "rate", "4mbit", "burst", "32kb", "latency", "100ms")
+        limit = ("add", "dev", cable, "root", "tbf", "rate", "1mbit", "burst", "32kb", "latency", "100ms")
         subprocess.run(["tc", "-n", hosts[0], "qdisc", *limit], check=True, capture_output=True)
         assert text_of(hosts[1], "b") == expected
         wait_counted(hosts[1], "trtllm_kv_transfer_failure_total", 1)

@@ -200,6 +200,9 @@ def test_a_request_that_cannot_be_read_may_be_aborted_or_continued(pair: Pair, g
         pair.decode.abort("a")
         assert not pair.decode.step()
     assert pair.decode.stats().kv_cache_stats.used_num_blocks == 0 and not pair.decode.busy
+    pair.prefill.abort("a")
+    while pair.prefill.busy:
+        step(pair.prefill)
 
 
 def test_a_later_handoff_of_other_blocks_is_refused(pair: Pair) -> None:

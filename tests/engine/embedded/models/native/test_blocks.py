@@ -23,6 +23,7 @@ from tests.engine.embedded.models.native.test_native import (
     ODD_SIZES,
     load,
     make_folder,
+    rounds,
     size,
     tokens_of,
 )
@@ -51,9 +52,10 @@ def in_bytes(activations: torch.Tensor) -> torch.Tensor:
 
 
 def expected(folder: Path, rounded: dict[str, torch.Tensor], tokens: list[int], level: str) -> torch.Tensor:
-    """Logits of transformers with rounded weights, and activations as the level rounds them: those that make queries,
-    keys, values and logits are not rounded."""
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    """Logits of transformers with rounded weights, and activations, keys and values as the level rounds them: those
+    that make queries, keys, values and logits are not rounded."""
+    attention = "rounded" if rounds(level) else "sdpa"
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
     reference.load_state_dict(rounded, strict=False)
     for name, module in reference.named_modules():
         if narrow(level) and name.endswith(("o_proj", "gate_proj", "up_proj", "down_proj")):
@@ -82,7 +84,8 @@ def check(folder: Path, level: str, rounded: dict[str, torch.Tensor]) -> None:
         if narrow(level):
             errors = (computed - logits).square().mean(-1).sqrt() / size(logits)
             assert errors.max() < 0.1 and errors.mean() < 0.03, "the order of sums decides how a few are rounded"
-            assert errors.min() < 0.005, "rows where it decides nothing"
+            # Keys and values that are rounded as well leave fewer of them: one of these reaches all rows behind it.
+            assert errors.min() < (0.01 if rounds(level) else 0.005), "rows where it decides nothing"
         else:
             torch.testing.assert_close(computed, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max()))
 
