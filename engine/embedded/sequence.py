@@ -86,7 +86,7 @@ class Sequence:
     lease: LeaseWord | None = None
     """Tells another replica that the blocks of this sequence, which is held or will be, are still valid."""
     held: Held | None = None
-    """What was last said of these blocks."""
+    """Location of these blocks, as it was last announced; None if it has not been."""
     written: int = 0
     """Number of tokens whose keys and values are in these blocks: computed by steps that have ended."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None

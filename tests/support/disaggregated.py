@@ -33,6 +33,8 @@ BEARER = {"authorization": f"Bearer {SECRET}"}
 SOON = 5.0
 """100 ms are promised; a busy machine gets more. Without help, what these tests wait for would take a minute."""
 INFO = PrefillInfo(VERSION, "fake", "fake", "none", FakeConfig().block_size, 1, "")
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+"""Head of a prefill replica's answer."""
 PROMPT = tuple(range(10, 80))
 
 

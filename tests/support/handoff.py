@@ -77,7 +77,7 @@ class Pair:
         self.early: set[str] = set()
         """Requests that the decode core has begun with early handoffs."""
         self.handoffs: list[tuple[str, Handoff]] = []
-        """What it has taken."""
+        """The handoffs that the decode core has taken."""
 
     def serve(self, requests: list[GenerateRequest], *, early: bool = False) -> Deltas:
         """Serve all requests at once.

@@ -1,5 +1,5 @@
-"""What runners over torch's tensors share: device and types, the KV cache, and memory that a sleep gives back. Nothing
-here knows transformers."""
+"""The base class of the runners in `torch/` and `cuda/`: their device, types and KV cache, and the memory that a sleep
+gives back. It does without transformers."""
 
 import math
 from abc import ABC, abstractmethod

@@ -21,6 +21,7 @@ from engine.types import Delta, GenerateRequest, Handoff, Held, NextHandoff
 from protocol.frames import frame
 from protocol.internal import PrefillInfo
 from tests.support.disaggregated import (
+    CHUNKED,
     PROMPT,
     Seen,
     all_of,
@@ -34,8 +35,6 @@ from tests.support.disaggregated import (
     stats_with,
     tokens_of,
 )
-
-CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 def early(computed: int = 0, state: bytes = b"somewhere") -> Handoff:
@@ -206,7 +205,7 @@ async def test_blocks_are_announced_over_http_before_the_first_token(monkeypatch
 async def test_a_replica_that_fails_after_an_announcement_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, ends: bytes
 ) -> None:
-    """What was read early of its blocks is dropped, and the next replica's are read."""
+    """Blocks that were read early are dropped, and those of the next replica are read instead."""
     monkeypatch.setattr(client, "SILENCE_SECONDS", 1.0)
     payload = frame(handoff.encode(early()))
     after = CHUNKED + b"%x\r\n%b\r\n" % (len(payload), payload) + ends

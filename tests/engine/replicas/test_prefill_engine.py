@@ -16,6 +16,7 @@ from engine.replicas import replica as replica_module
 from engine.types import Guide
 from protocol.frames import frame
 from tests.support.disaggregated import (
+    CHUNKED,
     INFO,
     PROMPT,
     SOON,
@@ -33,8 +34,6 @@ from tests.support.disaggregated import (
     stats_with,
     tokens_of,
 )
-
-CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from engine.transfer.shared_bytes import SharedBytes
 from engine.types import Delta, GenerateRequest, Held
 from protocol.frames import frame
 from tests.support.disaggregated import (
+    CHUNKED,
     PROMPT,
     aggregated,
     all_of,
@@ -32,7 +33,6 @@ from tests.support.disaggregated import (
     tokens_of,
 )
 
-CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 SIZE = 1 << 20
 
 

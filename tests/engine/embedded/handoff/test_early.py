@@ -67,7 +67,7 @@ def transfer(pair: Pair) -> None:
 
 
 def decoded_here(pair: Pair, request: GenerateRequest) -> list[Delta]:
-    """What the decode core generates without help."""
+    """Return the deltas of the decode core if it computes the prompt itself."""
     pair.decode.add(sequence_of(pair.decode, request))
     deltas = []
     while pair.decode.ready:
@@ -155,7 +155,7 @@ def test_either_side_may_give_up_in_the_midst(pair: Pair, handoffs: int, reading
 
 @pytest.mark.parametrize("handoffs", [1, 2, 3])
 def test_blocks_that_were_given_up_in_the_midst_are_not_used(pair: Pair, expected: list[int], handoffs: int) -> None:
-    """Whatever the decode core is told: the word is gone."""
+    """The lease word is gone, even if a handoff with the first token still comes."""
     early = begin(pair, handoffs)[-1]
     pair.prefill.abort("a")
     while pair.prefill.busy:
