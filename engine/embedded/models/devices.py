@@ -41,6 +41,11 @@ def dtype_of(config: EmbeddedConfig | EncoderConfig, device: torch.device) -> to
     return dtype
 
 
+def cache_dtype_of(config: EmbeddedConfig, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of keys and values of a model with weights of this type."""
+    return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
+
+
 def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return numbers, a list or a NumPy array, as a tensor on the device. Pinned memory keeps the copy from waiting for
     what the device does."""

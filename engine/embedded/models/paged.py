@@ -13,7 +13,7 @@ from engine.config import EmbeddedConfig, Tag
 from engine.embedded.kv.cache import KvCache, zeros
 from engine.embedded.kv.layout import Attends, LayerGroup, share
 from engine.embedded.kv.memory import KvMemory, discard, shared_zeros
-from engine.embedded.models.devices import device_of, dtype_of
+from engine.embedded.models.devices import cache_dtype_of, device_of, dtype_of
 from engine.embedded.models.runner import PendingTokens
 from engine.embedded.models.shared_weights import bytes_at
 from engine.errors import EngineFailure
@@ -36,7 +36,7 @@ class PagedRunner(PendingTokens, ABC):
         self._config = config
         self.dtype = dtype_of(config, self.device)
         self.instruction_set = instruction_set(self.device)
-        self.cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
+        self.cache_dtype = cache_dtype_of(config, self.dtype)
         self._taken = taken_layers(config.head_folder, facts)
         self.takes_images = facts.image_tokens
         self.context_length = min(config.max_seq_len or facts.context_length, facts.context_length)

@@ -27,7 +27,14 @@ from engine.embedded.models.cuda.graphs import capture
 from engine.embedded.models.cuda.prefixes import LEAST_SEQUENCES
 from engine.embedded.models.cuda.releasable import ReleasableWeights
 from engine.embedded.models.cuda.sampler import CudaSampler, RowDraws
-from engine.embedded.models.devices import UnsupportedModelError, code_digest, device_of, dtype_of, to_device
+from engine.embedded.models.devices import (
+    UnsupportedModelError,
+    cache_dtype_of,
+    code_digest,
+    device_of,
+    dtype_of,
+    to_device,
+)
 from engine.embedded.models.paged import PagedRunner
 from engine.embedded.models.runner import StepInput
 from engine.embedded.models.shared_weights import SharedWeights, TensorLayout
@@ -81,8 +88,7 @@ class CudaRunner(PagedRunner):
         self._shape = _check(config)
         device = device_of(config)
         dtype = dtype_of(config, device)
-        cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
-        self._flashinfer = FlashInferKernels(device, dtype, cache_dtype, self._shape.head_dim)
+        self._flashinfer = FlashInferKernels(device, dtype, cache_dtype_of(config, dtype), self._shape.head_dim)
         try:
             super().__init__(config, self._shape.facts)
         except Exception:
