@@ -54,6 +54,8 @@ CPU_REST_AFTER = 512
 EARLY_TOKENS = 512
 """Minimum number of prompt tokens between two early handoffs, each of which is a message through four processes."""
 
+_STORED_AT_ONCE = 32
+"""Blocks that were read which become reusable in one step: a fraction of a millisecond of the host's time."""
 _TIERS_PAUSE = 0.02
 _TRIALS = 2
 """Steps that are timed to know what computing a prompt takes."""
@@ -341,7 +343,7 @@ class EngineCore:
         waits = previous is not None and launched is not None and self._waits(launched)
         if launched is not None and not waits and not self._draw(launched, outputs):
             launched = None
-        self.scheduler.store_fetched()  # while the device computes
+        self.scheduler.store_fetched(_STORED_AT_ONCE)  # while the device computes
         if previous is not None:
             outputs += self._finish(previous)
         if launched is not None and waits and not self._draw(launched, outputs):

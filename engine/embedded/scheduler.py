@@ -85,9 +85,8 @@ class Scheduler:
         self._offload = offload
         self._admissions = 0
         self._fetches: list[Fetch] = []
-        self._fetched: list[tuple[Sequence, int, int]] = []
-        """Sequences whose blocks have been read and are not reusable yet, their admissions, and the ends of what was
-        read."""
+        self._fetched: list[Sequence] = []
+        """Running sequences of whose blocks some have been read and are not reusable yet."""
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._max_num_tokens = max_num_tokens
         self._max_prompt_tokens = max_prompt_tokens if chunked_prefill else max_num_tokens
@@ -126,29 +125,33 @@ class Scheduler:
         return fetches
 
     def fetched(self, fetch: Fetch) -> None:
-        """Run a sequence whose blocks have been read. They become reusable at once if others may wait for them, else
-        with `store_fetched`."""
+        """Run a sequence whose blocks have been read. They become reusable with `store_fetched`, or as soon as another
+        sequence could share them."""
         sequence = fetch.sequence
         assert sequence.status is SequenceStatus.FETCHING
         self.fetching.remove(sequence)
         self._release_sources(sequence)
         self._run(sequence, fetch.position)
-        self._fetched.append((sequence, sequence.admission, fetch.position))
-        if self.waiting:
-            self.store_fetched()
+        sequence.fetched = fetch.position // self.blocks.block_size
+        self._fetched.append(sequence)
 
-    def store_fetched(self) -> None:
-        """Make blocks reusable that have been read. For a long prompt that takes milliseconds, in which the device
-        should be computing."""
+    def store_fetched(self, most: int | None = None) -> None:
+        """Make blocks reusable that have been read, `most` of them if given. All blocks of a long prompt take
+        milliseconds, for each of its tokens is in an event."""
         size = self.blocks.block_size
-        fetched, self._fetched = self._fetched, []
-        for sequence, admission, position in fetched:
-            if sequence.status is not SequenceStatus.RUNNING or sequence.admission != admission:
-                continue
-            keys = sequence.extend_keys(size)[: position // size]
-            self.blocks.store(sequence.tables, keys, sequence.tokens, 0, sequence.mm_keys, sequence.request.cache_salt)
-            sequence.stored = len(keys)
-            self._note_admission(sequence)
+        while self._fetched and most != 0:
+            sequence = self._fetched[0]
+            first, full = sequence.stored, sequence.fetched
+            if most is not None:
+                full = min(full, first + most)
+                most -= full - first
+            keys = sequence.extend_keys(size)[:full]
+            salt = sequence.request.cache_salt
+            self.blocks.store(sequence.tables, keys, sequence.tokens, first, sequence.mm_keys, salt)
+            sequence.stored = full
+            if full == sequence.fetched:
+                del self._fetched[0]
+                self._note_admission(sequence)
 
     def abandon(self, sequence: Sequence, *, again: bool) -> list[Table]:
         """Take out a FETCHING sequence and leave its blocks to `orphans`, until `release_orphan`; with `again` it is
@@ -245,7 +248,7 @@ class Scheduler:
             full = end // size
             if (full <= sequence.stored and not sliding) or not chunk.current:
                 continue
-            if full > sequence.stored:
+            if full > sequence.stored >= sequence.fetched:
                 keys = sequence.extend_keys(size)[:full]
                 salt = sequence.request.cache_salt
                 self.blocks.store(sequence.tables, keys, sequence.tokens, sequence.stored, sequence.mm_keys, salt)
@@ -279,6 +282,8 @@ class Scheduler:
             case SequenceStatus.FETCHING:
                 self.fetching.remove(sequence)
             case SequenceStatus.RUNNING:
+                if sequence in self._fetched:
+                    self.store_fetched()
                 self.running.remove(sequence)
             case SequenceStatus.HELD:
                 self.held.remove(sequence)
@@ -362,7 +367,7 @@ class Scheduler:
         self._take_out(sequence, SequenceStatus.WAITING)
         self.blocks.release(sequence.tables)
         sequence.tables = []
-        sequence.computed = sequence.stored = 0
+        sequence.computed = sequence.stored = sequence.fetched = 0
         self.preemptions += 1
         self.add(sequence)
 
@@ -372,6 +377,7 @@ class Scheduler:
         Of that half, a sequence that is not shorter than what remains of the large prompt gets one block, and only to
         make way for a shorter one behind it in the queue.
         """
+        self.store_fetched()  # they may share it
         giver = max(range(decodes, len(chunks)), key=lambda index: chunks[index].length, default=-1)
         spare = chunks[giver].length // 2 if self._chunked and giver >= 0 else 0
         large = chunks[giver].sequence.remaining if spare else 0

@@ -89,7 +89,7 @@ class Replica(Machine):
     def turn(self) -> None:
         """A step, if there is something to do, and whatever else happens."""
         previous, self.launched = self.launched, self.launch()
-        self.scheduler.store_fetched()
+        self.scheduler.store_fetched(self.rng.choice([1, 2, None]))
         self.finish(previous)
         if not self.overlap:
             self.finish(self.launched)
@@ -249,12 +249,16 @@ def fetched(*others: Sequence) -> tuple[Scheduler, Sequence]:
     return scheduler, sequence
 
 
-def test_what_was_read_becomes_reusable_while_the_device_computes() -> None:
+def test_what_was_read_becomes_reusable_a_few_blocks_in_each_step() -> None:
     scheduler, sequence = fetched()
-    [pool], key = scheduler.blocks.pools, sequence.keys[1]
-    assert scheduler.schedule()[0].start == 8 and key not in pool
-    scheduler.store_fetched()
-    assert key in pool and sequence.stored == 2
+    [pool], keys = scheduler.blocks.pools, sequence.keys
+    chunks = scheduler.schedule()
+    assert chunks[0].start == 8 and keys[0] not in pool
+    scheduler.store_fetched(1)
+    scheduler.computed(chunks)
+    assert keys[0] in pool and keys[1] not in pool and sequence.stored == 1
+    scheduler.store_fetched(1)
+    assert keys[1] in pool and sequence.stored == 2
 
 
 def test_what_was_read_becomes_reusable_at_once_if_others_wait() -> None:
@@ -263,11 +267,11 @@ def test_what_was_read_becomes_reusable_at_once_if_others_wait() -> None:
     assert starts[other] == 8
 
 
-def test_what_was_read_for_a_sequence_that_has_ended_is_not_reusable() -> None:
+def test_what_was_read_for_a_sequence_that_has_ended_is_reusable() -> None:
     scheduler, sequence = fetched()
+    scheduler.store_fetched(1)
     scheduler.remove(sequence)
-    scheduler.store_fetched()
-    assert sequence.keys[1] not in scheduler.blocks.pools[0]
+    assert all(key in scheduler.blocks.pools[0] for key in sequence.keys[:2])
     scheduler.audit()
 
 
