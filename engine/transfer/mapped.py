@@ -70,6 +70,12 @@ class MappedMethod(ABC, Generic[RangeT, MappingT]):
     ) -> None:
         """Copy from the mappings of a peer into our regions. Raises TransferError."""
 
+    def _open_mappings(self, owner: Owner[RangeT]) -> list[MappingT] | None:
+        """Return the mappings of a peer that was read before, in a list of the caller's own; None if there are none."""
+        with self._lock:
+            mappings = self._peers.get(owner)
+            return None if mappings is None else [*mappings]
+
     def _mappings(self, owner: Owner[RangeT]) -> list[MappingT]:
         """Return the mappings of a peer, opened on first use.
 

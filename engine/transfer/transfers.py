@@ -86,7 +86,10 @@ class Transfers:
             )
             raise TransferError(f"the peer offers {theirs}; this process reads by {ours}")
         joined = join_reads(reads)
-        transfer = _Threaded(self._threads, lambda cancelled: self._read(known, joined, cancelled))
+        transfer = _Threaded(
+            self._threads,
+            self._begun(known, joined) or (lambda cancelled: self._read(known, joined, cancelled)),
+        )
         self._running = {running for running in self._running if not running.future.done()}
         self._running.add(transfer)
         return transfer
@@ -98,6 +101,14 @@ class Transfers:
         self._threads.shutdown()
         for method in self._methods.values():
             method.close()
+
+    def _begun(self, offers: tuple[Offer, ...], reads: Sequence[Read]) -> Callable[[Event], None] | None:
+        """Begin a read that needs no thread to begin: the GPU copies while the thread that waits for it wakes up.
+        Return what the thread has to do; None if nothing has begun."""
+        method = self._methods.get(self._works.get(offers) or "")
+        if not isinstance(method, CudaIpc):
+            return None
+        return method.begin(next(offer.data for offer in offers if offer.method == "cuda_ipc"), reads)
 
     def _read(self, offers: tuple[Offer, ...], reads: Sequence[Read], cancelled: Event) -> None:
         best = self._works.get(offers)

@@ -205,6 +205,31 @@ def test_dead_peers_memory_is_let_go_at_once(method: str) -> None:
     transfers.close()
 
 
+def test_a_copy_that_cannot_begin_fails_its_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(*SIZES, method="cuda_ipc")
+    transfers = Transfers(memory.regions, "cuda_ipc")
+    reads = [Read(0, 0, 0, 4096), Read(0, 8192, 8192, 4096)]
+    copy, begun = fake_cuda.FakeCuda.copy, []
+
+    def fail_second(cuda: fake_cuda.FakeCuda, to: int, source: int, size: int) -> None:
+        begun.append(to)
+        if len(begun) == 2:
+            raise TransferError("cudaMemcpyAsync: out of luck (error 1)")
+        copy(cuda, to, source, size)
+
+    with owning("cuda_ipc", *SIZES) as owner:
+        ended(transfers.read(owner.offers, [Read(0, 0, 0, 1)]))
+        monkeypatch.setattr(fake_cuda.FakeCuda, "copy", fail_second)
+        with pytest.raises(TransferError, match="out of luck"):
+            ended(transfers.read(owner.offers, reads))
+        ended(transfers.read(owner.offers, reads))
+        assert memory.bytes(0)[8192:12288] == content(0, SIZES[0])[8192:12288]
+        owner.kill()
+        with pytest.raises(TransferError, match=r"died while it was read|is gone"):
+            ended(transfers.read(owner.offers, reads))
+    transfers.close()
+
+
 class _NoThread(Thread):
     def start(self) -> None:
         raise RuntimeError("can't start new thread")

@@ -71,6 +71,16 @@ def test_only_the_requested_bytes_are_copied(owner: Owner, transfers: Transfers,
     assert [memory.bytes(region) for region in range(len(SIZES))] == expected(reads)
 
 
+def test_a_peer_is_read_again(owner: Owner, transfers: Transfers, memory: Memory) -> None:
+    ended(transfers.read(owner.offers, [Read(0, 0, 0, 1)]))
+    for seed in (4, 5):
+        reads = random_reads(seed)
+        ended(transfers.read(owner.offers, reads))
+        found, wanted = [memory.bytes(region) for region in range(len(SIZES))], expected(reads)
+        for region, _, local, size in reads:
+            assert found[region][local : local + size] == wanted[region][local : local + size]
+
+
 def test_many_reads_at_once(owner: Owner, transfers: Transfers, memory: Memory) -> None:
     reads = random_reads(3)
     for running in [transfers.read(owner.offers, reads[part::8]) for part in range(8)]:
