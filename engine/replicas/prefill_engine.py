@@ -217,19 +217,25 @@ class _RemotePrefill:
             await self._local.go_on(handoff)
 
     async def _go_on(self, lease: Lease) -> None:
-        """Pass on the first token, then have the local engine go on from the handoff."""
+        """Pass on the first token, and have the local engine go on from the handoff."""
         first = lease.handoff.first
         lost = ""
         ended = asyncio.create_task(lease.ended())
+        reading: asyncio.Task[str] | None = None
         try:
-            self.stream.put(first)
             if first.finish_reason is None:
-                lost = await self._read(lease.handoff, ended)
+                reading = asyncio.create_task(self._read(lease.handoff, ended))
+                await asyncio.sleep(0)  # the engine is told first: making a chunk of the token takes a while
+                self.stream.put(first)
+                lost = await reading
             else:
+                self.stream.put(first)
                 self._close_local()
                 await asyncio.wait({ended}, timeout=_END_SECONDS)
         finally:
             ended.cancel()
+            if reading is not None:
+                reading.cancel()
             lease.close()  # without awaiting anything before it, for the task may be cancelled here too
         if lost:
             await self._recover(lease.handoff, lost)
