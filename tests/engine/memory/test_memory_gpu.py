@@ -1,5 +1,6 @@
 """Shared memory of a real GPU: one copy for several engines, read-only, and a standby engine's KV blocks."""
 
+import time
 from asyncio import to_thread
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,21 @@ def used() -> int:
     return int(total - free)
 
 
+def settled() -> int:
+    """What is used, once processes of earlier tests have given back what was theirs."""
+    before, now = -1, used()
+    while now != before:
+        time.sleep(0.5)
+        before, now = now, used()
+    return now
+
+
 async def test_two_mappings_are_one_copy_and_cannot_be_written_to(memory_service: MemoryService) -> None:
     from engine.embedded.models.shared_weights import bytes_at  # noqa: PLC0415 - loads torch's CUDA
 
     torch.zeros(1, device="cuda")
     driver, size = Driver(), 512 * MIB
-    before = used()
+    before = settled()
 
     def pages() -> DevicePages:
         torch.zeros(1, device="cuda")  # makes the device's context this thread's own
@@ -52,7 +62,7 @@ def test_captured_graphs_outlive_the_memory_behind_their_addresses() -> None:
 
     size, device = 1024 * MIB, torch.device("cuda")
     torch.zeros(1, device=device)
-    before = used()
+    before = settled()
     reserved = ReservedDeviceMemory(size, 0)
     memory = bytes_at(reserved.address, size, device)
     assert used() - before < size // 4

@@ -21,6 +21,14 @@ def expect_compilation() -> None:
     triton.knobs.runtime.jit_post_compile_hook = None
 
 
+def is_bare() -> bool:
+    """Return whether this machine has compiled no kernel yet."""
+    try:
+        return not os.listdir(triton.knobs.cache.dir)
+    except OSError:
+        return True
+
+
 def warn_of_compilation() -> None:
     """Log a warning for each kernel that is compiled from now on, with what it is compiled for."""
     triton.knobs.runtime.jit_post_compile_hook = _warn

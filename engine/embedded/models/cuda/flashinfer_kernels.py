@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class FlashInferKernels:
-    """Imports FlashInfer, and compiles and loads its kernels, in a thread of its own."""
+    """Imports FlashInfer, and compiles and loads its kernels, in a thread of its own from `start` on."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> None:
         """`dtype` is that of queries, and of keys and values of a prompt's first step; `cache_dtype` that of the KV
@@ -40,7 +40,13 @@ class FlashInferKernels:
         """Held while `_compiler` or `_closed` changes."""
         self._compiler: subprocess.Popen[str] | None = None
         self._closed = False
-        threading.Thread(target=self._load, name="flashinfer", daemon=True).start()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin. Idempotent. Importing FlashInfer takes the interpreter for two seconds."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._load, name="flashinfer", daemon=True)
+            self._thread.start()
 
     @property
     def ready(self) -> bool:
@@ -48,7 +54,8 @@ class FlashInferKernels:
         return self._done.is_set() and not self._error
 
     def wait(self) -> None:
-        """Wait for the kernels. Raises UnsupportedModelError if they cannot be compiled."""
+        """Wait for the kernels, having begun if need be. Raises UnsupportedModelError if they cannot be compiled."""
+        self.start()
         self._done.wait()
         if self._error:
             raise UnsupportedModelError(f"FlashInfer's kernels could not be compiled or loaded: {self._error}")

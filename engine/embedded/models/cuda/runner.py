@@ -20,7 +20,12 @@ from engine.config import EmbeddedConfig, Tag
 from engine.embedded.kv.layout import Attends
 from engine.embedded.models.checkpoint import Checkpoint, LlamaConfig, read_config
 from engine.embedded.models.cuda.attention import AttentionStep, CudaAttention
-from engine.embedded.models.cuda.compiling import compiled_side_by_side, expect_compilation, warn_of_compilation
+from engine.embedded.models.cuda.compiling import (
+    compiled_side_by_side,
+    expect_compilation,
+    is_bare,
+    warn_of_compilation,
+)
 from engine.embedded.models.cuda.decoder import LlamaDecoder, check_kind, trial
 from engine.embedded.models.cuda.flashinfer_kernels import FlashInferKernels
 from engine.embedded.models.cuda.graphs import capture
@@ -89,6 +94,8 @@ class CudaRunner(PagedRunner):
         device = device_of(config)
         dtype = dtype_of(config, device)
         self._flashinfer = FlashInferKernels(device, dtype, cache_dtype_of(config, dtype), self._shape.head_dim)
+        if is_bare():  # its compiler takes longest
+            self._flashinfer.start()
         try:
             super().__init__(config, self._shape.facts)
         except Exception:
@@ -121,6 +128,7 @@ class CudaRunner(PagedRunner):
         if config.enable_cuda_graphs:
             self._capture(largest, config.max_batch_size)
             self.graph_tokens = largest
+        self._flashinfer.start()  # not before: its import would hold up what serving waits for
         warn_of_compilation()
 
     @property

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from engine.embedded.models.cuda.compiling import (  # noqa: E402
     compiled_side_by_side,
     expect_compilation,
+    is_bare,
     warn_of_compilation,
 )
 from tests.support.cuda import ON_GPU  # noqa: E402
@@ -112,3 +114,12 @@ def test_kernels_are_compiled_side_by_side_and_not_run(gpu: Driver, monkeypatch:
     compute(16)
     compute(32)
     assert gpu.launched == 2
+
+
+def test_a_machine_is_bare_until_something_is_in_tritons_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    assert is_bare()
+    (tmp_path / "cache").mkdir()
+    assert is_bare()
+    (tmp_path / "cache" / "kernel").mkdir()
+    assert not is_bare()

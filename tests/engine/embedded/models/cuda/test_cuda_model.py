@@ -240,6 +240,34 @@ def test_steps_are_small_until_flashinfer_is_compiled(
     assert max(size for plans, size in steps if plans) > 6
 
 
+@pytest.mark.parametrize("bare", [True, False])
+def test_flashinfer_is_imported_after_the_graphs_unless_it_may_have_to_be_compiled(
+    folder: Path,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    cuda_runner: ModuleType,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    bare: bool,
+) -> None:
+    begun: list[str] = []
+
+    class Noted(fake_flashinfer.Kernels):
+        def start(self) -> None:
+            begun.append("start")
+
+    def capture(*arguments: Any) -> Any:
+        if begun[-1:] != ["capture"]:
+            begun.append("capture")
+        return captured(*arguments)
+
+    captured = cuda_runner.capture
+    monkeypatch.setattr(cuda_runner, "capture", capture)
+    monkeypatch.setattr(cuda_runner, "FlashInferKernels", Noted)
+    monkeypatch.setattr(cuda_runner, "is_bare", lambda: bare)
+    assert run(folder, prompts).tokens == expected
+    assert begun == (["start", "capture", "start"] if bare else ["capture", "start"])
+
+
 @pytest.mark.usefixtures("chunk_graphs")
 @pytest.mark.parametrize(("dtype", "error"), [("auto", 1e-4), ("fp8", 0.02)])
 def test_logprobs_by_graphs_of_chunks_are_those_of_other_steps(

@@ -81,7 +81,9 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Package
 
 
 def kernels(cache_dtype: torch.dtype = torch.bfloat16) -> FlashInferKernels:
-    return FlashInferKernels(torch.device("cpu"), torch.bfloat16, cache_dtype, 128)
+    begun = FlashInferKernels(torch.device("cpu"), torch.bfloat16, cache_dtype, 128)
+    begun.start()
+    return begun
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
