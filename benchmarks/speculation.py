@@ -20,12 +20,12 @@ import time
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 
 from engine.checkpoints.store import resolve_head, resolve_model
-from engine.config import EmbeddedConfig
+from engine.config import CpuIsa, EmbeddedConfig
 from engine.embedded.core import EngineCore
 from engine.embedded.grammar.compiler import Matcher
 from engine.embedded.grammar.library import Compiled
@@ -244,6 +244,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--quantization", default="none", choices=["none", "int8"])
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--isa", default="auto", choices=get_args(CpuIsa), help="instruction set of the CPU")
     parser.add_argument("--show", action="store_true", help="print the answers")
     options = parser.parse_args()
     settings = Settings()
@@ -267,6 +269,8 @@ def main() -> None:
             speculative_tokens=options.draft_tokens,
             quantization=options.quantization,
             threads=threads,
+            device=options.device,
+            cpu_isa=options.isa,
         )
 
     cores = {mode: core(mode) for mode in ("none", *options.modes)}

@@ -2,13 +2,17 @@
 
 It has keys and values of its own for the positions it has read, in blocks that are numbered as the model's: a
 sequence's blocks are its blocks here, too. Drafted positions lie in blocks of its own behind those. A sequence is read
-from where it was computed here, and from the last few hundred tokens on if nothing was drafted for so long.
+when it is drafted for: from where it was computed here, or from the last positions on whose hidden states are kept.
 """
 
 import logging
+from collections import deque
 from collections.abc import Sequence as Many
+from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from engine.checkpoints.eagle import read_eagle_head
@@ -23,12 +27,22 @@ from engine.errors import EngineFailure
 
 log = logging.getLogger(__name__)
 
+_KEPT_OF_ALL = 1024
+"""Number of hidden states up to which those of steps are kept for sequences that are not drafted for."""
 _KEPT = 512
 """Maximum number of hidden states of a sequence that wait to be read."""
-_PIECES = 8
-"""Maximum number of tensors that hold them. Each is a view that keeps the hidden states of a whole step in memory."""
+_VIEWS = 8
+"""Maximum number of steps whose hidden states are kept in memory for a row of each."""
 _CATCH_UP = 64
 """Maximum number of positions of a sequence that are read before it is drafted for."""
+
+
+class _Step(NamedTuple):
+    """Hidden states of a step, [tokens, width], and where in it each chunk begins, by sequence."""
+
+    number: int
+    places: dict[Sequence, tuple[Chunk, int]]
+    hidden: torch.Tensor
 
 
 class HeadReading:
@@ -37,36 +51,44 @@ class HeadReading:
     def __init__(self, admission: int, start: int, size: int) -> None:
         """`size`: positions of a block."""
         self.admission = admission
+        self.step = 0
+        """Number of the last step whose hidden states it has been given."""
         self._size = size
         self.first = self.end = start
         """Positions that have keys and values: from the one, before the other."""
         self.waiting: list[torch.Tensor] = []
         """Hidden states of the positions from `end` on."""
         self.count = 0
+        self._views = 0
+        """How many of the last tensors are views that keep the hidden states of a whole step in memory."""
 
     def keep(self, start: int, hidden: torch.Tensor) -> None:
         """Take hidden states of the positions from `start` on. Those that were there are of other tokens."""
         if not self.end <= start <= self.end + self.count:
             self.first = min(start, self.first) if start < self.end else start
-            self.end, self.waiting = start, []
+            self._hold(start, [])
         elif start < self.end + self.count:
-            self.waiting = [torch.cat(self.waiting)[: start - self.end]]
+            self._hold(self.end, [_joined(self.waiting)[: start - self.end]])
         self.waiting.append(hidden)
+        self._views += 1
         self.count = start - self.end + len(hidden)
         if self.count > _KEPT:
             end = self.end + self.count
-            self.first = self.end = (end - _KEPT // 2) // self._size * self._size
-            kept = torch.cat(self.waiting)[self.end - end :].clone()
-            self.waiting, self.count = [kept], end - self.end
-        elif len(self.waiting) > _PIECES:
-            self.waiting = [torch.cat(self.waiting)]
+            self.first = (end - _KEPT // 2) // self._size * self._size
+            self._hold(self.first, [_copied(_joined(self.waiting)[self.first - end :])])
+        elif self._views > _VIEWS:
+            self.waiting[-self._views :] = [_joined(self.waiting[-self._views :])]
+            self._views = 0
 
     def take(self, count: int) -> torch.Tensor:
         """Return the first hidden states that wait; they are read."""
-        whole = self.waiting[0] if len(self.waiting) == 1 else torch.cat(self.waiting)
-        self.waiting, self.count = [whole[count:]] if count < len(whole) else [], self.count - count
-        self.end += count
+        whole = _joined(self.waiting)
+        self._hold(self.end + count, [whole[count:]] if count < len(whole) else [])
         return whole[:count]
+
+    def _hold(self, end: int, waiting: list[torch.Tensor]) -> None:
+        self.end, self.waiting, self._views = end, waiting, len(waiting)
+        self.count = sum(map(len, waiting))
 
 
 class Eagle:
@@ -86,19 +108,21 @@ class Eagle:
         self._on_cpu = target.device.type == "cpu"
         self._head = target.load_head(head, config.max_batch_size * self._spare)
         self._readers: dict[Sequence, HeadReading] = {}
+        self._steps: deque[_Step] = deque()
+        self._number = self._rows = 0
         log.info("the EAGLE-3 head in %s drafts for the model in %s", head.folder, config.model)
 
     def read(self, chunks: Many[Chunk], hidden: torch.Tensor) -> None:
         """See `HiddenStatesReader`."""
-        if not self._on_cpu:
-            hidden = hidden[: sum(chunk.length for chunk in chunks)].clone()
-        row = 0
+        places, row = dict[Sequence, tuple[Chunk, int]](), 0
         for chunk in chunks:
-            reader = self._readers.get(chunk.sequence)
-            if reader is None or reader.admission != chunk.admission:
-                reader = self._readers[chunk.sequence] = HeadReading(chunk.admission, chunk.start, self._size)
-            reader.keep(chunk.start, hidden[row : row + chunk.length])
+            places[chunk.sequence] = chunk, row
             row += chunk.length
+        self._number += 1
+        self._rows += row
+        self._steps.append(_Step(self._number, places, hidden if self._on_cpu else hidden[:row].clone()))
+        while self._rows > _KEPT_OF_ALL and len(self._steps) > 1:
+            self._rows -= sum(chunk.length for chunk, _ in self._steps.popleft().places.values())
 
     def draft(self, sequences: Many[Sequence], limits: Many[int], least: float = 0.0) -> list[Draft]:
         """See `Drafter`. Reads positions whose hidden states wait and whose next token is known: others were computed
@@ -107,8 +131,8 @@ class Eagle:
         step = HeadStep([], [], [], [], [], torch.empty(0))
         inputs: list[torch.Tensor] = []
         for index, (sequence, limit) in enumerate(zip(sequences, limits, strict=True)):
-            reader = self._readers.get(sequence)
-            if reader is None or reader.admission != sequence.admission:
+            reader = self._reading(sequence)
+            if reader is None:
                 continue
             start, known = reader.end, len(sequence.tokens) - 1
             count = min(reader.count, known - start, _CATCH_UP)
@@ -119,7 +143,7 @@ class Eagle:
             inputs.append(reader.take(count))
             self._add(step, sequence, reader, start, count, most[-1])
         if places:
-            step = step._replace(inputs=inputs[0] if len(inputs) == 1 else torch.cat(inputs))
+            step = step._replace(inputs=_joined(inputs))
             for index, found in zip(places, self._head.draft(step, most, least), strict=True):
                 if found.tokens:
                     drafts[index] = Draft(found.tokens, list(map(class_of_probability, found.probabilities)))
@@ -128,6 +152,25 @@ class Eagle:
     def forget(self, sequence: Sequence) -> None:
         """See `Drafter`."""
         self._readers.pop(sequence, None)
+
+    def _reading(self, sequence: Sequence) -> HeadReading | None:
+        """Return a sequence's state with the hidden states of all steps that are kept; None if there are none."""
+        reader = self._readers.get(sequence)
+        if reader is not None and reader.admission != sequence.admission:
+            del self._readers[sequence]
+            reader = None
+        seen = 0 if reader is None else reader.step
+        new = list(takewhile(lambda step: step.number > seen, reversed(self._steps)))
+        for step in reversed(new):
+            chunk, row = step.places.get(sequence, (None, 0))
+            if chunk is None or chunk.admission != sequence.admission:
+                continue
+            if reader is None:
+                reader = self._readers[sequence] = HeadReading(chunk.admission, chunk.start, self._size)
+            reader.keep(chunk.start, step.hidden[row : row + chunk.length])
+        if reader is not None:
+            reader.step = self._number
+        return reader
 
     def _add(self, step: HeadStep, sequence: Sequence, reader: HeadReading, start: int, count: int, limit: int) -> None:
         """Add a sequence's positions to a step. Tables begin with the block of the first position that the head has
@@ -141,3 +184,19 @@ class Eagle:
         step.starts.append(start - skipped * self._size)
         step.lengths.append(count)
         step.tables.append([*table, *range(own, own + lacking)])
+
+
+# On a CPU numpy copies: torch would start threads, which take turns with the decoder's.
+
+
+def _copied(rows: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(rows.numpy().copy()) if rows.is_cpu else rows.clone()
+
+
+def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """Return rows in one tensor."""
+    if len(pieces) == 1:
+        return pieces[0]
+    if pieces[0].is_cpu:
+        return torch.from_numpy(np.concatenate([piece.numpy() for piece in pieces]))
+    return torch.cat(pieces)

@@ -35,7 +35,8 @@ _CERTAINTY: NDArray[np.float64] = np.array([0.5, 20.0, 4.0])
 """Weights of the assumed costs of a base, a row and a draft: one step of several rows must not overthrow them."""
 _STEPS_REMEMBERED = 0.98
 _OVERHEAD = 0.004
-"""Most of the time that lookup may take where it leads to nothing, as a share of that of steps."""
+"""Most of the time that lookup, or the question whether to ask a model, may take where it leads to nothing, as a share
+of that of steps."""
 _LONGEST_REST = 16
 _REINVESTED = 0.1
 """Share of the time saved by drafts that lookup may take before it has to rest: behind an edit, or the end of a
@@ -43,7 +44,7 @@ repetition, it leads to nothing for a few steps."""
 _MOST_SAVED = 4.0
 """Most of the time that is counted as saved, in steps: what once repeated may not do so any more."""
 _PROBE_AFTER = 64
-"""Steps after which a sequence is drafted for again by a model that was not worth asking."""
+"""Steps after which a sequence may be drafted for again by a model that was not worth asking, one at a time."""
 _NEXT = 0.6
 """Assumed share of right tokens that a model drafts behind right ones."""
 _GAIN_REMEMBERED = 0.95
@@ -195,6 +196,12 @@ class Speculator:
         self._followed: dict[Sequence, _Followed] = {}
         self._rest = 0
         """Steps for which nothing is looked up, as it would take too long for nothing."""
+        self._unasked = 0
+        """Steps for which no model is asked, as it would take too long to see that it is not worth it."""
+        self._rested = 0
+        """How many they were when that began."""
+        self._unprobed = 0
+        """Steps since a sequence was drafted for only to know what that brings."""
         self._saved = 0.0
         """Seconds that lookup may still take for nothing, as its drafts have saved more."""
         self._rows = 1
@@ -214,8 +221,9 @@ class Speculator:
         for sequence in sequences:
             sequence.draft = []
         decoding = [s for s in sequences if s.remaining == 1 and s.status is SequenceStatus.RUNNING]
-        looks, asks = self._lookup is not None and self._rest <= 0, self._model is not None
-        self._rest = max(self._rest - 1, 0)
+        looks = self._lookup is not None and self._rest <= 0
+        asks = self._model is not None and self._unasked <= 0
+        self._rest, self._unasked = max(self._rest - 1, 0), max(self._unasked - 1, 0)
         if not (looks or asks):
             return False
         room_of = {sequence: room for sequence in decoding if (room := self._room(sequence)) > 0}
@@ -324,20 +332,26 @@ class Speculator:
         assert self._model is not None
         if self._min_speedup and self._returns.pauses():
             return []
+        started = time.thread_time()
         cost = self._costs.fit()
         guesses = [Draft([0] * room, [CLASSES - 1] * room) for room in rooms]
         limits = self._lengths(sequences, guesses, rows, self._returns.seconds)
         asked: list[int] = []
+        self._unprobed += 1 + self._rested
         for index, sequence in enumerate(sequences):
             followed = self._followed[sequence]
             if sum(self._chances(sequence, drafts[index])) > self._returns.accepted:
                 continue
-            followed.without = 0 if limits[index] else followed.without + 1
-            if followed.without >= _PROBE_AFTER:
-                limits[index], followed.without = 1, 0
+            followed.without = 0 if limits[index] else followed.without + 1 + self._rested
+            if followed.without >= _PROBE_AFTER and self._unprobed >= _PROBE_AFTER:
+                limits[index], followed.without, self._unprobed = 1, 0, 0
             if limits[index]:
                 asked.append(index)
+        self._rested = 0
         if not asked:
+            if self._min_speedup and (usual := cost.of(rows, False)):
+                looked = time.thread_time() - started
+                self._unasked = self._rested = min(int(looked / (_OVERHEAD * usual)), _LONGEST_REST)
             return []
         rate = (rows + self._returns.accepted * len(asked)) / max(cost.of(rows + len(asked), True), 1e-9)
         least = (cost.row + self._returns.seconds) * rate / _NEXT if self._min_speedup else 0.0
