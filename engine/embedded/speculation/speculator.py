@@ -198,6 +198,8 @@ class Speculator:
         """Steps for which nothing is looked up, as it would take too long for nothing."""
         self._unasked = 0
         """Steps for which no model is asked, as it would take too long to see that it is not worth it."""
+        self._in_vain = 0
+        """Steps in a row in which it was not."""
         self._rested = 0
         """How many they were when that began."""
         self._unprobed = 0
@@ -348,8 +350,9 @@ class Speculator:
             if limits[index]:
                 asked.append(index)
         self._rested = 0
+        self._in_vain = 0 if asked else self._in_vain + 1
         if not asked:
-            if self._min_speedup and (usual := cost.of(rows, False)):
+            if self._min_speedup and self._in_vain > _TRIAL and (usual := cost.of(rows, False)):
                 looked = time.thread_time() - started
                 self._unasked = self._rested = min(int(looked / (_OVERHEAD * usual)), _LONGEST_REST)
             return []
