@@ -237,6 +237,7 @@ class EngineCore:
             raise
         self._stalled = False
         self.poll()
+        self._expect(sequence)
 
     def abort(self, request_id: str) -> None:
         """Drop a sequence and free its blocks, at once or when nothing writes to them any more. Does nothing if it
@@ -531,7 +532,17 @@ class EngineCore:
                 self.tiers.land()
             self._fetches.start(fetches)
             self._stalled = False
+            for fetch in fetches:
+                self._expect(fetch.sequence)
             self.poll()
+
+    def _expect(self, sequence: Sequence) -> None:
+        """Prepare for a sequence whose blocks are being read, so that it runs as soon as they are here."""
+        if sequence.status is not SequenceStatus.FETCHING:
+            return
+        self.runner.expect(sequence.slot, sequence.admission, sequence.tables)
+        if not sequence.lacks_first and sequence.sampler.matcher is None:
+            self._sampler.enter([sequence.slot], [sequence.admission], [sequence.sampler])
 
     def _settle(self) -> Outputs:
         """Finish the step under way."""

@@ -123,6 +123,10 @@ class ModelRunner(Protocol):
         """The runner's own sampler, for the logits of its last step; None for the usual one."""
         ...
 
+    def expect(self, slot: int, admission: int, tables: Sequence[list[int]]) -> None:
+        """Prepare for a sequence that a later step will have in this slot, if that helps; arguments as in
+        `StepInput`."""
+
     def forward(self, step: StepInput) -> torch.Tensor:
         """Compute a step and return the logits [len(step.rows), vocab_size] of the rows wanted, on the device.
 
@@ -170,6 +174,9 @@ class PendingTokens:
 
     def close(self) -> None:
         """Do nothing: there is no background work."""
+
+    def expect(self, slot: int, admission: int, tables: Sequence[list[int]]) -> None:
+        """Do nothing: a step alone is enough."""
 
     def take_memory(self) -> None:
         """Do nothing: memory was taken, or is taken page by page."""

@@ -122,11 +122,13 @@ class CudaAttention:
     def forget_flashinfer(self) -> None:
         self._wrappers = []
 
-    def note_blocks(self, step: StepInput) -> None:
-        """Bring the tables up to date with a step."""
+    def note_blocks(
+        self, slots: Sequence[int], admissions: Sequence[int], tables: Sequence[Sequence[list[int]]]
+    ) -> None:
+        """Bring the tables of slots up to date; arguments as in `StepInput`."""
         cells: list[int] = []
         blocks: list[int] = []
-        for slot, admission, (table,) in zip(step.slots, step.admissions, step.tables, strict=True):
+        for slot, admission, (table,) in zip(slots, admissions, tables, strict=True):
             owner, known = self._tabled[slot]
             if owner != admission:
                 known = 0
@@ -169,7 +171,7 @@ class CudaAttention:
         if step.singles < len(step.lengths):
             return []
         if self._prefixes.changed(step.slots, step.admissions):
-            self.note_blocks(step)
+            self.note_blocks(step.slots, step.admissions, step.tables)
         return self._prefixes.find(step.slots, step.admissions, step.positions)
 
     def cascade_size(self, tokens: int) -> int:

@@ -168,13 +168,17 @@ class CudaRunner(PagedRunner):
         return next((graph for size, graph in graphs.items() if size >= len(step.tokens)), None)
 
     @torch.inference_mode()
+    def expect(self, slot: int, admission: int, tables: Sequence[list[int]]) -> None:
+        self._attention.note_blocks([slot], [admission], [tables])
+
+    @torch.inference_mode()
     def forward(self, step: StepInput) -> torch.Tensor:
         if not self._attention.plans and self._flashinfer.ready:
             try:
                 self._use_flashinfer()
             except RuntimeError as error:
                 self._flashinfer.give_up(error)
-        self._attention.note_blocks(step)
+        self._attention.note_blocks(step.slots, step.admissions, step.tables)
         if step.embeddings is not None:
             self._decoder.show(step.embeddings.embeddings)
         if (graph := self.graph_of(step)) is not None:

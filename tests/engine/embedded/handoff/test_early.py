@@ -10,6 +10,9 @@ from msgspec.structs import replace
 
 from engine.embedded import core as core_module
 from engine.embedded.handoff.state import HeldState
+from engine.embedded.models.runner import ModelRunner
+from engine.embedded.sampling.sampler import Sampler
+from engine.embedded.sampling.state import SamplerState
 from engine.errors import EngineUnavailable
 from engine.types import Delta, GenerateRequest, Handoff, is_early
 from tests.engine.embedded.handoff.test_two_cores import SMALL, alone, prompt_of
@@ -134,6 +137,31 @@ def test_the_end_is_read_once_what_came_before_has_been(pair: Pair, expected: li
     transfer(pair)
     assert [*handoffs[-1].first.token_ids, *tokens(pair.finish()["a"])] == expected
     assert sum(map(len, read_by(pair))) == 8
+
+
+def test_all_is_prepared_while_the_last_blocks_are_read(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[str] = []
+
+    def expect(runner: ModelRunner, slot: int, admission: int, tables: list[list[int]]) -> None:
+        noted.append(f"expected in {slot}")
+
+    def enter(sampler: Sampler, slots: list[int], admissions: list[int], states: list[SamplerState]) -> None:
+        noted.append(f"entered {slots} after {[len(state.tokens) - state.num_prompt for state in states]}")
+
+    handed = begin(pair, 1)[-1]
+    monkeypatch.setattr(type(pair.decode.runner), "expect", expect)
+    monkeypatch.setattr(Sampler, "enter", enter)
+    while handed.early:
+        handed = next_handoff(pair)
+        noted.clear()
+        pair.take(REQUEST, handed)
+        if handed.early:
+            assert not any("entered" in one for one in noted)
+            transfer(pair)
+    assert not pair.controlled[-1].ended
+    assert noted == ["expected in 0", "entered [0] after [1]"]
+    transfer(pair)
+    pair.finish()
 
 
 @pytest.mark.parametrize("handoffs", [1, 2, 3])
