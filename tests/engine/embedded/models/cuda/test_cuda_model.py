@@ -343,7 +343,8 @@ def test_steps_run_where_they_read_least(
     cuda_runner: ModuleType,  # noqa: F811
 ) -> None:
     monkeypatch.setattr(cuda_runner, "_SHORT_PROMPT", 24)
-    core = EngineCore(EmbeddedConfig(model=str(folder), **OPTIONS), lambda _: None)
+    options = OPTIONS | {"enable_chunked_prefill": False}  # FlashInfer is there from the start
+    core = EngineCore(EmbeddedConfig(model=str(folder), **options), lambda _: None)
 
     def how(*sequences: tuple[int, int]) -> tuple[str, int]:
         starts, lengths = zip(*sequences, strict=True)
@@ -420,7 +421,7 @@ def test_requests_that_all_differ_get_the_tokens_of_the_reference(
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        pytest.param({"kv_cache_dtype": "fp8"}, 0.01, id="cache"),
+        pytest.param({"kv_cache_dtype": "fp8"}, 0.025, id="cache"),
         pytest.param({"quantization": "fp8"}, 0.04, id="weights"),
         pytest.param(
             {"kv_cache_dtype": "fp8", "quantization": "fp8", "max_num_tokens": 7},
