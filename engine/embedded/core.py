@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -540,9 +541,11 @@ class EngineCore:
         """Prepare for a sequence whose blocks are being read, so that it runs as soon as they are here."""
         if sequence.status is not SequenceStatus.FETCHING:
             return
-        self.runner.expect(sequence.slot, sequence.admission, sequence.tables)
-        if not sequence.lacks_first and sequence.sampler.matcher is None:
-            self._sampler.enter([sequence.slot], [sequence.admission], [sequence.sampler])
+        slots, admissions = [sequence.slot], [sequence.admission]
+        with suppress(RuntimeError):  # as when memory is short: its step tries again, and may fail
+            self.runner.expect(sequence.slot, sequence.admission, sequence.tables)
+            if not sequence.lacks_first and sequence.sampler.matcher is None:
+                self._sampler.enter(slots, admissions, [sequence.sampler])
 
     def _settle(self) -> Outputs:
         """Finish the step under way."""

@@ -132,7 +132,7 @@ class Scheduler:
         self.fetching.remove(sequence)
         self._release_sources(sequence)
         self._run(sequence, fetch.position)
-        sequence.fetched = fetch.position // self.blocks.block_size
+        sequence.here = max(fetch.position // self.blocks.block_size, sequence.stored)
         self._fetched.append(sequence)
 
     def store_fetched(self, most: int | None = None) -> None:
@@ -141,7 +141,7 @@ class Scheduler:
         size = self.blocks.block_size
         while self._fetched and most != 0:
             sequence = self._fetched[0]
-            first, full = sequence.stored, sequence.fetched
+            first, full = sequence.stored, sequence.here
             if most is not None:
                 full = min(full, first + most)
                 most -= full - first
@@ -149,7 +149,7 @@ class Scheduler:
             salt = sequence.request.cache_salt
             self.blocks.store(sequence.tables, keys, sequence.tokens, first, sequence.mm_keys, salt)
             sequence.stored = full
-            if full == sequence.fetched:
+            if full == sequence.here:
                 del self._fetched[0]
                 self._note_admission(sequence)
 
@@ -243,12 +243,16 @@ class Scheduler:
         """Note that a step has written the keys and values of its chunks: full blocks become reusable, and those
         behind a window are freed."""
         size, sliding = self.blocks.block_size, self.blocks.sliding
+        if sliding:
+            self.store_fetched()  # before those behind the window are freed
         for chunk in chunks:
             sequence, end = chunk.sequence, chunk.start + chunk.length
             full = end // size
             if (full <= sequence.stored and not sliding) or not chunk.current:
                 continue
-            if full > sequence.stored >= sequence.fetched:
+            if sequence in self._fetched:
+                sequence.here = max(sequence.here, full)  # they follow, in order
+            elif full > sequence.stored:
                 keys = sequence.extend_keys(size)[:full]
                 salt = sequence.request.cache_salt
                 self.blocks.store(sequence.tables, keys, sequence.tokens, sequence.stored, sequence.mm_keys, salt)
@@ -367,7 +371,7 @@ class Scheduler:
         self._take_out(sequence, SequenceStatus.WAITING)
         self.blocks.release(sequence.tables)
         sequence.tables = []
-        sequence.computed = sequence.stored = sequence.fetched = 0
+        sequence.computed = sequence.stored = 0
         self.preemptions += 1
         self.add(sequence)
 

@@ -73,8 +73,8 @@ class Sequence:
     """The prompt's images; None without any."""
     stored: int = 0
     """Leading blocks that are in the pool's prefix index, or were when they were computed."""
-    fetched: int = 0
-    """Leading blocks of which some were read instead of computed; 0 if none were."""
+    here: int = 0
+    """Leading blocks that are to become reusable, of a sequence of which some were read (`store_fetched`)."""
     cached_tokens: int = 0
     lacks_grammar: bool = False
     """Whether its guide is still being compiled: all but the last token of its prompt may be computed."""

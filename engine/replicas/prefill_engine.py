@@ -232,6 +232,9 @@ class _RemotePrefill:
                 self.stream.put(first)
                 self._close_local()
                 await asyncio.wait({ended}, timeout=_END_SECONDS)
+        except asyncio.CancelledError:
+            self._close_local()  # it may have begun after whoever cancelled this has closed what there was
+            raise
         finally:
             ended.cancel()
             if reading is not None:

@@ -35,6 +35,8 @@ from engine.transfer.process_id import check_survived
 
 PIECE = 1 << 30
 """Bytes copied between two checks for cancellation: some milliseconds over NVLink."""
+_MOST_BEGUN = 256
+"""Maximum number of copies that are begun by the thread that asks for them, each of which takes some microseconds."""
 
 
 class _DeviceRange(msgspec.Struct, frozen=True, array_like=True):
@@ -91,10 +93,12 @@ class CudaIpc(MappedMethod[_DeviceRange, _DeviceMapping]):
             return None
         mappings = self._open_mappings(owner)
         devices = {self._regions[read.region].device for read in reads}
-        if mappings is None or len(devices) != 1 or sum(read.size for read in reads) > PIECE:
+        size = sum(read.size for read in reads)
+        if mappings is None or len(devices) != 1 or len(reads) > _MOST_BEGUN or size > PIECE:
             return None
         [device] = devices
-        stack, error = ExitStack(), None
+        stack = ExitStack()
+        error: TransferError | None = None
         try:
             with self._cuda.on(device):
                 stream = stack.enter_context(self._streams.on(device))
@@ -102,6 +106,8 @@ class CudaIpc(MappedMethod[_DeviceRange, _DeviceMapping]):
                     self._begin_copy(stream, owner, mappings, read)
         except TransferError as failed:  # some of the copies may have begun
             error = failed
+        except Exception as failed:  # a library's bug costs one request its KV blocks, as in `Transfers`
+            error = TransferError(f"cuda_ipc: {type(failed).__name__}: {failed}")
 
         def end(_: Event) -> None:
             with stack:  # which waits for the copies; until then the peer's memory stays open

@@ -71,10 +71,15 @@ class MappedMethod(ABC, Generic[RangeT, MappingT]):
         """Copy from the mappings of a peer into our regions. Raises TransferError."""
 
     def _open_mappings(self, owner: Owner[RangeT]) -> list[MappingT] | None:
-        """Return the mappings of a peer that was read before, in a list of the caller's own; None if there are none."""
-        with self._lock:
+        """Return the mappings of a peer that was read before, in a list of the caller's own; None if there are none, or
+        if others are being opened or closed. Does not wait."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
             mappings = self._peers.get(owner)
             return None if mappings is None else [*mappings]
+        finally:
+            self._lock.release()
 
     def _mappings(self, owner: Owner[RangeT]) -> list[MappingT]:
         """Return the mappings of a peer, opened on first use.

@@ -38,10 +38,11 @@ _CATCH_UP = 64
 
 
 class _Step(NamedTuple):
-    """Hidden states of a step, [tokens, width], and where in it each chunk begins, by sequence."""
+    """Hidden states of a step, [tokens, width], and of each sequence, by its admission, the first row there, the
+    position of that, and the number of rows."""
 
     number: int
-    places: dict[Sequence, tuple[Chunk, int]]
+    places: dict[int, tuple[int, int, int]]
     hidden: torch.Tensor
 
 
@@ -54,7 +55,7 @@ class HeadReading:
         self.step = 0
         """Number of the last step whose hidden states it has been given."""
         self._size = size
-        self.first = self.end = start
+        self.first = self.end = self._block_from(start)
         """Positions that have keys and values: from the one, before the other."""
         self.waiting: list[torch.Tensor] = []
         """Hidden states of the positions from `end` on."""
@@ -63,10 +64,16 @@ class HeadReading:
         """How many of the last tensors are views that keep the hidden states of a whole step in memory."""
 
     def keep(self, start: int, hidden: torch.Tensor) -> None:
-        """Take hidden states of the positions from `start` on. Those that were there are of other tokens."""
-        if not self.end <= start <= self.end + self.count:
-            self.first = min(start, self.first) if start < self.end else start
+        """Take hidden states of the positions from `start` on. Those that were there are of other tokens. Behind a gap
+        they are taken from the next block on, since a block has keys and values of all its positions."""
+        if self.first < self.end and self.first <= start < self.end:
             self._hold(start, [])
+        elif not self.end <= start <= self.end + self.count:
+            self.first = self._block_from(start)
+            self._hold(self.first, [])
+            hidden, start = hidden[max(self.first - start, 0) :], max(start, self.first)
+            if not len(hidden):
+                return
         elif start < self.end + self.count:
             self._hold(self.end, [_joined(self.waiting)[: start - self.end]])
         self.waiting.append(hidden)
@@ -85,6 +92,14 @@ class HeadReading:
         whole = _joined(self.waiting)
         self._hold(self.end + count, [whole[count:]] if count < len(whole) else [])
         return whole[:count]
+
+    def drop(self) -> None:
+        """Forget the hidden states that wait, some of which may be of other tokens by now."""
+        self._hold(self.end, [])
+
+    def _block_from(self, position: int) -> int:
+        """Return the first position of a block, from a position on."""
+        return -(-position // self._size) * self._size
 
     def _hold(self, end: int, waiting: list[torch.Tensor]) -> None:
         self.end, self.waiting, self._views = end, waiting, len(waiting)
@@ -114,15 +129,15 @@ class Eagle:
 
     def read(self, chunks: Many[Chunk], hidden: torch.Tensor) -> None:
         """See `HiddenStatesReader`."""
-        places, row = dict[Sequence, tuple[Chunk, int]](), 0
+        places, row = dict[int, tuple[int, int, int]](), 0
         for chunk in chunks:
-            places[chunk.sequence] = chunk, row
+            places[chunk.admission] = row, chunk.start, chunk.length
             row += chunk.length
         self._number += 1
         self._rows += row
-        self._steps.append(_Step(self._number, places, hidden if self._on_cpu else hidden[:row].clone()))
+        self._steps.append(_Step(self._number, places, hidden[:row] if self._on_cpu else hidden[:row].clone()))
         while self._rows > _KEPT_OF_ALL and len(self._steps) > 1:
-            self._rows -= sum(chunk.length for chunk, _ in self._steps.popleft().places.values())
+            self._rows -= len(self._steps.popleft().hidden)
 
     def draft(self, sequences: Many[Sequence], limits: Many[int], least: float = 0.0) -> list[Draft]:
         """See `Drafter`. Reads positions whose hidden states wait and whose next token is known: others were computed
@@ -160,14 +175,16 @@ class Eagle:
             del self._readers[sequence]
             reader = None
         seen = 0 if reader is None else reader.step
+        if reader is not None and self._steps and self._steps[0].number > seen + 1:
+            reader.drop()
         new = list(takewhile(lambda step: step.number > seen, reversed(self._steps)))
         for step in reversed(new):
-            chunk, row = step.places.get(sequence, (None, 0))
-            if chunk is None or chunk.admission != sequence.admission:
+            if (place := step.places.get(sequence.admission)) is None:
                 continue
+            row, start, length = place
             if reader is None:
-                reader = self._readers[sequence] = HeadReading(chunk.admission, chunk.start, self._size)
-            reader.keep(chunk.start, step.hidden[row : row + chunk.length])
+                reader = self._readers[sequence] = HeadReading(sequence.admission, start, self._size)
+            reader.keep(start, step.hidden[row : row + length])
         if reader is not None:
             reader.step = self._number
         return reader
@@ -186,17 +203,21 @@ class Eagle:
         step.tables.append([*table, *range(own, own + lacking)])
 
 
-# On a CPU numpy copies: torch would start threads, which take turns with the decoder's.
+# On a CPU numpy copies what it knows: torch would start threads, which take turns with the decoder's.
 
 
 def _copied(rows: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(rows.numpy().copy()) if rows.is_cpu else rows.clone()
+    return torch.from_numpy(rows.numpy().copy()) if _is_known(rows) else rows.clone()
 
 
 def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
     """Return rows in one tensor."""
     if len(pieces) == 1:
         return pieces[0]
-    if pieces[0].is_cpu:
+    if _is_known(pieces[0]):
         return torch.from_numpy(np.concatenate([piece.numpy() for piece in pieces]))
     return torch.cat(pieces)
+
+
+def _is_known(rows: torch.Tensor) -> bool:
+    return rows.is_cpu and rows.dtype == torch.float32

@@ -106,6 +106,16 @@ async def test_whenever_the_client_goes_nothing_runs_on(between: int, first: str
         assert local.aborted == list(range(len(local.streams))) and lease.closed
 
 
+@pytest.mark.parametrize("between", range(6))
+async def test_nothing_runs_on_when_the_client_goes_as_the_prompt_is_handed_over(between: int) -> None:
+    async with scripted() as (engine, local, _):
+        stream = engine.generate(request())
+        await turns(between)
+        stream.close()
+        await turns(20)
+        assert local.aborted == list(range(len(local.streams)))
+
+
 class Unlike(FakeEngine):
     """Has other KV blocks than whoever hands over."""
 

@@ -128,6 +128,7 @@ class CudaAttention:
         """Bring the tables of slots up to date; arguments as in `StepInput`."""
         cells: list[int] = []
         blocks: list[int] = []
+        tabled: dict[int, tuple[int, int]] = {}
         for slot, admission, (table,) in zip(slots, admissions, tables, strict=True):
             owner, known = self._tabled[slot]
             if owner != admission:
@@ -136,10 +137,12 @@ class CudaAttention:
                 cells += range(slot * self.width + known, slot * self.width + len(table))
                 blocks += table[known:]
                 self._blocks[slot, known : len(table)] = table[known:]
-                self._tabled[slot] = (admission, len(table))
+                tabled[slot] = (admission, len(table))
         if cells:
             update = to_device([cells, blocks], torch.int64, self._device)
             self.tables.view(-1)[update[0]] = update[1].int()
+            for slot, known_of in tabled.items():
+                self._tabled[slot] = known_of
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's keys and values, [blocks, block_size, kv_heads, head_dim] each."""

@@ -94,7 +94,7 @@ class CudaRunner(PagedRunner):
         device = device_of(config)
         dtype = dtype_of(config, device)
         self._flashinfer = FlashInferKernels(device, dtype, cache_dtype_of(config, dtype), self._shape.head_dim)
-        if is_bare():  # its compiler takes longest
+        if is_bare() or not _can_begin_small(config):  # its compiler takes longest, or the start waits for it
             self._flashinfer.start()
         try:
             super().__init__(config, self._shape.facts)

@@ -98,8 +98,6 @@ class CudaSampler(Sampler):
         ]
         if not entered:
             return
-        for slot, admission in zip(slots, admissions, strict=True):
-            self._admitted[slot] = admission
         for slot, state in entered:
             if state.biased:
                 self._write_biases(slot, state)
@@ -108,6 +106,8 @@ class CudaSampler(Sampler):
         rows = np.stack([_parameters(state, self._vocab_size) for _, state in entered])
         places = to_device([slot for slot, _ in entered], torch.int64, self._device)
         self._table[places] = to_device(rows, torch.int32, self._device)
+        for slot, admission in zip(slots, admissions, strict=True):
+            self._admitted[slot] = admission
 
     def waits(self, states: Sequence[SamplerState]) -> bool:
         return any(state.by_host for state in states)

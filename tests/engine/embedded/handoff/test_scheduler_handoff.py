@@ -275,6 +275,46 @@ def test_what_was_read_for_a_sequence_that_has_ended_is_reusable() -> None:
     scheduler.audit()
 
 
+def compute(scheduler: Scheduler) -> None:
+    """Run a step, of which every token is 7."""
+    chunks = scheduler.schedule()
+    for chunk in chunks:
+        chunk.sequence.tokens += [7] * chunk.sampled
+    scheduler.computed(chunks)
+
+
+def test_what_is_computed_before_what_was_read_is_reusable_follows_it() -> None:
+    scheduler, sequence = fetched()
+    for _ in range(3):
+        compute(scheduler)
+    assert sequence.computed == 12 and sequence.stored == 0
+    scheduler.remove(sequence)
+    assert all(key in scheduler.blocks.pools[0] for key in sequence.extend_keys(SIZE)[:3])
+    scheduler.audit()
+
+
+def test_a_sequence_of_which_only_a_partial_block_was_read_waits_behind_a_long_one() -> None:
+    remote = Remote()
+    scheduler = machine(blocks=64, seqs=4, budget=64, sources=(remote,)).scheduler
+    scheduler.add(earlier := make("earlier", prompt := [1] * 10, 3))
+    compute(scheduler)
+    scheduler.remove(earlier)
+    remote.prompts = {"long", "short"}
+    long, short = make_decode("long", [2] * 82, 9, 1.0), make_decode("short", prompt, 9, 2.0)
+    for sequence in (long, short):
+        scheduler.add(sequence)
+    assert scheduler.schedule() == []
+    for fetch in scheduler.take_fetches():
+        scheduler.fetched(fetch)
+    assert short.stored == 2 and long.stored == 0
+    for _ in range(6):
+        compute(scheduler)
+        scheduler.store_fetched(4)
+    keys = [*long.extend_keys(SIZE)[:22], *short.extend_keys(SIZE)[:4]]
+    assert (long.stored, short.stored) == (22, 4) and all(key in scheduler.blocks.pools[0] for key in keys)
+    scheduler.audit()
+
+
 def test_blocks_that_are_here_are_not_read_again() -> None:
     tier = Tier(random.Random(0))
     scheduler = machine(blocks=16, seqs=2, budget=64, sources=(tier,)).scheduler

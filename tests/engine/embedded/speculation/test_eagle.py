@@ -250,6 +250,20 @@ def test_hidden_states_that_wait_for_the_head_are_bounded() -> None:
     assert (reader.first, reader.end, reader.count) == (3000, 3000, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_behind_a_gap_hidden_states_are_taken_from_the_next_block_on(dtype: torch.dtype) -> None:
+    reader = HeadReading(1, 1, BLOCK)
+    for start in range(1, BLOCK + 2):
+        reader.keep(start, torch.tensor([[start]], dtype=dtype))
+    assert (reader.first, reader.end, reader.count) == (BLOCK, BLOCK, 2)
+    assert reader.take(2).flatten().tolist() == [BLOCK, BLOCK + 1]
+    reader.keep(4 * BLOCK - 1, torch.tensor([[-1], [-2], [-3]], dtype=dtype))
+    assert (reader.first, reader.take(2).flatten().tolist()) == (4 * BLOCK, [-2, -3])
+    reader.keep(4 * BLOCK + 2, torch.tensor([[-4], [-5]], dtype=dtype))
+    reader.drop()
+    assert (reader.end, reader.count) == (4 * BLOCK + 2, 0)
+
+
 def test_waiting_hidden_states_do_not_keep_whole_steps_in_memory() -> None:
     reader = HeadReading(1, 0, BLOCK)
     for start in range(400):
