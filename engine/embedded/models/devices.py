@@ -32,8 +32,8 @@ def device_of(config: EmbeddedConfig | EncoderConfig) -> torch.device:
 def dtype_of(config: EmbeddedConfig | EncoderConfig, device: torch.device) -> torch.dtype:
     """Return the type of weights and activations: `auto` is float32 on every CPU, and bfloat16 on a GPU.
 
-    CPUs with bfloat16 instructions would compute prompts faster in bfloat16, but then answers, the bytes of a KV block
-    and the replicas that can share blocks would depend on the processor. `DTYPE=bfloat16` asks for it.
+    With `auto`, torch's code does not compute in bfloat16 on CPUs that have instructions for it: its answers would
+    depend on the processor. `DTYPE=bfloat16` asks for it. Compiled code chooses for itself (`native/levels.py`).
     """
     if config.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
