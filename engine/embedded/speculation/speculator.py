@@ -245,7 +245,7 @@ class Speculator:
         looked = time.thread_time() - started
         asked = self._ask(sequences, rooms, drafts, rows) if asks else []
         started = time.thread_time()
-        lengths = self._lengths(sequences, drafts, rows)
+        lengths = self._lengths(sequences, drafts, rows) if any(map(_any, drafts)) else [0] * len(drafts)
         for sequence, draft, length in zip(sequences, drafts, lengths, strict=True):
             sequence.draft = draft.tokens[:length]
         # What follows a token that is under way is not computed.
@@ -338,6 +338,7 @@ class Speculator:
         cost = self._costs.fit()
         guesses = [Draft([0] * room, [CLASSES - 1] * room) for room in rooms]
         limits = self._lengths(sequences, guesses, rows, self._returns.seconds)
+        worth = any(limits)
         asked: list[int] = []
         self._unprobed += 1 + self._rested
         for index, sequence in enumerate(sequences):
@@ -350,7 +351,7 @@ class Speculator:
             if limits[index]:
                 asked.append(index)
         self._rested = 0
-        self._in_vain = 0 if asked else self._in_vain + 1
+        self._in_vain = 0 if worth else self._in_vain + 1
         if not asked:
             if self._min_speedup and self._in_vain > _TRIAL and (usual := cost.of(rows, False)):
                 looked = time.thread_time() - started
