@@ -197,11 +197,11 @@ class Speculator:
         self._rest = 0
         """Steps for which nothing is looked up, as it would take too long for nothing."""
         self._unasked = 0
-        """Steps for which no model is asked, as it would take too long to see that it is not worth it."""
-        self._in_vain = 0
-        """Steps in a row in which it was not."""
+        """Steps to come in which no model is asked: finding out that it is not worth it takes time, too."""
         self._rested = 0
-        """How many they were when that began."""
+        """Steps in which it was not asked since it last could have been."""
+        self._in_vain = 0
+        """Times in a row that it was not worth it."""
         self._unprobed = 0
         """Steps since a sequence was drafted for only to know what that brings."""
         self._saved = 0.0

@@ -141,8 +141,8 @@ class CudaAttention:
         if cells:
             update = to_device([cells, blocks], torch.int64, self._device)
             self.tables.view(-1)[update[0]] = update[1].int()
-            for slot, known_of in tabled.items():
-                self._tabled[slot] = known_of
+            for slot, entry in tabled.items():  # last: what has failed is written again
+                self._tabled[slot] = entry
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's keys and values, [blocks, block_size, kv_heads, head_dim] each."""

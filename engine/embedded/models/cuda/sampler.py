@@ -106,7 +106,7 @@ class CudaSampler(Sampler):
         rows = np.stack([_parameters(state, self._vocab_size) for _, state in entered])
         places = to_device([slot for slot, _ in entered], torch.int64, self._device)
         self._table[places] = to_device(rows, torch.int32, self._device)
-        for slot, admission in zip(slots, admissions, strict=True):
+        for slot, admission in zip(slots, admissions, strict=True):  # last: what has failed is written again
             self._admitted[slot] = admission
 
     def waits(self, states: Sequence[SamplerState]) -> bool:
