@@ -10,6 +10,8 @@ import argparse
 import os
 import statistics
 import time
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from engine.checkpoints.store import resolve_model
@@ -38,19 +40,21 @@ ROOM = 544
 """Tokens that the blocks of a sequence hold."""
 
 
-def step_of(sequences: int, length: int, before: int) -> StepInput:
-    blocks = ROOM // BLOCK
-    total = sequences * length
+def step_of(parts: Sequence[tuple[int, int]], block: int) -> StepInput:
+    """Return a step of sequences with blocks of their own; of each, the tokens before it and those it computes."""
+    starts, lengths = [start for start, _ in parts], [length for _, length in parts]
+    counts = [-(-(start + length) // block) for start, length in parts]
+    firsts = accumulate(counts, initial=0)
     return StepInput(
-        tokens=[(7 * token) % 5000 + 10 for token in range(total)],
-        positions=[*range(before, before + length)] * sequences,
-        starts=[before] * sequences,
-        lengths=[length] * sequences,
-        slots=[*range(sequences)],
-        admissions=[0] * sequences,
-        tables=[[[*range(index * blocks, (index + 1) * blocks)]] for index in range(sequences)],
-        sampled=[1] * sequences,
-        rows=[*range(length - 1, total, length)],
+        tokens=[(7 * token) % 5000 + 10 for token in range(sum(lengths))],
+        positions=[position for start, length in parts for position in range(start, start + length)],
+        starts=starts,
+        lengths=lengths,
+        slots=[*range(len(parts))],
+        admissions=[0] * len(parts),
+        tables=[[[*range(first, first + count)]] for first, count in zip(firsts, counts, strict=False)],
+        sampled=[1] * len(parts),
+        rows=[end - 1 for end in accumulate(lengths)],
     )
 
 
@@ -85,7 +89,8 @@ def main() -> None:
     print(f"{Path(folder).name}, {options.quantization}, threads {options.threads}, load {os.getloadavg()[0]:.1f}")
     print(f"{'step':24}" + "".join(f"{isa:>14}" for isa in runners) + "   first / last")
     for name in options.steps:
-        step = step_of(*STEPS[name])
+        sequences, length, before = STEPS[name]
+        step = step_of([(before, length)] * sequences, BLOCK)
         found: dict[str, list[float]] = {isa: [] for isa in runners}
         for turn in range(options.rounds + 1):
             for isa, runner in runners.items():

@@ -182,7 +182,7 @@ class GpuRun:
     def in_process(self) -> None:
         """Measure the same workloads on the engine, in a process of its own."""
         args = self._args
-        config = self._config(self._model(args.shape, args.load_format == "auto"), args.flags)
+        config = embedded_config(self._model(args.shape, args.load_format == "auto"), args.flags)
         greedy = [workload for workload in self._workloads if not workload.row]
         cells = [(workload, repeat) for workload in greedy for repeat in ("warm-up", *range(1, args.repeats + 1))]
         asked = [
@@ -206,7 +206,9 @@ class GpuRun:
             shape = replace(shape, spread=TAME)
         folder = self._model(shape, weights=True)
         flags = {name: value for name, value in args.flags.items() if name != "load-format"} | CHECK_FLAGS
-        found = list(check(folder, self._config(folder, flags), shape.vocabulary, args.seed, args.logs / "check.log"))
+        found = list(
+            check(folder, embedded_config(folder, flags), shape.vocabulary, args.seed, args.logs / "check.log")
+        )
         passed = all(passes(*rows[-2:]) for rows in found)
         self._report.agreements += [row for rows in found for row in rows]
         self.failed |= not passed
@@ -271,13 +273,15 @@ class GpuRun:
     def _seed(self, workload: Workload, repeat: int | str) -> str:
         return f"{self._args.seed}/{workload.name}/{repeat}"
 
-    def _config(self, model: Path, flags: dict[str, str]) -> EmbeddedConfig:
-        config = engine_config(read_settings(arguments(model, flags)), model)
-        assert isinstance(config, EmbeddedConfig), "this benchmark measures the embedded engine"
-        return config
-
     def _say(self, text: str) -> None:
         print(f"[{time.perf_counter() - self._began:6.1f} s] {text}", flush=True)
+
+
+def embedded_config(model: Path, flags: dict[str, str]) -> EmbeddedConfig:
+    """Return the configuration of the engine of a server with these flags."""
+    config = engine_config(read_settings(arguments(model, flags)), model)
+    assert isinstance(config, EmbeddedConfig), "these benchmarks measure the embedded engine"
+    return config
 
 
 def arguments(model: Path, flags: dict[str, str]) -> list[str]:

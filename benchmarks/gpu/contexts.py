@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu.__main__ import DEFAULTS, arguments, settings_of
+from benchmarks.gpu.__main__ import DEFAULTS, embedded_config, settings_of
 from benchmarks.gpu.chip import read_bandwidth
 from benchmarks.gpu.load import token_ids
 from benchmarks.gpu.model import LLAMA_8B, Shape, write_folder
@@ -41,8 +41,6 @@ from engine.embedded.core import EngineCore
 from engine.embedded.engine import EmbeddedEngine
 from engine.embedded.models.runner import StepInput
 from engine.types import GenerateRequest, SamplingParams
-from server.compose.config import engine_config
-from server.settings import read_settings
 
 SHARE_BAR = 0.75
 """Least share of the memory's limit for `long`."""
@@ -107,8 +105,7 @@ def main() -> None:
         shape = replace(LLAMA_8B, max_position=sizes.longest + MARGIN)
         write_folder(model, shape)
         flags_given = {"load-format": "dummy", "max-seq-len": str(shape.max_position)} | settings_of(flags, parser)
-        config = engine_config(read_settings(arguments(model, DEFAULTS | flags_given)), model)
-        assert isinstance(config, EmbeddedConfig), "this benchmark measures the embedded engine"
+        config = embedded_config(model, DEFAULTS | flags_given)
         asyncio.run(run(config, shape, sizes, bandwidth, args.parts or names))
 
 

@@ -14,14 +14,12 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.__main__ import DEFAULTS, arguments, settings_of
+from benchmarks.gpu.__main__ import DEFAULTS, embedded_config, settings_of
 from benchmarks.gpu.chip import chip
 from benchmarks.gpu.model import SHAPES, write_folder
-from engine.config import EmbeddedConfig
+from benchmarks.steps import step_of
 from engine.embedded.models.load import load_runner
 from engine.embedded.models.runner import ModelRunner, StepInput
-from server.compose.config import engine_config
-from server.settings import read_settings
 
 STEPS = [(64, 640, 1984), (1, 256, 0), (64, 640, 0), (64, 640, 192), (85, 640, 171), (256, 640, 0), (0, 0, 256)]
 """Decodes, the tokens behind each, and prompt tokens. The first waits for FlashInfer, whose import would disturb the
@@ -37,43 +35,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="trellis-gpu-") as folder:
         model = Path(folder)
         write_folder(model, SHAPES["llama-8b"])
-        settings = DEFAULTS | {"load-format": "dummy"} | settings_of(flags, parser)
-        config = engine_config(read_settings(arguments(model, settings)), model)
-        assert isinstance(config, EmbeddedConfig), "this benchmark measures the embedded engine"
+        config = embedded_config(model, DEFAULTS | {"load-format": "dummy"} | settings_of(flags, parser))
         runner = load_runner(config)
         runner.take_memory()
         try:
             with torch.inference_mode():
                 for decodes, behind, prompt in STEPS:
-                    report(runner, step_of(config.kv_block_size, decodes, behind, prompt), args.top)
+                    parts = [(behind, 1)] * decodes + [(0, prompt)] * bool(prompt)
+                    report(runner, step_of(parts, config.kv_block_size), args.top)
         finally:
             runner.close()
-
-
-def step_of(block: int, decodes: int, behind: int, prompt: int) -> StepInput:
-    """Return a step; each sequence has blocks of its own."""
-    lengths = [1] * decodes + [prompt] * bool(prompt)
-    starts = [behind] * decodes + [0] * bool(prompt)
-    tables: list[list[int]] = []
-    ends: list[int] = []
-    used = 0
-    for start, length in zip(starts, lengths, strict=True):
-        count = -(-(start + length) // block)
-        tables.append([*range(used, used + count)])
-        used += count
-        ends.append((ends[-1] if ends else 0) + length)
-    count = len(lengths)
-    return StepInput(
-        tokens=[(7 * token) % 5000 + 10 for token in range(sum(lengths))],
-        positions=[at for start, length in zip(starts, lengths, strict=True) for at in range(start, start + length)],
-        starts=starts,
-        lengths=lengths,
-        slots=[*range(count)],
-        admissions=[0] * count,
-        tables=[[table] for table in tables],
-        sampled=[1] * count,
-        rows=[end - 1 for end in ends],
-    )
 
 
 def report(runner: ModelRunner, step: StepInput, top: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.__main__ import DEFAULTS, arguments, settings_of
+from benchmarks.gpu.__main__ import DEFAULTS, embedded_config, settings_of
 from benchmarks.gpu.cells import WORKLOADS, Workload
 from benchmarks.gpu.chip import chip
 from benchmarks.gpu.model import SHAPES, write_folder
@@ -24,8 +24,6 @@ from benchmarks.gpu.worker import measure
 from engine.base import Engine
 from engine.config import EmbeddedConfig
 from engine.create import create_engine
-from server.compose.config import engine_config
-from server.settings import read_settings
 
 
 def main() -> None:
@@ -38,9 +36,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="trellis-gpu-") as folder:
         model = Path(folder)
         write_folder(model, SHAPES["llama-8b"])
-        settings = DEFAULTS | {"load-format": "dummy"} | settings_of(flags, parser)
-        config = engine_config(read_settings(arguments(model, settings)), model)
-        assert isinstance(config, EmbeddedConfig), "this benchmark measures the embedded engine"
+        config = embedded_config(model, DEFAULTS | {"load-format": "dummy"} | settings_of(flags, parser))
         asyncio.run(trace(config, [WORKLOADS[name] for name in args.cells.split(",")], args.seconds, args.top))
 
 
