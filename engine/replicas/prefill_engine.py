@@ -226,10 +226,10 @@ class _RemotePrefill:
             if first.finish_reason is None:
                 reading = asyncio.create_task(self._read(lease.handoff, ended))
                 await asyncio.sleep(0)  # the engine is told first: making a chunk of the token takes a while
-                self.stream.put(first)
+            self.stream.put(first)
+            if reading is not None:
                 lost = await reading
             else:
-                self.stream.put(first)
                 self._close_local()
                 await asyncio.wait({ended}, timeout=_END_SECONDS)
         except asyncio.CancelledError:

@@ -19,16 +19,7 @@ from weakref import finalize
 
 import msgspec
 
-from engine.transfer.base import (
-    NotFromHere,
-    Read,
-    Region,
-    TransferError,
-    check_cancelled,
-    check_remote,
-    decode_offer,
-    split_reads,
-)
+from engine.transfer.base import NotFromHere, Read, Region, TransferError, check_cancelled, split_reads
 from engine.transfer.cuda import HANDLE_BYTES, Cuda, Stream
 from engine.transfer.mapped import MappedMethod, Owner
 from engine.transfer.process_id import check_survived
@@ -87,8 +78,7 @@ class CudaIpc(MappedMethod[_DeviceRange, _DeviceMapping]):
         """Have the GPU begin to copy at once, if the peer's memory is open already and the reads are of at most one
         piece. Return what waits for the end, and raises TransferError as `read` does; or None, with nothing begun."""
         try:
-            owner = decode_offer(data, Owner[_DeviceRange])
-            check_remote(reads, [memory.size for memory in owner.regions])
+            owner = self._owner(data, reads)
         except TransferError:
             return None
         mappings = self._open_mappings(owner)

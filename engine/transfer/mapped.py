@@ -48,8 +48,7 @@ class MappedMethod(ABC, Generic[RangeT, MappingT]):
         self._closing = os.eventfd(0)
 
     def read(self, data: bytes, reads: Sequence[Read], cancelled: Event) -> None:
-        owner = decode_offer(data, self._owner_type)
-        check_remote(reads, [memory.size for memory in owner.regions])
+        owner = self._owner(data, reads)
         self._copy(owner, self._mappings(owner), reads, cancelled)
         check_survived(owner.process)
 
@@ -69,6 +68,12 @@ class MappedMethod(ABC, Generic[RangeT, MappingT]):
         self, owner: Owner[RangeT], mappings: Sequence[MappingT], reads: Sequence[Read], cancelled: Event
     ) -> None:
         """Copy from the mappings of a peer into our regions. Raises TransferError."""
+
+    def _owner(self, data: bytes, reads: Sequence[Read]) -> Owner[RangeT]:
+        """Return the content of an offer. Raises NotFromHere, and TransferError for reads beyond its regions."""
+        owner = decode_offer(data, self._owner_type)
+        check_remote(reads, [memory.size for memory in owner.regions])
+        return owner
 
     def _open_mappings(self, owner: Owner[RangeT]) -> list[MappingT] | None:
         """Return the mappings of a peer that was read before, in a list of the caller's own; None if there are none, or

@@ -61,7 +61,7 @@ class HeadReading:
         """Hidden states of the positions from `end` on."""
         self.count = 0
         self._views = 0
-        """How many of the last tensors are views that keep the hidden states of a whole step in memory."""
+        """How many of them, counted from the last, are views. Each keeps all hidden states of its step in memory."""
 
     def keep(self, start: int, hidden: torch.Tensor) -> None:
         """Take hidden states of the positions from `start` on. Those that were there are of other tokens. Behind a gap
@@ -78,7 +78,7 @@ class HeadReading:
             self._hold(self.end, [_joined(self.waiting)[: start - self.end]])
         self.waiting.append(hidden)
         self._views += 1
-        self.count = start - self.end + len(hidden)
+        self.count += len(hidden)
         if self.count > _KEPT:
             end = self.end + self.count
             self.first = (end - _KEPT // 2) // self._size * self._size

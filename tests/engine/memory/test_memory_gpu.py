@@ -26,7 +26,7 @@ def used() -> int:
 
 
 def settled() -> int:
-    """What is used once torch has given back what earlier tests have left: capturing a graph would do that, too."""
+    """Return the bytes in use after torch has freed its cache. Capturing a graph frees it, too."""
     gc.collect()
     torch.cuda.empty_cache()
     return used()
