@@ -181,11 +181,11 @@ class ServiceClient(Generic[InfoT]):
         ]
         self._flush()
 
-    def _lose(self) -> None:
-        """End the calls of a host that has gone, with EngineDied."""
+    def _lose(self, how: str = "was lost while the request ran") -> None:
+        """End the calls of a host that has gone or has dropped this client, with EngineDied."""
         self._ready.clear()
         self._outbox.clear()
-        self._fail_all(EngineDied(f"the {self._interface.noun} process was lost while the request ran"))
+        self._fail_all(EngineDied(f"the {self._interface.noun} process {how}"))
 
     def _fail_all(self, error: EngineError) -> None:
         running, self._running = self._running, {}
@@ -221,7 +221,7 @@ class ServiceClient(Generic[InfoT]):
             case wire.News():
                 self._topics[reply.topic](self._interface.topics[reply.topic].decode(reply.report))
             case wire.Dropped():
-                self._lose()
+                self._lose("cancelled the request: the server did not read its messages for too long")
                 self._greet()
 
 

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple, NoReturn, TextIO
 
 import msgspec
@@ -38,8 +39,18 @@ STOP_SECONDS = 2.0
 """Time a host may take to stop, in addition to its service's own."""
 SWITCH_SECONDS = 0.0005
 """Seconds after which a thread must hand the interpreter to another: a tenth of Python's default."""
+STUCK_SECONDS = 10.0
+"""Seconds for which a client may read nothing, its queue being full, before its calls are cancelled. A client that the
+operating system does not run for a moment, on a busy machine, is not stuck."""
 _HIGH_WATER_MARK = 4096
-"""Batches queued for a client before it counts as stuck."""
+"""Batches in the queue of a client. More replies wait in the client's outbox."""
+_RETRY_SECONDS = 0.02
+"""Pause before the next attempt to send to a client whose queue is full. Reading a full queue takes it longer."""
+_MOST_REPLIES = 1024
+"""Replies in one batch: a client handles a whole batch before its event loop does anything else."""
+_MOST_WAITING = 1 << 18
+"""Replies in the outbox of a client whose queue is full before it counts as stuck at once. Each takes about 200 bytes,
+or 4 kB with 20 log-probabilities."""
 _MOST_INHERITED = 256
 _MOST_REASON = 4000
 """Bytes of a reason, so that a pipe takes its line whole, and the parent reads it."""
@@ -72,23 +83,25 @@ class ServiceHost:
             self.forget(client)
         self._socket.close(linger_ms=100)
 
-    def send(self, client: "_Client", replies: list[wire.Reply]) -> bool:
-        """Send replies, divided if needed; return False if the client's queue is full.
+    def send(self, client: "_Client", replies: list[wire.Reply]) -> int:
+        """Send replies in order, divided if needed; return how many, which are fewer if the client's queue is full.
 
         Forgets a client that has gone.
         """
         payload = wire.encode(wire.Replies(client.generation, replies))
         if len(payload) > wire.MAX_MESSAGE_BYTES:
-            return all(self.send(client, [reply]) for reply in _divided(replies))
+            if len(replies) > 1:
+                return sum(takewhile(bool, (self.send(client, [reply]) for reply in replies)))
+            payload = wire.encode(wire.Replies(client.generation, _instead_of(replies[0])))
         try:
             self._socket.send([client.identity, payload])
         except zmq.Again:
-            return False
+            return 0
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
             self.forget(client)
-        return True
+        return len(replies)
 
     def forget(self, client: "_Client") -> None:
         if self._clients.pop(client.identity, None) is not None:
@@ -114,17 +127,12 @@ class ServiceHost:
         client.reply(wire.Accepted(msgspec.Raw(wire.encode(self.service.info)), wire.can_open(hello.sample)))
 
 
-def _divided(replies: list[wire.Reply]) -> list[wire.Reply]:
-    """Replace each reply that does not fit a message by a failure of its call."""
-    fitting: list[wire.Reply] = []
-    for reply in replies:
-        if len(wire.encode(reply)) + 64 <= wire.MAX_MESSAGE_BYTES:
-            fitting.append(reply)
-        elif isinstance(reply, wire.Output):
-            fitting.append(wire.failed(reply.key, EngineFailure("the output is too large to pass between processes")))
-        else:
-            log.error("a %s message is too large to send", type(reply).__name__)
-    return fitting
+def _instead_of(reply: wire.Reply) -> list[wire.Reply]:
+    """Return what to send instead of a reply that does not fit a message: the failure of the call."""
+    if isinstance(reply, wire.Output):
+        return [wire.failed(reply.key, EngineFailure("the output is too large to pass between processes"))]
+    log.error("a %s message is too large to send", type(reply).__name__)
+    return []
 
 
 class _Client:
@@ -138,6 +146,9 @@ class _Client:
         self._calls: dict[int, Results] = {}
         self._subscriptions: dict[str, asyncio.Task[None]] = {}
         self._outbox: list[wire.Reply] = []
+        self._full_seconds = 0.0
+        """Time for which the client's queue has been full, in pauses between attempts: the clock may jump while a
+        container is suspended."""
         self._dropped = False
 
     def obey(self, command: wire.Command, frames: list[bytes]) -> None:
@@ -153,8 +164,8 @@ class _Client:
                 self._host.forget(self)
 
     def reply(self, reply: wire.Reply) -> None:
-        """Send together with all other replies of this pass of the loop."""
-        if not self._outbox:
+        """Send together with all other replies of this pass of the loop, or later if the client's queue is full."""
+        if not self._outbox:  # otherwise `_flush` is about to be called
             self._loop.call_soon(self._flush)
         self._outbox.append(reply)
 
@@ -165,17 +176,27 @@ class _Client:
             self._host.forget(self)
 
     def cancel_all(self) -> None:
+        self._outbox.clear()
         for results in list(self._calls.values()):
             results.close()
         for task in self._subscriptions.values():
             task.cancel()
 
     def _flush(self) -> None:
-        replies, self._outbox = self._outbox, []
-        if not self._dropped and not self._host.send(self, replies):
-            log.warning("a client has not read for too long: cancelled its %d calls", len(self._calls))
-            self._dropped = True
-            self.cancel_all()
+        """Send the outbox. Try again later while the client's queue is full; drop a client that is stuck."""
+        while self._outbox and not self._dropped:
+            sent = self._host.send(self, self._outbox[:_MOST_REPLIES])
+            del self._outbox[:sent]
+            if sent:
+                self._full_seconds = 0.0
+            elif self._full_seconds < STUCK_SECONDS and len(self._outbox) <= _MOST_WAITING:
+                self._full_seconds += _RETRY_SECONDS
+                self._loop.call_later(_RETRY_SECONDS, self._flush)
+                return
+            else:
+                log.warning("a client has not read for too long: cancelled its %d calls", len(self._calls))
+                self._dropped = True
+                self.cancel_all()
 
     def _call(self, call: wire.Call, frames: list[bytes]) -> None:
         try:

@@ -123,7 +123,7 @@ class News(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Dropped(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The client did not read for a while and the host cancelled its calls: the client must say Hello again."""
+    """The client did not read for too long and the host cancelled its calls: the client must say Hello again."""
 
 
 Reply = Accepted | Output | Failed | Beat | News | Dropped

@@ -171,52 +171,78 @@ async def test_a_client_that_is_killed_leaves_nothing(fake: FakeEngine, address:
         await child.wait()
 
 
-async def test_a_client_that_stops_reading_is_dropped_and_comes_back(
-    fake: FakeEngine, address: str, client: EngineClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("engine.process.host._HIGH_WATER_MARK", 10)
-    code = """
+@asynccontextmanager
+async def stopped_reader(fake: FakeEngine, address: str) -> AsyncIterator[asyncio.StreamReader]:
+    """A client in a process that is suspended while it reads a long answer, and goes on once `fake` has no requests.
+
+    It prints how many tokens it has got or why there are no more, and then how another request ends.
+    """
+    code = f"""
         import asyncio, sys
         from engine.process.client import EngineClient
         from engine.errors import EngineDied
         from engine.types import GenerateRequest, SamplingParams
 
+        def request(max_tokens):
+            sampling = SamplingParams(max_tokens=max_tokens)
+            return GenerateRequest(request_id=str(max_tokens), prompt_token_ids=(5,), sampling=sampling)
+
         async def main():
             client = EngineClient(sys.argv[1])
             await client.start()
-            sampling = SamplingParams(max_tokens=30000)
-            stream = client.generate(GenerateRequest(request_id="x", prompt_token_ids=(5,), sampling=sampling))
-            await anext(stream)
+            stream = client.generate(request({FOREVER}))
+            received = len((await anext(stream)).token_ids)
             print("running", flush=True)
             try:
                 async for delta in stream:
-                    pass
-            except EngineDied:
-                print("died", flush=True)
+                    received += len(delta.token_ids)
+                print(received)
+            except EngineDied as error:
+                print(error)
             while not client.healthy:
                 await asyncio.sleep(0.01)
-            short = GenerateRequest(request_id="y", prompt_token_ids=(5,), sampling=SamplingParams(max_tokens=3))
-            deltas = [delta async for delta in client.generate(short)]
-            print(deltas[-1].finish_reason, flush=True)
+            deltas = [delta async for delta in client.generate(request(3))]
+            print(deltas[-1].finish_reason)
             await client.close()
 
         asyncio.run(main())
     """
-    async with host_at(address, fake):
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", textwrap.dedent(code), address, stdout=asyncio.subprocess.PIPE
-        )
-        assert child.stdout is not None
-        try:
-            assert await child.stdout.readline() == b"running\n"
-            os.kill(child.pid, signal.SIGSTOP)
-            await active(fake, 0, timeout=20)
-            os.kill(child.pid, signal.SIGCONT)
-            assert await asyncio.wait_for(child.stdout.read(), 10) == b"died\nlength\n"
-        finally:
-            if child.returncode is None:
-                child.kill()
-            await child.wait()
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", textwrap.dedent(code), address, stdout=asyncio.subprocess.PIPE
+    )
+    assert child.stdout is not None
+    try:
+        assert await child.stdout.readline() == b"running\n"
+        os.kill(child.pid, signal.SIGSTOP)
+        await active(fake, 0, timeout=60)
+        os.kill(child.pid, signal.SIGCONT)
+        yield child.stdout
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.wait()
+
+
+async def test_a_client_that_stops_reading_is_dropped_and_comes_back(
+    fake: FakeEngine, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.process.host._HIGH_WATER_MARK", 10)
+    monkeypatch.setattr("engine.process.host.STUCK_SECONDS", 0.5)
+    async with host_at(address, fake), stopped_reader(fake, address) as printed:
+        error, end = (await asyncio.wait_for(printed.read(), 10)).splitlines()
+    assert error.startswith(b"the engine process cancelled the request: ") and end == b"length"
+
+
+async def test_a_client_that_stops_reading_for_a_moment_loses_nothing(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.process.host._HIGH_WATER_MARK", 10)
+    monkeypatch.setattr("engine.process.host.STUCK_SECONDS", 60.0)  # generating takes a second, on a quiet machine
+    fast = FakeEngine(FakeConfig())
+    await fast.start()
+    async with host_at(address, fast), stopped_reader(fast, address) as printed:
+        assert await asyncio.wait_for(printed.read(), 60) == b"%d\nlength\n" % FOREVER
+    await fast.close()
 
 
 async def test_a_host_that_goes_and_comes_back(fake: FakeEngine, address: str, client: EngineClient) -> None:
