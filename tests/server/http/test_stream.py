@@ -56,7 +56,7 @@ def test_sdk(server: ServerProcess) -> None:
         assert chat.usage.completion_tokens == 9
         assert client.completions.create(model="fake", prompt="abc", max_tokens=3).choices[0].text == "abc"
         raw = client.chat.completions.with_raw_response.create(
-            model="fake", messages=MESSAGES, extra_headers={"x-request-id": "mine"}
+            model="fake", messages=MESSAGES, max_tokens=1, extra_headers={"x-request-id": "mine"}
         )
         assert raw.request_id == "mine"
 
