@@ -248,7 +248,7 @@ async def test_an_encode_replica_sleeps_and_tells_its_peers() -> None:
 
 
 async def test_an_idle_encode_replica_is_woken_by_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    idle = {"sleep_after_idle_seconds": 0.05, "canary_seconds": 0.02}
+    idle = {"sleep_after_idle_seconds": 0.5, "canary_seconds": 0.02}  # the first canary comes well before the sleep
     encode, canaries = SleepingEncoder.encode, []
 
     async def noted(self: SleepingEncoder, *args: Any, counts: bool = True) -> Any:
