@@ -62,6 +62,16 @@ def _scaled_mm(
     return a.float() @ b.float() * scale_a * scale_b
 
 
+@triton.jit
+def _even_bytes(pairs):  # type: ignore[no-untyped-def]
+    return pairs.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def _odd_bytes(pairs):  # type: ignore[no-untyped-def]
+    return (pairs >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run kernels here, without a GPU, one program after the other.
@@ -92,6 +102,9 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (decode_attention, fp8_kernels, group_attention, kernels, products, sampling_kernels):
         monkeypatch.setattr(module, "gdc_wait", lambda: None)
         monkeypatch.setattr(module, "gdc_launch_dependents", lambda: None)
+    # What the interpreter knows no instructions for.
+    monkeypatch.setattr(decode_attention, "_even_bytes", _even_bytes)
+    monkeypatch.setattr(decode_attention, "_odd_bytes", _odd_bytes)
     changed = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     monkeypatch.setattr(interpreter, "_patch_lang", lambda _: interpreter._LangPatchScope())
     # NumPy 2.4 converts no array of one element to a number, which the interpreter of Triton 3.6 asks for.

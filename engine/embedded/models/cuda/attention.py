@@ -37,7 +37,9 @@ class AttentionStep:
     """int32 [decodes]: the position of each decode's new token."""
     prompts: "_PromptPlan | None"
     groups: "_Groups | None" = None
-    """All of the step instead, if it is computed in groups of tokens."""
+    """The step's tokens that are computed in groups."""
+    count: torch.Tensor | None = None
+    """int32 [1]: how many decodes there are in a graph that does not know it; the other tokens are in groups."""
     shared: "_Shared | None" = None
     """Prefixes of its decodes that are attended to first."""
 
@@ -153,21 +155,31 @@ class CudaAttention:
         tables = self.tables.index_select(0, slots)
         return AttentionStep(self._rows(slots, positions), len(slots), tables, positions, None)
 
-    def work_size(self, tokens: int) -> int:
-        """Return the number of values in the worklist of `chunks`."""
-        return self._group.work_size(tokens)
+    def chunks_size(self, tokens: int) -> int:
+        """Return the number of values that `chunks` and `beside_chunks` take besides slots and positions."""
+        return 1 + self._group.work_size(tokens)
 
-    def plan_chunks(self, lengths: Sequence[int], positions: NDArray[np.int32], work: NDArray[np.int32]) -> None:
-        """Write the worklist of `chunks`, int32 [work_size], for consecutive sequences of these lengths. Further
+    def plan_chunks(
+        self, lengths: Sequence[int], decodes: int, positions: NDArray[np.int32], values: NDArray[np.int32]
+    ) -> None:
+        """Write what `chunks` and `beside_chunks` take, int32 [chunks_size], for consecutive sequences of these
+        lengths. The first `decodes` of them, of one token each, are computed apart; `chunks` needs 0. Further
         positions, those of padding, count as one more sequence."""
-        counts = np.array([*lengths, len(positions) - sum(lengths)])
-        self._group.plan(counts, positions, work)
+        counts = np.array([*lengths[decodes:], len(positions) - sum(lengths)])
+        values[0] = decodes
+        self._group.plan(counts, positions, values[1:], decodes)
 
-    def chunks(self, slots: torch.Tensor, positions: torch.Tensor, work: torch.Tensor) -> AttentionStep:
+    def chunks(self, slots: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> AttentionStep:
         """Prepare a step of sequences of any length, all of it on the device. `slots` and `positions`: int32 [tokens];
-        `work` by `plan_chunks`."""
-        groups = _Groups(slots, positions, work)
+        `values` by `plan_chunks`."""
+        groups = _Groups(slots, positions, values[1:])
         return AttentionStep(self._rows(slots, positions), 0, self.tables, positions, None, groups)
+
+    def beside_chunks(self, slots: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> AttentionStep:
+        """Prepare a step of many decodes, then sequences of any length; arguments as of `chunks`. Decodes apart are
+        faster: in a group each takes the work of 16 tokens."""
+        groups = _Groups(slots, positions, values[1:])
+        return replace(self.decode(slots, positions), groups=groups, count=values[:1])
 
     def prefixes(self, step: StepInput) -> list[SharedPrefix]:
         """Return the prefixes that a step's decodes share, if it has no other tokens."""
@@ -221,14 +233,14 @@ class CudaAttention:
         keys, values = self._layers[layer]
         count = step.decodes
         if step.groups is not None:
-            self._group(query, keys, values, step.tables, *step.groups, out)
+            self._group(query, keys, values, self.tables, *step.groups, out)
         cascade = None
         if step.shared is not None:
             tables, slots, last, members, work, tokens, state, sums = step.shared
             self._group.prefixes(query, keys, values, tables, slots, last, members, work, state, sums)
             cascade = tokens, state, sums
         if count:
-            self._decode(query[:count], keys, values, step.tables, step.positions, out[:count], cascade)
+            self._decode(query[:count], keys, values, step.tables, step.positions, out[:count], cascade, step.count)
         if step.prompts is not None and step.prompts.ragged:
             step.prompts.wrapper.run(query[count:], key[count:], value[count:], out=out[count:])
         elif step.prompts is not None:

@@ -16,28 +16,56 @@ sequences."""
 _LONG_PROGRAMS = 8 * _PROGRAMS
 """Programs for long sequences: so many that all multiprocessors have work until the end, whatever the number of
 sequences."""
-_LONG_TILES = 16
-"""Least tiles of each program then, so that parts cost little."""
+_LONG_TOKENS = 1024
+"""Least tokens of each program then, so that parts cost little."""
 _LONG_ROWS = 64
 """Maximum number of sequences for which that is done: more of them leave little to even out."""
 _MAX_SPLITS = 32
 
 
 @triton.jit
+def _even_bytes(pairs):
+    """Return the lower byte of each int16, a float8_e4m3fn, as float16: two by one conversion."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 both; .reg .b16 low, high; prmt.b32 both, $1, 0, 0x4420; mov.b32 {low, high}, both; "
+        "cvt.rn.f16x2.e4m3x2 $0, low; }",
+        "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _odd_bytes(pairs):
+    """Return the upper byte of each int16, a float8_e4m3fn, as float16."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 both; .reg .b16 low, high; prmt.b32 both, $1, 0, 0x4431; mov.b32 {low, high}, both; "
+        "cvt.rn.f16x2.e4m3x2 $0, low; }",
+        "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
 def over_tokens(
     q, best, total, acc, keys, values, table, head, begin, end, last, scale, block_stride,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    PAIRS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Continue an online softmax, of state `best`, `total` and `acc`, over the tokens from `begin` to `end`; with
-    CAUSAL, each row of `q` sees none after its own of `last`."""
+    CAUSAL, each row of `q` sees none after its own of `last`.
+
+    PAIRS is for values in eight bits and products of 16 rows. Tensor cores take pairs of tokens from registers, and
+    memory can be read in that order by 16 bits, but not by eight. So two dimensions of a value are read as one number.
+    """
     d = tl.arange(0, DIM)
+    odd = total
+    if PAIRS:
+        acc, odd = tl.split(tl.reshape(acc, (acc.shape[0], DIM // 2, 2)))
+        values = values.to(tl.pointer_type(tl.int16))
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         token = start + tl.arange(0, TILE)
         exists = token < end
         block = tl.load(table + token // BLOCK, exists, 0).to(tl.int64)
-        cells = (block * block_stride + (token % BLOCK) * (KV_HEADS * DIM) + head * DIM)[:, None] + d[None, :]
-        k = tl.load(keys + cells, exists[:, None], 0.0).to(q.dtype)
+        rows = (block * block_stride + (token % BLOCK) * (KV_HEADS * DIM) + head * DIM)[:, None]
+        k = tl.load(keys + rows + d[None, :], exists[:, None], 0.0).to(q.dtype)
         seen = exists[None, :]
         if CAUSAL:
             seen = seen & (token[None, :] <= last[:, None])
@@ -47,10 +75,18 @@ def over_tokens(
         if CAUSAL:
             base = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen nothing yet
         shrink, weight = tl.exp2(best - base), tl.exp2(score - base[:, None])
-        v = tl.load(values + cells, exists[:, None], 0.0).to(q.dtype)
-        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
         total = total * shrink + tl.sum(weight, 1)
+        weight = weight.to(q.dtype)
+        if PAIRS:
+            v = tl.load(values + rows // 2 + tl.arange(0, DIM // 2)[None, :], exists[:, None], 0)
+            acc = tl.dot(weight, _even_bytes(v), acc * shrink[:, None])
+            odd = tl.dot(weight, _odd_bytes(v), odd * shrink[:, None])
+        else:
+            v = tl.load(values + rows + d[None, :], exists[:, None], 0.0).to(q.dtype)
+            acc = tl.dot(weight, v, acc * shrink[:, None])
         best = new
+    if PAIRS:
+        acc = tl.interleave(acc, odd)
     return best, total, acc
 
 
@@ -91,14 +127,14 @@ def joined_parts(parts, used, inside, PAD: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["few", "splits"],  # few variants to compile
-    do_not_specialize_on_alignment=["positions", "shared"],  # they follow any number of a step's inputs
+    do_not_specialize_on_alignment=["positions", "count", "shared"],  # they follow any number of a step's inputs
 )
 def _attend(
-    query, keys, values, tables, positions, out, partial, counters, shared, state, sums, scale, width, block_stride,
-    few, splits,
+    query, keys, values, tables, positions, count, out, partial, counters, shared, state, sums, scale, width,
+    block_stride, few, splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAD: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, SPLIT: tl.constexpr, LONG_TILES: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr,
-    CASCADE: tl.constexpr,
+    CASCADE: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     member, d = tl.arange(0, PAD), tl.arange(0, DIM)
@@ -106,6 +142,11 @@ def _attend(
     queries = (row * KV_HEADS + head) * GROUP + member
     heads = queries[:, None] * DIM + d[None, :]
     gdc_launch_dependents()  # the product that follows may fetch its weights meanwhile
+    if COUNTED:
+        if row >= tl.load(count):  # as in `group_attention`, one of those that have nothing to do waits
+            if (row == 0) & (head == 0):
+                gdc_wait()
+            return
     gdc_wait()
     length = tl.load(positions + row) + 1
     done = 0
@@ -120,8 +161,7 @@ def _attend(
         return
     q = tl.load(query + heads, inside, 0.0)
     if FP8:
-        # Eight bits become float16 by a quarter of the instructions that bfloat16 takes, and none is lost.
-        q = q.to(tl.float16)
+        q = q.to(tl.float16)  # as keys become, by a quarter of the instructions that bfloat16 takes; no bit is lost
     best = tl.full((PAD,), float("-inf"), tl.float32)
     total = tl.zeros((PAD,), tl.float32)
     acc = tl.zeros((PAD, DIM), tl.float32)
@@ -134,7 +174,7 @@ def _attend(
     end = tl.minimum(length, begin + share * TILE)
     best, total, acc = over_tokens(
         q, best, total, acc, keys, values, tables + row * width, head, begin, end, length, scale, block_stride,
-        KV_HEADS, DIM, BLOCK, TILE, STAGES, False,
+        KV_HEADS, DIM, BLOCK, TILE, STAGES, FP8, False,
     )  # fmt: skip
     if SPLIT:
         if used > 1:
@@ -180,25 +220,31 @@ class DecodeAttention:
         positions: torch.Tensor,
         out: torch.Tensor,
         cascade: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        count: torch.Tensor | None = None,
     ) -> None:
         """`query` and `out` [rows, heads, dim]; a layer's `keys` and `values` [blocks, block_size, kv_heads, dim];
         block tables `tables` int32 [rows, blocks]; `positions` int32 [rows] of the new tokens, whose keys and values
         are there already. Keys and values are of the query's type or float8_e4m3fn.
 
         `cascade`: how many of its first tokens each row has attended to already, int32 [rows], and the states of its
-        heads after these, as `GroupAttention.prefixes` stores them.
+        heads after these, as `GroupAttention.prefixes` stores them. `count`: the number of rows to attend to, int32
+        [1], if it is not all of them; then no row is divided.
         """
         shared, state, sums = cascade or (positions, self.parts, self.parts)
         rows = len(query)
         pairs = rows * self._kv_heads
-        few = _splits(_PROGRAMS // pairs)
-        splits = _splits(_LONG_PROGRAMS // pairs) if rows <= _LONG_ROWS else few
-        tile, warps = (32, 2) if rows >= 128 else (64, 4)
+        few = _splits(_PROGRAMS // pairs) if count is None else 1
+        splits = _splits(_LONG_PROGRAMS // pairs) if rows <= _LONG_ROWS and count is None else few
+        fp8 = keys.dtype == torch.float8_e4m3fn
+        if fp8:
+            tile, warps = (128, 4) if rows < 16 else (64, 2)
+        else:
+            tile, warps = (32, 2) if rows >= 128 and count is None else (64, 4)
         _attend[(rows, self._kv_heads, splits)](
-            query, keys, values, tables, positions, out, self.parts, self._counters, shared, state, sums,
-            self._scale, tables.shape[1], keys.stride(0), few, splits, self._kv_heads, self._heads // self._kv_heads,
-            self._pad, self._dim, keys.shape[1], tile, splits > 1, _LONG_TILES, 3, keys.dtype == torch.float8_e4m3fn,
-            cascade is not None, num_warps=warps, launch_pdl=True,
+            query, keys, values, tables, positions, positions if count is None else count, out, self.parts,
+            self._counters, shared, state, sums, self._scale, tables.shape[1], keys.stride(0), few, splits,
+            self._kv_heads, self._heads // self._kv_heads, self._pad, self._dim, keys.shape[1], tile, splits > 1,
+            _LONG_TOKENS // tile, 3, fp8, cascade is not None, count is not None, num_warps=warps, launch_pdl=True,
         )  # fmt: skip
 
 

@@ -138,7 +138,7 @@ class LlamaDecoder:
 
     def quantise(self) -> None:
         """Convert the weights to eight bits, layer by layer: no more than one layer is in memory twice."""
-        self._products = Fp8Products(self._fetch)
+        self._products = Fp8Products(self._fetch, self._rotations.device)
         for layer in self._layers:
             layer.convert(self._products)
 

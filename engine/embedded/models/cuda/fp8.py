@@ -7,12 +7,29 @@ from typing import ClassVar
 import torch
 
 from engine.embedded.models.cuda import fp8_kernels
+from engine.embedded.models.cuda.products import FewTile, Product, fits_product
 from engine.embedded.models.cuda.weights import Norm, Normed, Products, Tile, Weight
+
+# Measured on an H200 (docs/log.md), for up to so many rows.
+_FEW_TILES: Mapping[int, Mapping[str, FewTile]] = {
+    64: {
+        "qkv": (64, 256, 1, 4, 4),
+        "out": (64, 256, 2, 4, 4),
+        "gate_up": (64, 256, 1, 2, 4),
+        "down": (64, 256, 2, 4, 4),
+    },
+    128: {
+        "qkv": (64, 256, 1, 4, 4),
+        "out": (64, 256, 2, 4, 4),
+        "gate_up": (64, 128, 1, 3, 4),
+        "down": (64, 256, 2, 4, 4),
+    },
+}
 
 
 class Fp8Products(Products):
-    """Products of weights in eight bits: one row keeps its own type; more rows are quantised and multiplied on fp8
-    tensor cores."""
+    """Products of weights in eight bits: rows are quantised and multiplied on fp8 tensor cores, few by our own kernel.
+    One row keeps its own type if that kernel does not take the weights."""
 
     # Measured on an H200 (benchmarks/kernels.py).
     tiles: ClassVar[Mapping[str, Tile]] = {
@@ -22,7 +39,17 @@ class Fp8Products(Products):
         "down": (8, 2048, 8),
     }
 
+    def __init__(self, fetch: bool, device: torch.device) -> None:
+        super().__init__(fetch)
+        self._few = Product(device)
+        self._fits = True
+        """Whether it takes all weights."""
+
+    def _is_streamed(self, x: torch.Tensor) -> bool:
+        return len(x) == 1 and not self._fits
+
     def weight(self, name: str, values: torch.Tensor) -> Weight:
+        self._fits &= fits_product(values, _FEW_TILES[64][name])
         if values.is_meta:  # only the shapes are wanted
             scales = values.new_empty(len(values), dtype=torch.float32)
             return Weight(name, values.new_empty(values.shape, dtype=torch.float8_e4m3fn), scales)
@@ -30,6 +57,8 @@ class Fp8Products(Products):
         return Weight(name, quantised, scales.flatten())
 
     def load(self, weight: Weight, rows: int) -> None:
+        if _few_tile(rows, weight) is not None:
+            return
         values = weight.values.new_zeros((rows, weight.values.shape[1]))
         self._product_rows(Normed(values, scales=torch.ones((rows, 1), device=values.device)), weight)
 
@@ -38,6 +67,8 @@ class Fp8Products(Products):
 
     def _product_rows(self, normed: Normed, weight: Weight) -> torch.Tensor:
         assert normed.scales is not None and weight.scales is not None, "both are quantised"
+        if (tile := _few_tile(len(normed.values), weight)) is not None:
+            return self._few_rows(normed, weight, tile)
         product: torch.Tensor = torch._scaled_mm(
             normed.values,
             weight.values.t(),
@@ -54,12 +85,33 @@ class Fp8Products(Products):
     def _add_gated_rows(
         self, x: torch.Tensor, normed: Normed, gate_up: Weight, down: Weight, norm: Norm | None
     ) -> Normed:
-        return self._added(x, _quantised(*fp8_kernels.silu_mul(self._product_rows(normed, gate_up))), down, norm)
+        if (tile := _few_tile(len(x), gate_up)) is not None:
+            value = _quantised(*fp8_kernels.quantise(self._few_rows(normed, gate_up, tile, gated=True)))
+        else:
+            value = _quantised(*fp8_kernels.silu_mul(self._product_rows(normed, gate_up)))
+        return self._added(x, value, down, norm)
 
     def _added(self, x: torch.Tensor, value: Normed, weight: Weight, norm: Norm | None) -> Normed:
-        """Add a product to x in the same pass as the norm that follows, since `_scaled_mm` cannot add."""
+        """Add a product to x, unless our own kernel does, in the same pass as the norm that follows."""
+        if (tile := _few_tile(len(x), weight)) is not None:
+            self._few_rows(value, weight, tile, residual=x)
+            return Normed(x) if norm is None else _quantised(*fp8_kernels.rms_norm(x, *norm))
         product = self._product_rows(value, weight)
         return Normed(x.add_(product)) if norm is None else _quantised(*fp8_kernels.rms_norm(x, *norm, added=product))
+
+    def _few_rows(
+        self, value: Normed, weight: Weight, tile: FewTile, residual: torch.Tensor | None = None, gated: bool = False
+    ) -> torch.Tensor:
+        assert value.scales is not None and weight.scales is not None, "both are quantised"
+        return self._few(value.values, weight.values, tile, residual, gated, (value.scales.flatten(), weight.scales))
+
+
+def _few_tile(rows: int, weight: Weight) -> FewTile | None:
+    """Return the tile with which our own kernel computes a product, if it does."""
+    for most, tiles in _FEW_TILES.items():
+        if rows <= most:
+            return tiles[weight.name] if fits_product(weight.values, tiles[weight.name]) else None
+    return None
 
 
 def _quantised(values: torch.Tensor, scales: torch.Tensor) -> Normed:

@@ -83,7 +83,7 @@ def _attend_groups(
     end = tl.minimum(length, begin + own)
     best, total, acc = over_tokens(
         q, best, total, acc, keys, values, table, head, begin, end, last, scale, block_stride,
-        KV_HEADS, DIM, BLOCK, TILE, STAGES, not PREFIX,
+        KV_HEADS, DIM, BLOCK, TILE, STAGES, False, not PREFIX,
     )  # fmt: skip
     if used > 1:
         # Items of a group follow each other, those that are divided come first.
@@ -124,11 +124,13 @@ class GroupAttention:
         """Return the number of values in a worklist for up to this many groups."""
         return 2 + 3 * (groups + self._programs // self._kv_heads)
 
-    def plan(self, lengths: NDArray[np.int64], positions: NDArray[np.int32], work: NDArray[np.int32]) -> None:
+    def plan(
+        self, lengths: NDArray[np.int64], positions: NDArray[np.int32], work: NDArray[np.int32], before: int = 0
+    ) -> None:
         """Write the worklist of a step's consecutive sequences into `work`, int32 [`work_size`].
 
-        `lengths`: numbers of tokens of each; `positions` [tokens]. There are all tokens for which `work` was made: what
-        is in no sequence is not attended to.
+        `lengths`: numbers of tokens of each; `positions` [tokens]; `before`: the number of tokens before these
+        sequences. There are all tokens for which `work` was made: what is in no sequence is not attended to.
 
         The worklist is the number of items, the number of tiles that an item has at most, then rows of the first token
         of each item, of their numbers, and of which part of their keys it has. The longest come first, so that programs
@@ -138,7 +140,7 @@ class GroupAttention:
         groups = -(-lengths // self.rows)
         sequence = np.arange(len(lengths)).repeat(groups)
         offset = (np.arange(len(sequence)) - (groups.cumsum() - groups)[sequence]) * self.rows
-        first = (lengths.cumsum() - lengths)[sequence] + offset
+        first = before + (lengths.cumsum() - lengths)[sequence] + offset
         count = np.minimum(self.rows, lengths[sequence] - offset)
         tiles = positions[first + count - 1] // TILE + 1
         longest_first = np.argsort(-tiles, kind="stable")

@@ -12,15 +12,17 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-MAX_ROWS = 64
+MAX_ROWS = 128
+FewTile = tuple[int, int, int, int, int]
+"""Share of each program of `Product`: rows and columns of the weight, splits of the columns, stages, warps."""
 _MAX_PROGRAMS = 1024
 
 
 @triton.jit(do_not_specialize=["rows"])  # any number of rows is sampled from after prompts
 def _product(
-    x, weight, out, partial, counters, rows, N, K,
-    ADD: tl.constexpr, GATED: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    x, weight, scales, channels, out, partial, counters, rows, N, K,
+    FP8: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     gdc_launch_dependents()
@@ -33,11 +35,16 @@ def _product(
         acc = tl.dot(weight.load([tile * BLOCK_N, start]), value, acc)
         if GATED:
             acc_up = tl.dot(weight.load([N + tile * BLOCK_N, start]), value, acc_up)
+    n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, M)
+    exists = (m < rows)[None, :]
+    if FP8:
+        scale = tl.load(scales + m, m < rows, 0.0)[None, :]
+        acc *= scale * tl.load(channels + n)[:, None]
+        if GATED:
+            acc_up *= scale * tl.load(channels + N + n)[:, None]
     if GATED:
         gate = acc.to(out.dtype.element_ty).to(tl.float32)
         acc = gate * tl.sigmoid(gate) * acc_up
-    n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, M)
-    exists = (m < rows)[None, :]
     target = out + m[None, :] * N + n[:, None]
     if SPLITS == 1:
         if ADD:
@@ -61,34 +68,46 @@ class Product:
     """x · weightᵀ for up to MAX_ROWS rows of x."""
 
     def __init__(self, device: torch.device) -> None:
-        self._partial = torch.empty(_MAX_PROGRAMS * 128 * MAX_ROWS, device=device)
+        self._partial = torch.empty(_MAX_PROGRAMS * 64 * MAX_ROWS, device=device)
         self._counters = torch.zeros(_MAX_PROGRAMS, dtype=torch.int32, device=device)
 
     def __call__(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
-        tile: tuple[int, int, int, int, int],
+        tile: FewTile,
         residual: torch.Tensor | None = None,
         gated: bool = False,
+        scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """x [rows, K], weight [N, K]; `residual` and `gated` are those of `kernels.gemv`. `tile`: rows and columns
-        of the weight for each program, splits of K, stages, warps."""
+        """x [rows, K], weight [N, K]; `residual` and `gated` are those of `kernels.gemv`. Gated products are not split.
+        `scales` come with both in float8_e4m3fn, those of the rows of x and of the weight: float32 [rows] and [N]; then
+        the product is bfloat16.
+        """
         rows, k = x.shape
         n = weight.shape[0] // 2 if gated else weight.shape[0]
         block_n, block_k, splits, stages, warps = tile
-        out = residual if residual is not None else x.new_empty((rows, n))
+        if residual is not None:
+            out = residual
+        else:
+            out = torch.empty((rows, n), dtype=torch.bfloat16 if scales else x.dtype, device=x.device)
         padded = max(16, triton.next_power_of_2(rows))
-        assert rows <= MAX_ROWS and (n // block_n) * splits <= _MAX_PROGRAMS, "the scratch memory is for fewer"
+        programs = n // block_n * splits
+        assert rows <= MAX_ROWS and not (gated and splits > 1)
+        assert splits == 1 or (programs * block_n * padded <= len(self._partial) and programs <= len(self._counters)), (
+            "the scratch memory is for fewer"
+        )
         _product[(n // block_n, splits)](
             TensorDescriptor.from_tensor(x, [padded, block_k]),
             TensorDescriptor.from_tensor(weight, [block_n, block_k]),
-            out, self._partial, self._counters, rows, n, k, residual is not None, gated,
+            *(scales or (x, x)), out, self._partial, self._counters, rows, n, k,
+            scales is not None, residual is not None, gated,
             padded, block_n, block_k, splits, stages, num_warps=warps, launch_pdl=True,
         )  # fmt: skip
         return out
 
 
-def fits_product(weight: torch.Tensor) -> bool:
-    """Return whether tiles of up to 64 rows and 256 columns, splits included, divide a weight of this shape."""
-    return weight.shape[0] % 128 == 0 and weight.shape[1] % 256 == 0
+def fits_product(weight: torch.Tensor, tile: FewTile) -> bool:
+    """Return whether a tile divides a weight of this shape, gated or not."""
+    block_n, block_k, splits, _, _ = tile
+    return weight.shape[0] % (2 * block_n) == 0 and weight.shape[1] % (block_k * splits) == 0

@@ -62,6 +62,11 @@ MOST_READ = 1 << 18
 """Maximum number of keys that groups of their tokens may read in a graph: above, FlashInfer is faster than its planning
 and the launches of its kernels take."""
 
+_APART = 128
+"""Number of tokens from which on there is a graph for chunks that computes decodes apart from them."""
+_MANY_HEADS = 256
+"""Minimum number of heads of keys that decodes have in such a graph: as many as two for each multiprocessor, for they
+are not divided among more."""
 _CASCADES = (32, 64, 128, 192, 256)
 """Numbers of decodes for which there is a graph that reads shared prefixes once, and the batch size."""
 LEAST_SAVED = 1 << 14
@@ -113,6 +118,7 @@ class CudaRunner(PagedRunner):
             self.sampler: CudaSampler = CudaSampler(self.vocab_size, largest, self._sampled, self.eos_token_ids)
         self._graphs: dict[int, _Graph] = {}
         self._chunk_graphs: dict[int, _Graph] = {}
+        self._beside_graphs: dict[int, _Graph] = {}
         self._cascade_graphs: dict[int, _Graph] = {}
         self.cascades = 0
         """Number of steps that read shared prefixes once."""
@@ -148,7 +154,8 @@ class CudaRunner(PagedRunner):
         """Return the graph that runs a step.
 
         Few tokens of a prompt are as good as decodes. Where that has them read the same keys too often, there are
-        graphs for chunks, and where decodes do, graphs that attend to the prefixes they share first.
+        graphs for chunks, and for chunks beside many decodes; where decodes do, graphs that attend to the prefixes they
+        share first.
         """
         graphs, singles = self._graphs, step.singles
         if singles < len(step.lengths):
@@ -158,6 +165,8 @@ class CudaRunner(PagedRunner):
                 read = sum(-(-length // rows) * (start + length) for start, length in prompts)
                 if read > MOST_READ and self._attention.plans:
                     return None
+                if len(step.tokens) >= _APART and singles * self.cache.heads >= _MANY_HEADS:
+                    graphs = self._beside_graphs
         elif self._cascade_graphs and len(step.tokens) <= next(reversed(self._cascade_graphs)):
             saved = sum(
                 (len(rows) - -(-len(rows) // self._attention.group_rows)) * tokens
@@ -315,7 +324,10 @@ class CudaRunner(PagedRunner):
 
     def _set_aside(self, config: EmbeddedConfig) -> int:
         largest, batch = _largest(config), config.max_batch_size
-        rows = sum((*_sizes(largest), *_chunk_sizes(largest), *_cascade_sizes(batch))) * config.enable_cuda_graphs
+        chunks = _chunk_sizes(largest)
+        rows = (
+            sum((*_sizes(largest), *chunks, *_beside_sizes(chunks), *_cascade_sizes(batch))) * config.enable_cuda_graphs
+        )
         logits = rows * self.vocab_size * self.dtype.itemsize  # each graph keeps its own
         return CudaSampler.count_bytes(self.vocab_size, largest, batch + self.spare_slots) + logits
 
@@ -384,8 +396,12 @@ class CudaRunner(PagedRunner):
             shown = step.embeddings.rows
             values[0, shown] = self._decoder.vocabulary + np.arange(len(shown))
 
-    def _plan_chunks(self, step: StepInput | None, positions: NDArray[np.int32], work: NDArray[np.int32]) -> None:
-        self._attention.plan_chunks([] if step is None else step.lengths, positions, work)
+    def _plan_chunks(self, step: StepInput | None, positions: NDArray[np.int32], values: NDArray[np.int32]) -> None:
+        self._attention.plan_chunks([] if step is None else step.lengths, 0, positions, values)
+
+    def _plan_beside(self, step: StepInput | None, positions: NDArray[np.int32], values: NDArray[np.int32]) -> None:
+        lengths, decodes = ([], 0) if step is None else (step.lengths, step.singles)
+        self._attention.plan_chunks(lengths, decodes, positions, values)
 
     def _plan_cascade(self, step: StepInput | None, positions: NDArray[np.int32], values: NDArray[np.int32]) -> None:
         prefixes = [] if step is None else self._attention.prefixes(step)
@@ -449,18 +465,20 @@ class CudaRunner(PagedRunner):
                 pool = graph.pool()
                 captured[size] = _Graph(kind, size, graph, inputs, *outputs)
             graphs.update(sorted(captured.items()))
-        count = sum(map(len, (self._graphs, self._chunk_graphs, self._cascade_graphs)))
+        count = sum(map(len, (self._graphs, self._chunk_graphs, self._beside_graphs, self._cascade_graphs)))
         log.info("captured %d CUDA graphs in %.1f s", count, time.monotonic() - started)
 
     def _graph_kinds(self, largest: int, batch: int) -> list[tuple["_GraphKind", dict[int, "_Graph"], list[int]]]:
         """Return each kind of graphs, where they are kept, and their sizes."""
         attention = self._attention
         decodes = _GraphKind("decodes", lambda *rows: attention.decode(*rows[:2]), lambda _: 0, lambda *_: None)
-        chunks = _GraphKind("chunks", attention.chunks, attention.work_size, self._plan_chunks)
+        chunks = _GraphKind("chunks", attention.chunks, attention.chunks_size, self._plan_chunks)
+        beside = _GraphKind("beside", attention.beside_chunks, attention.chunks_size, self._plan_beside)
         cascade = _GraphKind("cascade", attention.cascade, attention.cascade_size, self._plan_cascade)
         return [
             (decodes, self._graphs, _sizes(largest)),
             (chunks, self._chunk_graphs, _chunk_sizes(largest)),
+            (beside, self._beside_graphs, _beside_sizes(_chunk_sizes(largest))),
             (cascade, self._cascade_graphs, _cascade_sizes(batch)),
         ]
 
@@ -551,6 +569,11 @@ def _chunk_sizes(largest: int) -> list[int]:
     while sizes[-1] < largest:
         sizes.append(2 * sizes[-1])
     return [*(size for size in sizes if size < largest), largest]
+
+
+def _beside_sizes(chunk_sizes: list[int]) -> list[int]:
+    """Return those sizes of steps with chunks that have a graph for decodes beside them."""
+    return [size for size in chunk_sizes if size >= _APART]
 
 
 def _cascade_sizes(batch: int) -> list[int]:

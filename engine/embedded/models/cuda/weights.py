@@ -1,7 +1,7 @@
 """Products of a layer with the operations around them: in the model's type here, in eight bits in `fp8`.
 
 Both kinds have the same three: a product of the normalised x, one that is added to x, and the whole gated part. What a
-norm returns is for the next product alone: the product itself normalises a single row, and eight bits come with scales.
+norm returns is for the next product alone: `kernels.gemv` normalises its row itself, and eight bits come with scales.
 """
 
 from abc import ABC, abstractmethod
@@ -12,16 +12,20 @@ import torch
 from torch.nn import functional
 
 from engine.embedded.models.cuda import kernels
-from engine.embedded.models.cuda.products import MAX_ROWS, Product, fits_product
+from engine.embedded.models.cuda.products import FewTile, Product, fits_product
 
 Norm = tuple[torch.Tensor, float]
 """Weight and epsilon of an RMSNorm."""
 Tile = tuple[int, int, int]
 """Share of each program of `kernels.gemv`: rows of the weight, columns, warps."""
 
-_FEW_ROWS = range(33, MAX_ROWS + 1)
-"""Rows for which our own products beat cuBLAS's; below, its tiles fit better."""
-_FEW_TILES = {"out": (64, 128, 2, 4, 4), "gate_up": (64, 128, 1, 4, 4), "down": (64, 128, 2, 6, 4)}
+_FEW_ROWS = 64
+"""Maximum number of rows for which our own products beat cuBLAS's."""
+_FEW_TILES: Mapping[str, FewTile] = {
+    "out": (64, 128, 2, 4, 4),
+    "gate_up": (64, 128, 1, 4, 4),
+    "down": (64, 128, 2, 6, 4),
+}
 
 
 class Weight(NamedTuple):
@@ -47,7 +51,7 @@ class Normed(NamedTuple):
 
 
 class Products(ABC):
-    """Products of one row, which both kinds compute alike, and the seam for products of more rows."""
+    """Products of one row by `kernels.gemv`, and the seam for all others."""
 
     tiles: ClassVar[Mapping[str, Tile]]
 
@@ -55,13 +59,17 @@ class Products(ABC):
         self._fetch = fetch
         """Whether the out product of one row has its weight fetched while attention runs."""
 
+    def _is_streamed(self, x: torch.Tensor) -> bool:
+        """Return whether `kernels.gemv` computes the products of x."""
+        return len(x) == 1
+
     @abstractmethod
     def weight(self, name: str, values: torch.Tensor) -> Weight:
         """Return a weight for these products, of values [N, K] in the model's type."""
 
     def norm(self, x: torch.Tensor, norm: Norm) -> Normed:
         """Return x [rows, K] normalised for a product; valid until x changes."""
-        return Normed(x, norm) if len(x) == 1 else self._norm_rows(x, norm)
+        return Normed(x, norm) if self._is_streamed(x) else self._norm_rows(x, norm)
 
     def product(self, normed: Normed, weight: Weight) -> torch.Tensor:
         """Return x · weightᵀ of the normalised x: [rows, N]."""
@@ -71,7 +79,7 @@ class Products(ABC):
 
     def add(self, x: torch.Tensor, value: torch.Tensor, weight: Weight, norm: Norm | None) -> Normed:
         """Add value · weightᵀ to x in place, and return `norm` of x; without a norm, x itself."""
-        if len(x) != 1:
+        if not self._is_streamed(x):
             return self._add_rows(x, value, weight, norm)
         fetch = weight.name == "out" and self._fetch
         kernels.gemv(value, weight.streamed, residual=x, fetch=fetch, tile=self.tiles[weight.name])
@@ -123,7 +131,8 @@ class PlainProducts(Products):
         return Weight(name, values)
 
     def load(self, weight: Weight, rows: int) -> None:
-        functional.linear(weight.values.new_zeros((rows, weight.values.shape[1])), weight.values)
+        if not _few(rows, weight):
+            functional.linear(weight.values.new_zeros((rows, weight.values.shape[1])), weight.values)
 
     def _norm_rows(self, x: torch.Tensor, norm: Norm) -> Normed:
         return Normed(kernels.rms_norm(x, *norm))
@@ -132,7 +141,7 @@ class PlainProducts(Products):
         return functional.linear(normed.values, weight.values)
 
     def _add_rows(self, x: torch.Tensor, value: torch.Tensor, weight: Weight, norm: Norm | None) -> Normed:
-        if len(x) in _FEW_ROWS and fits_product(weight.values):
+        if _few(len(x), weight):
             self._few(value, weight.values, _FEW_TILES[weight.name], residual=x)
         else:
             torch.addmm(x, value, weight.values.t(), out=x)
@@ -141,8 +150,14 @@ class PlainProducts(Products):
     def _add_gated_rows(
         self, x: torch.Tensor, normed: Normed, gate_up: Weight, down: Weight, norm: Norm | None
     ) -> Normed:
-        if len(x) in _FEW_ROWS and fits_product(gate_up.values):
+        if _few(len(x), gate_up):
             value = self._few(normed.values, gate_up.values, _FEW_TILES[gate_up.name], gated=True)
         else:
             value = kernels.silu_mul(self._product_rows(normed, gate_up))
         return self._add_rows(x, value, down, norm)
+
+
+def _few(rows: int, weight: Weight) -> bool:
+    """Return whether our own kernel computes a product."""
+    tile = _FEW_TILES.get(weight.name)
+    return rows <= _FEW_ROWS and tile is not None and fits_product(weight.values, tile)

@@ -187,7 +187,7 @@ def chunk_graphs(cuda_runner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("options", "kinds"),
     [
-        pytest.param({}, {"graph, mixed"}, id="usual"),
+        pytest.param({}, {"graph, mixed", "chunks"}, id="usual"),
         pytest.param({"max_num_tokens": 5}, {"graph, nothing sampled"}, id="chunks that sample nothing"),
         pytest.param({"num_blocks": 11, "kv_block_size": 2}, set(), id="preempted"),
     ],
@@ -197,7 +197,24 @@ def test_tokens_by_graphs_of_chunks_are_those_of_transformers(
 ) -> None:
     found = run(folder, prompts, **options)
     assert found.tokens == expected
-    assert kinds <= found.kinds and "eager" not in found.kinds
+    assert kinds <= found.kinds and "eager" not in found.kinds and "beside" not in found.kinds
+
+
+@pytest.mark.usefixtures("chunk_graphs")
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_decodes_apart_from_chunks_change_nothing(
+    tame: Path,
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    cuda_runner: ModuleType,  # noqa: F811
+    dtype: str,
+) -> None:
+    together = run(tame, prompts, kv_cache_dtype=dtype)
+    monkeypatch.setattr(cuda_runner, "_APART", 8)
+    monkeypatch.setattr(cuda_runner, "_MANY_HEADS", 1)
+    found = run(tame, prompts, kv_cache_dtype=dtype)
+    assert "beside" in found.kinds - together.kinds
+    assert found.tokens == together.tokens
 
 
 @pytest.mark.usefixtures("chunk_graphs")
@@ -343,6 +360,8 @@ def test_steps_run_where_they_read_least(
     cuda_runner: ModuleType,  # noqa: F811
 ) -> None:
     monkeypatch.setattr(cuda_runner, "_SHORT_PROMPT", 24)
+    monkeypatch.setattr(cuda_runner, "_APART", 16)
+    monkeypatch.setattr(cuda_runner, "_MANY_HEADS", 2)
     options = OPTIONS | {"enable_chunked_prefill": False}  # FlashInfer is there from the start
     core = EngineCore(EmbeddedConfig(model=str(folder), **options), lambda _: None)
 
@@ -354,6 +373,9 @@ def test_steps_run_where_they_read_least(
 
     assert how((0, 12)) == ("decodes", 16) and how(*[(100_000, 1)] * 4) == ("decodes", 4)
     assert how((5_000, 1), (5_000, 4)) == ("chunks", 16)
+    assert how((5_000, 1), (5_000, 1), (5_000, 14)) == ("beside", 16)
+    assert how((5_000, 1), (5_000, 1), (5_000, 5)) == ("chunks", 8)
+    assert how((5_000, 1), (5_000, 15)) == ("chunks", 16), "few decodes are divided among programs"
     assert how((10_000, 20)) == ("chunks", 24) and how((10_000, 25)) == ("eager", 0)
     assert how((200_000, 20)) == ("chunks", 24) and how((200_000, 3), (200_000, 4)) == ("eager", 0)
 
