@@ -279,15 +279,19 @@ class CudaRunner(PagedRunner):
         decoder = LlamaDecoder(self._shape, self.dtype, self.device, most_shown)
         _fill(decoder, checkpoint)
         if self._config.quantization == "fp8":
-            expected = trial(decoder, self.cache_dtype, self.device)
+            expected = self._try_out(decoder)
             decoder.quantise()
-            found = trial(decoder, self.cache_dtype, self.device)
+            found = self._try_out(decoder)
             nearest = _FP8_TOLERANCE * float(expected.abs().max())
             if not torch.allclose(found, expected, rtol=_FP8_TOLERANCE, atol=nearest):
                 model_type = self._shape.facts.model_type
                 raise UnsupportedModelError(f"{model_type} does not bear products of fp8, or this machine has none")
         self._settle()
         return decoder
+
+    def _try_out(self, decoder: LlamaDecoder) -> torch.Tensor:
+        _compile_first(lambda: trial(decoder, self.cache_dtype, self.device))
+        return trial(decoder, self.cache_dtype, self.device)
 
     def _release_weights(self, level: int) -> None:
         if self._weights is not None:  # else they are in memory of the service
@@ -446,11 +450,14 @@ class CudaRunner(PagedRunner):
     @torch.inference_mode()
     def _compile(self, largest: int, batch: int) -> None:
         """Compile the kernels of graphs and of guided rows."""
-        with compiled_side_by_side():
+
+        def compute() -> None:
             for kind, _, sizes in self._graph_kinds(largest, batch):
                 for size in sizes:
                     self._run_whole(self._inputs(None, size, kind), size, kind)
             self.sampler.warm_up(self.dtype, self._spare_slot)
+
+        _compile_first(compute)
 
     def _capture(self, largest: int, batch: int) -> None:
         """Capture a graph for each kind and size, the largest first, so that the others find its memory."""
@@ -481,6 +488,12 @@ class CudaRunner(PagedRunner):
             (beside, self._beside_graphs, _beside_sizes(_chunk_sizes(largest))),
             (cascade, self._cascade_graphs, _cascade_sizes(batch)),
         ]
+
+
+def _compile_first(compute: Callable[[], object]) -> None:
+    """Compile the kernels of a computation side by side, without running them."""
+    with compiled_side_by_side():
+        compute()
 
 
 def _fill(decoder: LlamaDecoder, checkpoint: Checkpoint | None) -> None:

@@ -374,7 +374,7 @@ def test_steps_run_where_they_read_least(
     assert how((0, 12)) == ("decodes", 16) and how(*[(100_000, 1)] * 4) == ("decodes", 4)
     assert how((5_000, 1), (5_000, 4)) == ("chunks", 16)
     assert how((5_000, 1), (5_000, 1), (5_000, 14)) == ("beside", 16)
-    assert how((5_000, 1), (5_000, 1), (5_000, 5)) == ("chunks", 8)
+    assert how((5_000, 1), (5_000, 1), (5_000, 5)) == ("chunks", 16)
     assert how((5_000, 1), (5_000, 15)) == ("chunks", 16), "few decodes are divided among programs"
     assert how((10_000, 20)) == ("chunks", 24) and how((10_000, 25)) == ("eager", 0)
     assert how((200_000, 20)) == ("chunks", 24) and how((200_000, 3), (200_000, 4)) == ("eager", 0)
