@@ -6,10 +6,12 @@ The shape is that of Llama 3.1 8B. Every figure is the median over replays of a 
 `COPIES` copies of its weights, so that the cache does not help.
 """
 
+import itertools
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn import functional
@@ -160,6 +162,78 @@ def gemvs(fp8: bool) -> None:
             say(f"{'fp8 ' * fp8}gemv {name} tile={tile}", seconds, COPIES * n * k * (1 if fp8 else 2))
 
 
+def few_tiles(rows: int, fp8: bool) -> None:
+    """Print the three fastest tiles of our own products of few rows, each beside the library's time."""
+    from engine.embedded.models.cuda.compiling import compiled_side_by_side
+    from engine.embedded.models.cuda.products import Product
+
+    product, width = Product(torch.device("cuda")), 1 if fp8 else 2
+    for name, (n, k) in SHAPES.items():
+        gated = name == "gate_up"
+        wide = n // 2 if gated else n
+        x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+        residual = torch.zeros(rows, n, device="cuda", dtype=torch.bfloat16) if name in ("out", "down") else None
+        if fp8:
+            from engine.embedded.models.cuda import fp8_kernels
+
+            values, scales = fp8_kernels.quantise(x)
+            pairs = [fp8_weight(n, k) for _ in range(COPIES)]
+        else:
+            values, scales = x, x
+            pairs = [(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02, x) for _ in range(COPIES)]
+
+        def own(tile: tuple[int, int, int, int, int], weight: torch.Tensor, channels: torch.Tensor) -> None:
+            both = (scales.flatten(), channels) if fp8 else None
+            product(values, weight, tile, residual, gated, both)
+
+        tiles = [
+            (block_n, block_k, splits, stages, 4)
+            for block_n, block_k, splits, stages in itertools.product(
+                (64, 128), (64, 128, 256, 512), (1, 2, 4), (2, 3, 4, 6)
+            )
+            if not (gated and splits > 1)
+            and k % (block_k * splits) == 0
+            and 90 <= wide // block_n * splits <= 600
+            and stages * block_k * width * (block_n * (1 + gated) + max(16, rows)) < 215_000
+        ]
+        with compiled_side_by_side():
+            for tile in tiles:
+                own(tile, *pairs[0])
+        results = sorted((timed(lambda: [own(tile, *pair) for pair in pairs]), tile) for tile in tiles)
+        for seconds, tile in results[:3]:
+            say(f"{'fp8 ' * fp8}product {name} rows={rows} tile={tile}", seconds, COPIES * n * k * width)
+
+
+def layer(rows: int, fp8: bool) -> None:
+    """Time the products of a layer with norms and gates between them, by the library's products and as they are."""
+    from engine.embedded.models.cuda import fp8 as eight_bits
+    from engine.embedded.models.cuda import weights
+
+    device = torch.device("cuda")
+    products: weights.Products = eight_bits.Fp8Products(False, device) if fp8 else weights.PlainProducts(False, device)
+    norm = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16), 1e-5
+    x, attended = (torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    layers = [
+        {
+            name: products.weight(name, torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02)
+            for name, shape in SHAPES.items()
+        }
+        for _ in range(COPIES)
+    ]
+
+    def run() -> None:
+        for its in layers:
+            products.product(products.norm(x, norm), its["qkv"])
+            normed = products.add(x, attended, its["out"], norm)
+            products.add_gated(x, normed, its["gate_up"], its["down"], norm)
+
+    size = COPIES * sum(n * k for n, k in SHAPES.values()) * (1 if fp8 else 2)
+    kind = "fp8" if fp8 else "bf16"
+    say(f"{kind} layer rows={rows}, as it is", timed(run), size)
+    with patch.object(weights, "_FEW_ROWS", 0), patch.object(eight_bits, "_FEW_TILES", {}):
+        say(f"{kind} layer rows={rows}, library", timed(run), size)
+
+
 def decode_attention(batch: int, length: int) -> None:
     """Compare our kernel with FlashInfer's, each between products, so that caches are cold."""
     import flashinfer
@@ -267,6 +341,8 @@ def main() -> None:
         "copy": lambda: _copy(),
         "products": lambda: [products(rows) for rows in (1, 16, 64, 128, 256, 8192)],
         "fp8": lambda: [fp8_products(rows) for rows in (1, 64, 256, 8192)],
+        "few-tiles": lambda: [few_tiles(rows, fp8) for fp8 in (False, True) for rows in (16, 64, 128)],
+        "layer": lambda: [layer(rows, fp8) for fp8 in (False, True) for rows in (2, 16, 64, 128, 256)],
         "gemv": lambda: gemvs(fp8=False),
         "gemv-fp8": lambda: gemvs(fp8=True),
         "between": lambda: [between(rows) for rows in (1, 64, 256, 8192)],

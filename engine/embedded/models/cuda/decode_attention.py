@@ -64,8 +64,9 @@ def over_tokens(
         token = start + tl.arange(0, TILE)
         exists = token < end
         block = tl.load(table + token // BLOCK, exists, 0).to(tl.int64)
-        rows = (block * block_stride + (token % BLOCK) * (KV_HEADS * DIM) + head * DIM)[:, None]
-        k = tl.load(keys + rows + d[None, :], exists[:, None], 0.0).to(q.dtype)
+        row = (block * block_stride + (token % BLOCK) * (KV_HEADS * DIM) + head * DIM)[:, None]
+        cells = row + d[None, :]
+        k = tl.load(keys + cells, exists[:, None], 0.0).to(q.dtype)
         seen = exists[None, :]
         if CAUSAL:
             seen = seen & (token[None, :] <= last[:, None])
@@ -78,11 +79,11 @@ def over_tokens(
         total = total * shrink + tl.sum(weight, 1)
         weight = weight.to(q.dtype)
         if PAIRS:
-            v = tl.load(values + rows // 2 + tl.arange(0, DIM // 2)[None, :], exists[:, None], 0)
+            v = tl.load(values + row // 2 + tl.arange(0, DIM // 2)[None, :], exists[:, None], 0)
             acc = tl.dot(weight, _even_bytes(v), acc * shrink[:, None])
             odd = tl.dot(weight, _odd_bytes(v), odd * shrink[:, None])
         else:
-            v = tl.load(values + rows + d[None, :], exists[:, None], 0.0).to(q.dtype)
+            v = tl.load(values + cells, exists[:, None], 0.0).to(q.dtype)
             acc = tl.dot(weight, v, acc * shrink[:, None])
         best = new
     if PAIRS:
