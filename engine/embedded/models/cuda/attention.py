@@ -175,6 +175,11 @@ class CudaAttention:
         groups = _Groups(slots, positions, values[1:])
         return AttentionStep(self._rows(slots, positions), 0, self.tables, positions, None, groups)
 
+    def are_even(self, lengths: Sequence[int]) -> bool:
+        """Return whether decodes behind so many tokens keep the device busy until the longest of them ends, although
+        `beside_chunks` divides none among programs."""
+        return bool(lengths) and self._cache.heads * sum(lengths) >= self._group.programs * max(lengths)
+
     def beside_chunks(self, slots: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> AttentionStep:
         """Prepare a step of many decodes, then sequences of any length; arguments as of `chunks`. Decodes apart are
         faster: in a group each takes the work of 16 tokens."""

@@ -115,14 +115,15 @@ class GroupAttention:
         self._pad = max(_ROWS, triton.next_power_of_2(share))
         self.rows = self._pad // share
         """Maximum number of tokens in a group."""
-        self._programs = max(PROGRAMS, kv_heads)
-        parts = 2 * self._programs  # see `plan`
+        self.programs = max(PROGRAMS, kv_heads)
+        """The number of programs that keep the device busy."""
+        parts = 2 * self.programs  # see `plan`
         self._partial = torch.empty(parts * self._pad * (dim + 2), device=device)
         self._counters = torch.zeros(parts, dtype=torch.int32, device=device)
 
     def work_size(self, groups: int) -> int:
         """Return the number of values in a worklist for up to this many groups."""
-        return 2 + 3 * (groups + self._programs // self._kv_heads)
+        return 2 + 3 * (groups + self.programs // self._kv_heads)
 
     def plan(
         self, lengths: NDArray[np.int64], positions: NDArray[np.int32], work: NDArray[np.int32], before: int = 0
@@ -203,7 +204,7 @@ class GroupAttention:
     def _share(self, tiles: NDArray[np.int64]) -> int:
         """Return how many tiles an item has at most, so that programs are done at the same time: if it can be, each
         with one item."""
-        places = self._programs // self._kv_heads
+        places = self.programs // self._kv_heads
         low, high = -(-int(tiles.sum()) // places), int(tiles[0])
         if len(tiles) > places:
             return low

@@ -64,9 +64,6 @@ and the launches of its kernels take."""
 
 _APART = 128
 """Number of tokens from which on there is a graph for chunks that computes decodes apart from them."""
-_MANY_HEADS = 256
-"""Minimum number of heads of keys that decodes have in such a graph: as many as two for each multiprocessor, for they
-are not divided among more."""
 _CASCADES = (32, 64, 128, 192, 256)
 """Numbers of decodes for which there is a graph that reads shared prefixes once, and the batch size."""
 LEAST_SAVED = 1 << 14
@@ -165,7 +162,7 @@ class CudaRunner(PagedRunner):
                 read = sum(-(-length // rows) * (start + length) for start, length in prompts)
                 if read > MOST_READ and self._attention.plans:
                     return None
-                if len(step.tokens) >= _APART and singles * self.cache.heads >= _MANY_HEADS:
+                if len(step.tokens) >= _APART and self._attention.are_even(step.starts[:singles]):
                     graphs = self._beside_graphs
         elif self._cascade_graphs and len(step.tokens) <= next(reversed(self._cascade_graphs)):
             saved = sum(

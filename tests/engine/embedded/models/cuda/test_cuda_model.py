@@ -211,7 +211,7 @@ def test_decodes_apart_from_chunks_change_nothing(
 ) -> None:
     together = run(tame, prompts, kv_cache_dtype=dtype)
     monkeypatch.setattr(cuda_runner, "_APART", 8)
-    monkeypatch.setattr(cuda_runner, "_MANY_HEADS", 1)
+    monkeypatch.setattr("engine.embedded.models.cuda.group_attention.PROGRAMS", 1)
     found = run(tame, prompts, kv_cache_dtype=dtype)
     assert "beside" in found.kinds - together.kinds
     assert found.tokens == together.tokens
@@ -361,7 +361,7 @@ def test_steps_run_where_they_read_least(
 ) -> None:
     monkeypatch.setattr(cuda_runner, "_SHORT_PROMPT", 24)
     monkeypatch.setattr(cuda_runner, "_APART", 16)
-    monkeypatch.setattr(cuda_runner, "_MANY_HEADS", 2)
+    monkeypatch.setattr("engine.embedded.models.cuda.group_attention.PROGRAMS", 2)
     options = OPTIONS | {"enable_chunked_prefill": False}  # FlashInfer is there from the start
     core = EngineCore(EmbeddedConfig(model=str(folder), **options), lambda _: None)
 
@@ -376,6 +376,7 @@ def test_steps_run_where_they_read_least(
     assert how((5_000, 1), (5_000, 1), (5_000, 14)) == ("beside", 16)
     assert how((5_000, 1), (5_000, 1), (5_000, 5)) == ("chunks", 16)
     assert how((5_000, 1), (5_000, 15)) == ("chunks", 16), "few decodes are divided among programs"
+    assert how((9_000, 1), (1_000, 1), (5_000, 14)) == ("chunks", 16), "and so is one that is longer than others"
     assert how((10_000, 20)) == ("chunks", 24) and how((10_000, 25)) == ("eager", 0)
     assert how((200_000, 20)) == ("chunks", 24) and how((200_000, 3), (200_000, 4)) == ("eager", 0)
 
