@@ -40,10 +40,11 @@ STOP_SECONDS = 2.0
 SWITCH_SECONDS = 0.0005
 """Seconds after which a thread must hand the interpreter to another: a tenth of Python's default."""
 STUCK_SECONDS = 10.0
-"""Seconds for which a client may read nothing, its queue being full, before its calls are cancelled. A client that the
-operating system does not run for a moment, on a busy machine, is not stuck."""
-_HIGH_WATER_MARK = 4096
-"""Batches in the queue of a client. More replies wait in the client's outbox."""
+"""Seconds for which a client's queue may be full before its calls are cancelled. A client that the operating system
+does not run for a moment, on a busy machine, is not stuck."""
+_HIGH_WATER_MARK = 256
+"""Batches in the queue of a client. More replies wait in the client's outbox, where they become larger batches. ZMQ
+takes further ones after about half of a full queue has been read."""
 _RETRY_SECONDS = 0.02
 """Pause before the next attempt to send to a client whose queue is full. Reading a full queue takes it longer."""
 _MOST_REPLIES = 1024
@@ -152,6 +153,8 @@ class _Client:
         self._dropped = False
 
     def obey(self, command: wire.Command, frames: list[bytes]) -> None:
+        if self._dropped and not isinstance(command, wire.Goodbye):
+            return  # it has not read yet that it was dropped
         match command:
             case wire.Call():
                 self._call(command, frames)
@@ -165,6 +168,8 @@ class _Client:
 
     def reply(self, reply: wire.Reply) -> None:
         """Send together with all other replies of this pass of the loop, or later if the client's queue is full."""
+        if self._dropped:
+            return
         if not self._outbox:  # otherwise `_flush` is about to be called
             self._loop.call_soon(self._flush)
         self._outbox.append(reply)

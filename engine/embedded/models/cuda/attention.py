@@ -39,7 +39,8 @@ class AttentionStep:
     groups: "_Groups | None" = None
     """The step's tokens that are computed in groups."""
     count: torch.Tensor | None = None
-    """int32 [1]: how many decodes there are in a graph that does not know it; the other tokens are in groups."""
+    """int32 [1]: how many decodes there are, if the graph does not know it. `decodes` is the number of all tokens then,
+    and those that are no decodes are in groups."""
     shared: "_Shared | None" = None
     """Prefixes of its decodes that are attended to first."""
 

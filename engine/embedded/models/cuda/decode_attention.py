@@ -162,7 +162,8 @@ def _attend(
         return
     q = tl.load(query + heads, inside, 0.0)
     if FP8:
-        q = q.to(tl.float16)  # as keys become, by a quarter of the instructions that bfloat16 takes; no bit is lost
+        # Keys and values become float16 by a quarter of the instructions that bfloat16 takes, and lose no bit.
+        q = q.to(tl.float16)
     best = tl.full((PAD,), float("-inf"), tl.float32)
     total = tl.zeros((PAD,), tl.float32)
     acc = tl.zeros((PAD, DIM), tl.float32)
@@ -238,7 +239,7 @@ class DecodeAttention:
         splits = _splits(_LONG_PROGRAMS // pairs) if rows <= _LONG_ROWS and count is None else few
         fp8 = keys.dtype == torch.float8_e4m3fn
         if fp8:
-            tile, warps = (128, 4) if rows < 16 else (64, 2)
+            tile, warps = (128, 4) if rows < 16 or self._pad > 16 else (64, 2)
         else:
             tile, warps = (32, 2) if rows >= 128 and count is None else (64, 4)
         _attend[(rows, self._kv_heads, splits)](

@@ -17,7 +17,10 @@ from engine.embedded.models.cuda.weights import Norm, PlainProducts, Products, W
 from engine.embedded.models.devices import UnsupportedModelError
 
 _HEAD_TILE = (8, 1024, 4)
-_TRIAL = 9
+_TRIAL = [1, 8, 130]
+"""Numbers of tokens in the steps of a trial: one, few, and so many that a library computes their products."""
+_TRIED = 8
+"""Maximum number of tokens of such a step whose logits are looked at."""
 _SPREAD = 0.02
 """Standard deviation of random weights."""
 _JOINED = {
@@ -238,7 +241,7 @@ class _Stub:
 
     def __init__(self, decoder: LlamaDecoder, dtype: torch.dtype, device: torch.device) -> None:
         _, kv_heads, dim = decoder.heads
-        self._cache = KvCache(torch.zeros((1, 1, 2, _TRIAL, kv_heads, dim), dtype=dtype, device=device))
+        self._cache = KvCache(torch.zeros((1, 1, 2, sum(_TRIAL), kv_heads, dim), dtype=dtype, device=device))
         self._scale = decoder.scale
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -253,17 +256,15 @@ class _Stub:
 
 def trial(decoder: LlamaDecoder, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the logits of some tokens, float32 [tokens, vocab], with a stub in place of attention and a KV cache of
-    this type: the first token alone, as in a decode step, then the others."""
+    this type: the first token alone, as in a decode step, then several, then the first of many."""
     stub = _Stub(decoder, dtype, device)
-    tokens = torch.arange(1, 1 + _TRIAL, device=device, dtype=torch.int32)
+    most = min(decoder.vocabulary, len(decoder._rotations))  # tokens are their own positions
+    tokens = torch.arange(1, 1 + sum(_TRIAL), device=device, dtype=torch.int32) % most
     parts = []
-    for part in (tokens[:1], tokens[1:]):
+    for part in torch.split(tokens, _TRIAL):
         rows = torch.arange(len(part), device=device)
-        parts.append(
-            decoder(
-                decoder.embed(part.long()), part, stub, AttentionStep(rows, len(part), part, part, None), None
-            ).float()
-        )
+        step = AttentionStep(rows, len(part), part, part, None)
+        parts.append(decoder(decoder.embed(part.long()), part, stub, step, rows[:_TRIED]).float())
     return torch.cat(parts)
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from engine.embedded.models.cuda import fp8_kernels
-from engine.embedded.models.cuda.products import FewTile, Product, fits_product
+from engine.embedded.models.cuda.products import FewTile, Product, fitted
 from engine.embedded.models.cuda.weights import Norm, Normed, Products, Tile, Weight
 
 # Measured on an H200 (docs/log.md), for up to so many rows.
@@ -49,7 +49,7 @@ class Fp8Products(Products):
         return len(x) == 1 and not self._fits
 
     def weight(self, name: str, values: torch.Tensor) -> Weight:
-        self._fits &= fits_product(values, _FEW_TILES[64][name])
+        self._fits &= fitted(_FEW_TILES[64][name], values) is not None
         if values.is_meta:  # only the shapes are wanted
             scales = values.new_empty(len(values), dtype=torch.float32)
             return Weight(name, values.new_empty(values.shape, dtype=torch.float8_e4m3fn), scales)
@@ -92,7 +92,7 @@ class Fp8Products(Products):
         return self._added(x, value, down, norm)
 
     def _added(self, x: torch.Tensor, value: Normed, weight: Weight, norm: Norm | None) -> Normed:
-        """Add a product to x, unless our own kernel does, in the same pass as the norm that follows."""
+        """Add a product to x: by our own kernel, else in the same pass as the norm that follows."""
         if (tile := _few_tile(len(x), weight)) is not None:
             self._few_rows(value, weight, tile, residual=x)
             return Normed(x) if norm is None else _quantised(*fp8_kernels.rms_norm(x, *norm))
@@ -110,7 +110,7 @@ def _few_tile(rows: int, weight: Weight) -> FewTile | None:
     """Return the tile with which our own kernel computes a product, if it does."""
     for most, tiles in _FEW_TILES.items():
         if rows <= most:
-            return tiles[weight.name] if fits_product(weight.values, tiles[weight.name]) else None
+            return fitted(tiles[weight.name], weight.values)
     return None
 
 

@@ -107,7 +107,17 @@ class Product:
         return out
 
 
-def fits_product(weight: torch.Tensor, tile: FewTile) -> bool:
-    """Return whether a tile divides a weight of this shape, gated or not."""
-    block_n, block_k, splits, _, _ = tile
-    return weight.shape[0] % (2 * block_n) == 0 and weight.shape[1] % (block_k * splits) == 0
+def fitted(tile: FewTile, weight: torch.Tensor) -> FewTile | None:
+    """Return a tile that divides a weight of this shape, gated or not: this one or one of half as many columns, if any
+    does."""
+    block_n, block_k, splits, stages, warps = tile
+    if weight.shape[0] % (2 * block_n):
+        return None
+    return next(
+        (
+            (block_n, columns, splits, stages, warps)
+            for columns in (block_k, block_k // 2)
+            if weight.shape[1] % (columns * splits) == 0
+        ),
+        None,
+    )

@@ -62,7 +62,7 @@ MOST_READ = 1 << 18
 """Maximum number of keys that groups of their tokens may read in a graph: above, FlashInfer is faster than its planning
 and the launches of its kernels take."""
 
-_APART = 128
+_BESIDE_TOKENS = 128
 """Number of tokens from which on there is a graph for chunks that computes decodes apart from them."""
 _CASCADES = (32, 64, 128, 192, 256)
 """Numbers of decodes for which there is a graph that reads shared prefixes once, and the batch size."""
@@ -162,7 +162,7 @@ class CudaRunner(PagedRunner):
                 read = sum(-(-length // rows) * (start + length) for start, length in prompts)
                 if read > MOST_READ and self._attention.plans:
                     return None
-                if len(step.tokens) >= _APART and self._attention.are_even(step.starts[:singles]):
+                if len(step.tokens) >= _BESIDE_TOKENS and self._attention.are_even(step.starts[:singles]):
                     graphs = self._beside_graphs
         elif self._cascade_graphs and len(step.tokens) <= next(reversed(self._cascade_graphs)):
             saved = sum(
@@ -583,7 +583,7 @@ def _chunk_sizes(largest: int) -> list[int]:
 
 def _beside_sizes(chunk_sizes: list[int]) -> list[int]:
     """Return those sizes of steps with chunks that have a graph for decodes beside them."""
-    return [size for size in chunk_sizes if size >= _APART]
+    return [size for size in chunk_sizes if size >= _BESIDE_TOKENS]
 
 
 def _cascade_sizes(batch: int) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from engine.embedded.models.cuda import kernels
-from engine.embedded.models.cuda.products import FewTile, Product, fits_product
+from engine.embedded.models.cuda.products import FewTile, Product, fitted
 
 Norm = tuple[torch.Tensor, float]
 """Weight and epsilon of an RMSNorm."""
@@ -131,7 +131,7 @@ class PlainProducts(Products):
         return Weight(name, values)
 
     def load(self, weight: Weight, rows: int) -> None:
-        if not _few(rows, weight):
+        if _few_tile(rows, weight) is None:
             functional.linear(weight.values.new_zeros((rows, weight.values.shape[1])), weight.values)
 
     def _norm_rows(self, x: torch.Tensor, norm: Norm) -> Normed:
@@ -141,8 +141,8 @@ class PlainProducts(Products):
         return functional.linear(normed.values, weight.values)
 
     def _add_rows(self, x: torch.Tensor, value: torch.Tensor, weight: Weight, norm: Norm | None) -> Normed:
-        if _few(len(x), weight):
-            self._few(value, weight.values, _FEW_TILES[weight.name], residual=x)
+        if (tile := _few_tile(len(x), weight)) is not None:
+            self._few(value, weight.values, tile, residual=x)
         else:
             torch.addmm(x, value, weight.values.t(), out=x)
         return Normed(x) if norm is None else self._norm_rows(x, norm)
@@ -150,14 +150,15 @@ class PlainProducts(Products):
     def _add_gated_rows(
         self, x: torch.Tensor, normed: Normed, gate_up: Weight, down: Weight, norm: Norm | None
     ) -> Normed:
-        if _few(len(x), gate_up):
-            value = self._few(normed.values, gate_up.values, _FEW_TILES[gate_up.name], gated=True)
+        if (tile := _few_tile(len(x), gate_up)) is not None:
+            value = self._few(normed.values, gate_up.values, tile, gated=True)
         else:
             value = kernels.silu_mul(self._product_rows(normed, gate_up))
         return self._add_rows(x, value, down, norm)
 
 
-def _few(rows: int, weight: Weight) -> bool:
-    """Return whether our own kernel computes a product."""
-    tile = _FEW_TILES.get(weight.name)
-    return rows <= _FEW_ROWS and tile is not None and fits_product(weight.values, tile)
+def _few_tile(rows: int, weight: Weight) -> FewTile | None:
+    """Return the tile with which our own kernel computes a product, if it does."""
+    if rows > _FEW_ROWS or weight.name not in _FEW_TILES:
+        return None
+    return fitted(_FEW_TILES[weight.name], weight.values)

@@ -200,19 +200,22 @@ def test_decodes_apart_from_chunks(dtype: torch.dtype, decodes: int) -> None:
     query, on_device = random(tokens, heads, dim), torch.from_numpy(positions).to(DEVICE)
     out = torch.full_like(query, float("nan"))
     for _ in range(2):
-        group(query, keys, values, tables, slots, on_device, torch.from_numpy(work).to(DEVICE), out)
-        if not decodes:
-            assert bool(out.isfinite().all())
         count = torch.tensor([decodes], dtype=torch.int32, device=DEVICE)
         decode(query, keys, values, tables[slots.long()], on_device, out, count=count)
+        assert bool(out[:decodes].isfinite().all()) and bool(out[decodes:].isnan().all()), "others are left alone"
+        apart, out = out[:decodes].clone(), torch.full_like(out, float("nan"))
+        group(query, keys, values, tables, slots, on_device, torch.from_numpy(work).to(DEVICE), out)
+        assert bool(out[:decodes].isnan().all()) and bool(out[decodes:].isfinite().all())
+        together = torch.cat((apart, out[decodes:]))
+        out.fill_(float("nan"))
     for index, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         rows = slice(sum(lengths[:index]), sum(lengths[: index + 1]))
         expected = dense(query[rows], whole[:, 0], whole[:, 1], tables[index], start + length)
         if dtype == FP8:
             near = 0.02 if ON_GPU else 2e-3
-            assert float((out[rows].float() - expected).abs().max()) <= near * float(expected.abs().max())
+            assert float((together[rows].float() - expected).abs().max()) <= near * float(expected.abs().max())
         else:
-            same(out[rows], expected)
+            same(together[rows], expected)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 16), (12, 2, 32)])

@@ -197,7 +197,7 @@ def test_tokens_by_graphs_of_chunks_are_those_of_transformers(
 ) -> None:
     found = run(folder, prompts, **options)
     assert found.tokens == expected
-    assert kinds <= found.kinds and "eager" not in found.kinds and "beside" not in found.kinds
+    assert kinds <= found.kinds and "eager" not in found.kinds
 
 
 @pytest.mark.usefixtures("chunk_graphs")
@@ -210,7 +210,7 @@ def test_decodes_apart_from_chunks_change_nothing(
     dtype: str,
 ) -> None:
     together = run(tame, prompts, kv_cache_dtype=dtype)
-    monkeypatch.setattr(cuda_runner, "_APART", 8)
+    monkeypatch.setattr(cuda_runner, "_BESIDE_TOKENS", 8)
     monkeypatch.setattr("engine.embedded.models.cuda.group_attention.PROGRAMS", 1)
     found = run(tame, prompts, kv_cache_dtype=dtype)
     assert "beside" in found.kinds - together.kinds
@@ -360,7 +360,7 @@ def test_steps_run_where_they_read_least(
     cuda_runner: ModuleType,  # noqa: F811
 ) -> None:
     monkeypatch.setattr(cuda_runner, "_SHORT_PROMPT", 24)
-    monkeypatch.setattr(cuda_runner, "_APART", 16)
+    monkeypatch.setattr(cuda_runner, "_BESIDE_TOKENS", 16)
     monkeypatch.setattr("engine.embedded.models.cuda.group_attention.PROGRAMS", 2)
     options = OPTIONS | {"enable_chunked_prefill": False}  # FlashInfer is there from the start
     core = EngineCore(EmbeddedConfig(model=str(folder), **options), lambda _: None)
