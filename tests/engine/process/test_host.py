@@ -223,11 +223,13 @@ async def stopped_reader(fake: FakeEngine, address: str) -> AsyncIterator[asynci
         await child.wait()
 
 
+@pytest.mark.parametrize(("seconds", "replies"), [(0.5, 1 << 18), (60.0, 50)], ids=["for long", "much waits"])
 async def test_a_client_that_stops_reading_is_dropped_and_comes_back(
-    fake: FakeEngine, address: str, monkeypatch: pytest.MonkeyPatch
+    fake: FakeEngine, address: str, monkeypatch: pytest.MonkeyPatch, seconds: float, replies: int
 ) -> None:
     monkeypatch.setattr("engine.process.host._HIGH_WATER_MARK", 10)
-    monkeypatch.setattr("engine.process.host.STUCK_SECONDS", 0.5)
+    monkeypatch.setattr("engine.process.host.STUCK_SECONDS", seconds)
+    monkeypatch.setattr("engine.process.host._MOST_WAITING", replies)
     async with host_at(address, fake), stopped_reader(fake, address) as printed:
         error, end = (await asyncio.wait_for(printed.read(), 10)).splitlines()
     assert error.startswith(b"the engine process cancelled the request: ") and end == b"length"
