@@ -29,7 +29,7 @@ _FEW_TILES: Mapping[int, Mapping[str, FewTile]] = {
 
 class Fp8Products(Products):
     """Products of weights in eight bits: rows are quantised and multiplied on fp8 tensor cores, few by our own kernel.
-    One row keeps its own type if that kernel does not take the weights."""
+    One row keeps its own type if that kernel does not take all weights."""
 
     # Measured on an H200 (benchmarks/kernels.py).
     tiles: ClassVar[Mapping[str, Tile]] = {
@@ -49,7 +49,7 @@ class Fp8Products(Products):
         return len(x) == 1 and not self._fits
 
     def weight(self, name: str, values: torch.Tensor) -> Weight:
-        self._fits &= fitted(_FEW_TILES[64][name], values) is not None
+        self._fits &= fitted(_FEW_TILES[64][name], values, name == "gate_up") is not None
         if values.is_meta:  # only the shapes are wanted
             scales = values.new_empty(len(values), dtype=torch.float32)
             return Weight(name, values.new_empty(values.shape, dtype=torch.float8_e4m3fn), scales)
@@ -110,7 +110,7 @@ def _few_tile(rows: int, weight: Weight) -> FewTile | None:
     """Return the tile with which our own kernel computes a product, if it does."""
     for most, tiles in _FEW_TILES.items():
         if rows <= most:
-            return fitted(tiles[weight.name], weight.values)
+            return fitted(tiles[weight.name], weight.values, weight.name == "gate_up")
     return None
 
 

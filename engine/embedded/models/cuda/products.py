@@ -15,6 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 MAX_ROWS = 128
 FewTile = tuple[int, int, int, int, int]
 """Share of each program of `Product`: rows and columns of the weight, splits of the columns, stages, warps."""
+LEAST_PROGRAMS = 96
+"""Minimum number of programs of a product: fewer leave too many multiprocessors idle."""
 _MAX_PROGRAMS = 1024
 
 
@@ -107,11 +109,12 @@ class Product:
         return out
 
 
-def fitted(tile: FewTile, weight: torch.Tensor) -> FewTile | None:
-    """Return a tile that divides a weight of this shape, gated or not: this one or one of half as many columns, if any
-    does."""
+def fitted(tile: FewTile, weight: torch.Tensor, gated: bool) -> FewTile | None:
+    """Return a tile that divides a weight of this shape, this one or one of half as many columns; None if there is none
+    or the weight is too small for our own kernel."""
     block_n, block_k, splits, stages, warps = tile
-    if weight.shape[0] % (2 * block_n):
+    tiles, rest = divmod(weight.shape[0], block_n * (1 + gated))
+    if rest or tiles * splits < LEAST_PROGRAMS:
         return None
     return next(
         (

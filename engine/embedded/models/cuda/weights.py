@@ -161,4 +161,4 @@ def _few_tile(rows: int, weight: Weight) -> FewTile | None:
     """Return the tile with which our own kernel computes a product, if it does."""
     if rows > _FEW_ROWS or weight.name not in _FEW_TILES:
         return None
-    return fitted(_FEW_TILES[weight.name], weight.values)
+    return fitted(_FEW_TILES[weight.name], weight.values, weight.name == "gate_up")
