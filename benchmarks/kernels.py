@@ -163,7 +163,7 @@ def gemvs(fp8: bool) -> None:
 
 
 def few_tiles(rows: int, fp8: bool) -> None:
-    """Print the three fastest tiles of our own products of few rows, each beside the library's time."""
+    """Print the three fastest tiles of our own products of few rows, for each product."""
     from engine.embedded.models.cuda.compiling import compiled_side_by_side
     from engine.embedded.models.cuda.products import Product
 

@@ -63,13 +63,8 @@ def _scaled_mm(
 
 
 @triton.jit
-def _even_bytes(pairs):  # type: ignore[no-untyped-def]
-    return pairs.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-
-
-@triton.jit
-def _odd_bytes(pairs):  # type: ignore[no-untyped-def]
-    return (pairs >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+def _converted(pairs, odd: tl.constexpr):  # type: ignore[no-untyped-def]
+    return (pairs >> 8 if odd else pairs).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
 
 @pytest.fixture
@@ -103,8 +98,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(module, "gdc_wait", lambda: None)
         monkeypatch.setattr(module, "gdc_launch_dependents", lambda: None)
     # What the interpreter knows no instructions for.
-    monkeypatch.setattr(decode_attention, "_even_bytes", _even_bytes)
-    monkeypatch.setattr(decode_attention, "_odd_bytes", _odd_bytes)
+    monkeypatch.setattr(decode_attention, "_converted", _converted)
     changed = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     monkeypatch.setattr(interpreter, "_patch_lang", lambda _: interpreter._LangPatchScope())
     # NumPy 2.4 converts no array of one element to a number, which the interpreter of Triton 3.6 asks for.

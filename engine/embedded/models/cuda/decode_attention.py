@@ -23,24 +23,20 @@ _LONG_ROWS = 64
 _MAX_SPLITS = 32
 
 
-@triton.jit
-def _even_bytes(pairs):
-    """Return the lower byte of each int16, a float8_e4m3fn, as float16: two by one conversion."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 both; .reg .b16 low, high; prmt.b32 both, $1, 0, 0x4420; mov.b32 {low, high}, both; "
-        "cvt.rn.f16x2.e4m3x2 $0, low; }",
-        "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
-    )  # fmt: skip
+_CONVERT_BYTES = (
+    "{ .reg .b32 both; .reg .b16 low, high; prmt.b32 both, $1, 0, %s; mov.b32 {low, high}, both; "
+    "cvt.rn.f16x2.e4m3x2 $0, low; }"
+)
+_CONVERT_EVEN, _CONVERT_ODD = (tl.constexpr(_CONVERT_BYTES % selected) for selected in ("0x4420", "0x4431"))
 
 
 @triton.jit
-def _odd_bytes(pairs):
-    """Return the upper byte of each int16, a float8_e4m3fn, as float16."""
+def _converted(pairs, ODD: tl.constexpr):
+    """Return the lower byte of each int16, or the upper one if ODD, from float8_e4m3fn to float16: two by one
+    conversion."""
     return tl.inline_asm_elementwise(
-        "{ .reg .b32 both; .reg .b16 low, high; prmt.b32 both, $1, 0, 0x4431; mov.b32 {low, high}, both; "
-        "cvt.rn.f16x2.e4m3x2 $0, low; }",
-        "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
-    )  # fmt: skip
+        _CONVERT_ODD if ODD else _CONVERT_EVEN, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2
+    )
 
 
 @triton.jit
@@ -80,8 +76,8 @@ def over_tokens(
         weight = weight.to(q.dtype)
         if PAIRS:
             v = tl.load(values + row // 2 + tl.arange(0, DIM // 2)[None, :], exists[:, None], 0)
-            acc = tl.dot(weight, _even_bytes(v), acc * shrink[:, None])
-            odd = tl.dot(weight, _odd_bytes(v), odd * shrink[:, None])
+            acc = tl.dot(weight, _converted(v, False), acc * shrink[:, None])
+            odd = tl.dot(weight, _converted(v, True), odd * shrink[:, None])
         else:
             v = tl.load(values + cells, exists[:, None], 0.0).to(q.dtype)
             acc = tl.dot(weight, v, acc * shrink[:, None])
@@ -236,7 +232,7 @@ class DecodeAttention:
         rows = len(query)
         pairs = rows * self._kv_heads
         few = _splits(_PROGRAMS // pairs) if count is None else 1
-        splits = _splits(_LONG_PROGRAMS // pairs) if rows <= _LONG_ROWS and count is None else few
+        splits = _splits(_LONG_PROGRAMS // pairs) if count is None and rows <= _LONG_ROWS else few
         fp8 = keys.dtype == torch.float8_e4m3fn
         if fp8:
             tile, warps = (128, 4) if rows < 16 or self._pad > 16 else (64, 2)

@@ -7,24 +7,18 @@ from typing import ClassVar
 import torch
 
 from engine.embedded.models.cuda import fp8_kernels
-from engine.embedded.models.cuda.products import FewTile, Product, fitted
-from engine.embedded.models.cuda.weights import Norm, Normed, Products, Tile, Weight
+from engine.embedded.models.cuda.products import FewTile, Product
+from engine.embedded.models.cuda.weights import Norm, Normed, Products, Tile, Weight, fitted_by_name
 
-# Measured on an H200 (docs/log.md), for up to so many rows.
-_FEW_TILES: Mapping[int, Mapping[str, FewTile]] = {
-    64: {
-        "qkv": (64, 256, 1, 4, 4),
-        "out": (64, 256, 2, 4, 4),
-        "gate_up": (64, 256, 1, 2, 4),
-        "down": (64, 256, 2, 4, 4),
-    },
-    128: {
-        "qkv": (64, 256, 1, 4, 4),
-        "out": (64, 256, 2, 4, 4),
-        "gate_up": (64, 128, 1, 3, 4),
-        "down": (64, 256, 2, 4, 4),
-    },
+# Measured on an H200 (docs/log.md).
+_TILES: dict[str, FewTile] = {
+    "qkv": (64, 256, 1, 4, 4),
+    "out": (64, 256, 2, 4, 4),
+    "gate_up": (64, 256, 1, 2, 4),
+    "down": (64, 256, 2, 4, 4),
 }
+_FEW_TILES: Mapping[int, Mapping[str, FewTile]] = {64: _TILES, 128: _TILES | {"gate_up": (64, 128, 1, 3, 4)}}
+"""Tiles for up to so many rows."""
 
 
 class Fp8Products(Products):
@@ -49,7 +43,7 @@ class Fp8Products(Products):
         return len(x) == 1 and not self._fits
 
     def weight(self, name: str, values: torch.Tensor) -> Weight:
-        self._fits &= fitted(_FEW_TILES[64][name], values, name == "gate_up") is not None
+        self._fits &= fitted_by_name(_TILES, name, values) is not None
         if values.is_meta:  # only the shapes are wanted
             scales = values.new_empty(len(values), dtype=torch.float32)
             return Weight(name, values.new_empty(values.shape, dtype=torch.float8_e4m3fn), scales)
@@ -108,10 +102,8 @@ class Fp8Products(Products):
 
 def _few_tile(rows: int, weight: Weight) -> FewTile | None:
     """Return the tile with which our own kernel computes a product, if it does."""
-    for most, tiles in _FEW_TILES.items():
-        if rows <= most:
-            return fitted(tiles[weight.name], weight.values, weight.name == "gate_up")
-    return None
+    tiles = next((tiles for most, tiles in _FEW_TILES.items() if rows <= most), {})
+    return fitted_by_name(tiles, weight.name, weight.values)
 
 
 def _quantised(values: torch.Tensor, scales: torch.Tensor) -> Normed:

@@ -110,8 +110,10 @@ class Product:
 
 
 def fitted(tile: FewTile, weight: torch.Tensor, gated: bool) -> FewTile | None:
-    """Return a tile that divides a weight of this shape, this one or one of half as many columns; None if there is none
-    or the weight is too small for our own kernel."""
+    """Return this tile if it divides the weight, else the same with half as many columns.
+
+    None if neither does, or if the weight is too small for our own kernel.
+    """
     block_n, block_k, splits, stages, warps = tile
     tiles, rest = divmod(weight.shape[0], block_n * (1 + gated))
     if rest or tiles * splits < LEAST_PROGRAMS:

@@ -326,9 +326,8 @@ class CudaRunner(PagedRunner):
     def _set_aside(self, config: EmbeddedConfig) -> int:
         largest, batch = _largest(config), config.max_batch_size
         chunks = _chunk_sizes(largest)
-        rows = (
-            sum((*_sizes(largest), *chunks, *_beside_sizes(chunks), *_cascade_sizes(batch))) * config.enable_cuda_graphs
-        )
+        sizes = (*_sizes(largest), *chunks, *_beside_sizes(chunks), *_cascade_sizes(batch))
+        rows = sum(sizes) * config.enable_cuda_graphs
         logits = rows * self.vocab_size * self.dtype.itemsize  # each graph keeps its own
         return CudaSampler.count_bytes(self.vocab_size, largest, batch + self.spare_slots) + logits
 
@@ -460,6 +459,7 @@ class CudaRunner(PagedRunner):
         """Capture a graph for each kind and size, the largest first, so that the others find its memory."""
         started = time.monotonic()
         pool: Any = None
+        count = 0
         for kind, graphs, sizes in self._graph_kinds(largest, batch):
             captured = {}
             for size in reversed(sizes):
@@ -469,7 +469,7 @@ class CudaRunner(PagedRunner):
                 pool = graph.pool()
                 captured[size] = _Graph(kind, size, graph, inputs, *outputs)
             graphs.update(sorted(captured.items()))
-        count = sum(map(len, (self._graphs, self._chunk_graphs, self._beside_graphs, self._cascade_graphs)))
+            count += len(captured)
         log.info("captured %d CUDA graphs in %.1f s", count, time.monotonic() - started)
 
     def _graph_kinds(self, largest: int, batch: int) -> list[tuple["_GraphKind", dict[int, "_Graph"], list[int]]]:

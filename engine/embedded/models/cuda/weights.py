@@ -157,8 +157,10 @@ class PlainProducts(Products):
         return self._add_rows(x, value, down, norm)
 
 
+def fitted_by_name(tiles: Mapping[str, FewTile], name: str, values: torch.Tensor) -> FewTile | None:
+    """Return the tile with which our own kernel computes the product of this name, if it does."""
+    return fitted(tiles[name], values, name == "gate_up") if name in tiles else None
+
+
 def _few_tile(rows: int, weight: Weight) -> FewTile | None:
-    """Return the tile with which our own kernel computes a product, if it does."""
-    if rows > _FEW_ROWS or weight.name not in _FEW_TILES:
-        return None
-    return fitted(_FEW_TILES[weight.name], weight.values, weight.name == "gate_up")
+    return fitted_by_name(_FEW_TILES, weight.name, weight.values) if rows <= _FEW_ROWS else None

@@ -170,11 +170,7 @@ def test_attention_of_groups(heads: int, kv_heads: int, dim: int, dtype: torch.d
         for index, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             rows = slice(sum(lengths[:index]), sum(lengths[: index + 1]))
             expected = dense(query[rows], whole[:, 1, 0], whole[:, 1, 1], tables[index], start + length)
-            if dtype == FP8:
-                near = 0.02 if ON_GPU else 2e-3
-                assert float((out[rows].float() - expected).abs().max()) <= near * float(expected.abs().max())
-            else:
-                same(out[rows], expected)
+            same_over(out[rows], expected, dtype)
         assert bool(out.isfinite().all()), "padding is computed, too"
 
 
@@ -211,11 +207,7 @@ def test_decodes_apart_from_chunks(dtype: torch.dtype, decodes: int) -> None:
     for index, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         rows = slice(sum(lengths[:index]), sum(lengths[: index + 1]))
         expected = dense(query[rows], whole[:, 0], whole[:, 1], tables[index], start + length)
-        if dtype == FP8:
-            near = 0.02 if ON_GPU else 2e-3
-            assert float((together[rows].float() - expected).abs().max()) <= near * float(expected.abs().max())
-        else:
-            same(together[rows], expected)
+        same_over(together[rows], expected, dtype)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 16), (12, 2, 32)])
@@ -253,11 +245,7 @@ def test_decodes_that_share_prefixes(heads: int, kv_heads: int, dim: int, dtype:
         decode(query, keys, values, tables, positions, out, (on_device[3], state, sums))
     for row, table in enumerate(tables):
         expected = dense(query[row : row + 1], whole[:, 0], whole[:, 1], table, int(positions[row]) + 1)
-        if dtype == FP8:
-            near = 0.02 if ON_GPU else 2e-3
-            assert float((out[row].float() - expected).abs().max()) <= near * float(expected.abs().max())
-        else:
-            same(out[row], expected[0])
+        same_over(out[row], expected[0], dtype)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8, 32])
@@ -283,6 +271,15 @@ def test_worklists_hold_every_token_once(kv_heads: int) -> None:
         divided = used > 1
         assert not divided.any() or divided[: divided.sum()].all(), "divided groups come first"
         assert divided.sum() * kv_heads <= 2 * programs
+
+
+def same_over(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """Compare what attention gives over a cache of this type."""
+    if dtype == FP8:
+        near = 0.02 if ON_GPU else 2e-3
+        assert float((found.float() - expected).abs().max()) <= near * float(expected.abs().max())
+    else:
+        same(found, expected)
 
 
 def dense(
