@@ -83,9 +83,11 @@ def check(folder: Path, level: str, rounded: dict[str, torch.Tensor]) -> None:
         assert torch.equal(computed, model.forward(step_of([Part(tokens, list(range(3, 8)), 0, 140)])))
         if narrow(level) or rounds(level):
             errors = (computed - logits).square().mean(-1).sqrt() / size(logits)
-            assert errors.max() < 0.1 and errors.mean() < 0.03, "the order of sums decides how a few are rounded"
+            share = 1 if narrow(level) else 0.2  # where keys and values alone are rounded
+            assert errors.max() < 0.1 * share, "the order of sums decides how a few are rounded"
+            assert errors.mean() < 0.03 * share
             # Rounded keys and values leave fewer of them: one of these reaches all rows behind it.
-            assert errors.min() < (0.01 if rounds(level) else 0.005), "rows where it decides nothing"
+            assert errors.min() < (0.01 if rounds(level) else 0.005) * share, "rows where it decides nothing"
         else:
             torch.testing.assert_close(computed, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max()))
 
