@@ -531,6 +531,7 @@ class EngineCore:
         if fetches := self.scheduler.take_fetches():
             if self.tiers is not None:
                 self.tiers.land()
+            self._fetches.land()
             self._fetches.start(fetches)
             self._stalled = False
             for fetch in fetches:
@@ -544,7 +545,7 @@ class EngineCore:
         slots, admissions = [sequence.slot], [sequence.admission]
         with suppress(RuntimeError):  # as when memory is short: its step tries again, and may fail
             self.runner.expect(sequence.slot, sequence.admission, sequence.tables)
-            if not sequence.lacks_first and sequence.sampler.matcher is None:
+            if sequence.sampler.matcher is None:
                 self._sampler.enter(slots, admissions, [sequence.sampler])
 
     def _settle(self) -> Outputs:
@@ -557,6 +558,9 @@ class EngineCore:
         assert step.drawn is not None
         note_pending(step.sampling, -1)
         outputs: Outputs = []
+        for sequence in self._fetches.confirm(step.chunks):
+            if self.speculator is not None:
+                self.speculator.forget(sequence)
         try:
             taken = self._take(step, step.drawn)
             chunks = step.chunks if step.rows is None else self._verified(step.chunks, taken)
@@ -591,7 +595,7 @@ class EngineCore:
             going_on: list[tuple[Chunk, int]] = []
             for index, (chunk, (tokens, logprobs)) in enumerate(zip(chunks, drawn.results(), strict=True)):
                 sequence = chunk.sequence
-                if sequence.status is SequenceStatus.FINISHED:
+                if sequence.status is SequenceStatus.FINISHED or chunk.admission == sequence.void:
                     continue
                 # A prefill that lost its blocks meanwhile has nothing to hold: it is computed again.
                 if sequence.request.prefill_only and not chunk.current:

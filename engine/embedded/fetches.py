@@ -2,13 +2,15 @@
 
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from engine.embedded.kv.groups import Table
 from engine.embedded.kv.source import Reading
 from engine.embedded.scheduler import Fetch, Scheduler
-from engine.embedded.sequence import Sequence
+from engine.embedded.sequence import Sequence, SequenceStatus
+from engine.embedded.step import Chunk
 from engine.transfer.base import TransferError
 
 _PAUSE = 0.001
@@ -30,6 +32,23 @@ class _ActiveFetch:
     """Time in which something was copied."""
 
 
+class _Unconfirmed(NamedTuple):
+    """A reading whose sequence runs, although its blocks may prove not to be what was offered."""
+
+    entry: _ActiveFetch
+    admission: int
+    """The sequence's when it began to run."""
+
+    @property
+    def sequence(self) -> Sequence:
+        return self.entry.fetch.sequence
+
+    @property
+    def counts(self) -> bool:
+        """Whether the sequence still has the blocks."""
+        return self.sequence.admission == self.admission and self.sequence.status is SequenceStatus.RUNNING
+
+
 class _Orphan(NamedTuple):
     """A reading that was given up, and the blocks that it may write to until it is over."""
 
@@ -47,6 +66,7 @@ class Fetches:
         self._running: list[_ActiveFetch] = []
         self.lost: list[tuple[Sequence, str]] = []
         """Sequences whose KV blocks could not be read before the first token was known, and the reasons."""
+        self._unconfirmed: list[_Unconfirmed] = []
         self._orphans: list[_Orphan] = []
         self._succeeded = 0
         self._failed = 0
@@ -58,7 +78,7 @@ class Fetches:
         """The longest pause between two calls of `poll`; None if there is nothing to poll."""
         if any(not entry.waits for entry in self._running):
             return _PAUSE
-        return _ORPHANS_PAUSE if self._orphans else None
+        return _ORPHANS_PAUSE if self._orphans or self._unconfirmed else None
 
     def stats(self) -> dict[str, Any]:
         """Return the fields of `IterationStats` on transfers."""
@@ -84,8 +104,41 @@ class Fetches:
         """Take note of readings that have ended, and have others read on; return whether one has ended."""
         running, orphans = self._running, self._orphans
         self._running = [entry for entry in running if not self._ended(entry)]
-        self._orphans = [orphan for orphan in self._orphans if not self._over(orphan)]
+        self._orphans = [orphan for orphan in self._orphans if not self._over(orphan.reading, orphan.tables)]
+        self._unconfirmed = [
+            one for one in self._unconfirmed if one.counts or one.sequence.pending or not self._over(one.entry.reading)
+        ]
         return len(self._running) < len(running) or len(self._orphans) < len(orphans)
+
+    def land(self) -> None:
+        """Wait until nothing is written any more to the blocks of sequences that run: some may have been given back."""
+        for one in self._unconfirmed:
+            with suppress(TransferError):  # which `confirm` tells
+                one.entry.reading.confirmed(wait=True)
+
+    def confirm(self, chunks: list[Chunk]) -> list[Sequence]:
+        """Confirm the blocks of the sequences of a step, before its tokens are used. Return those whose blocks are not
+        what was offered, which are queued again. Waits for the last copies, behind which the device runs the step."""
+        if not self._unconfirmed:
+            return []
+        sequences = {chunk.sequence for chunk in chunks}
+        asked = [one for one in self._unconfirmed if one.sequence in sequences]
+        self._unconfirmed = [one for one in self._unconfirmed if one not in asked]
+        return [one.sequence for one in asked if not self._confirm(one)]
+
+    def _confirm(self, one: _Unconfirmed) -> bool:
+        try:
+            one.entry.reading.confirmed(wait=True)
+        except TransferError as error:
+            one.sequence.void = one.admission
+            self._note_failure(one.entry.fetch, str(error))
+            if one.counts:
+                self._scheduler.refute(one.sequence)
+            return False
+        self._note_success(one.entry)
+        if one.counts:
+            self._scheduler.confirm(one.sequence)
+        return True
 
     def abort(self, sequence: Sequence) -> None:
         """Give up a FETCHING sequence."""
@@ -106,16 +159,18 @@ class Fetches:
             entry.seconds += now - entry.polled
         try:
             done = entry.reading.done()
+            confirmed = done and entry.reading.confirmed()
         except TransferError as error:
             self._scheduler.release_orphan(self._give_up(entry.fetch, str(error)))
             return True
         entry.waits, entry.polled = entry.reading.waits, now
         if done:
             self._scheduler.fetched(entry.fetch)
-            if entry.fetch.source.is_transfer:
-                self._succeeded += 1
-                self._bytes += entry.reading.num_bytes
-                self._seconds += entry.seconds
+            if confirmed:
+                self._scheduler.confirm(entry.fetch.sequence)
+                self._note_success(entry)
+            else:
+                self._unconfirmed.append(_Unconfirmed(entry, entry.fetch.sequence.admission))
             return True
         elapsed = now - entry.copied_since
         if not entry.waits and elapsed > self._timeout_seconds:
@@ -123,16 +178,25 @@ class Fetches:
             return True
         return False
 
-    def _give_up(self, fetch: Fetch, reason: str) -> list[Table]:
-        """Queue a sequence again, as after a preemption, or note that it is lost; return the blocks that it leaves."""
-        sequence = fetch.sequence
+    def _note_success(self, entry: _ActiveFetch) -> None:
+        if entry.fetch.source.is_transfer:
+            self._succeeded += 1
+            self._bytes += entry.reading.num_bytes
+            self._seconds += entry.seconds
+
+    def _note_failure(self, fetch: Fetch, reason: str) -> None:
         log.warning(
             "could not read the KV blocks of request %s%s: %s",
-            sequence.request.request_id,
-            "" if sequence.lacks_first else "; computing its prompt here",
+            fetch.sequence.request.request_id,
+            "" if fetch.sequence.lacks_first else "; computing its prompt here",
             reason,
         )
         self._failed += fetch.source.is_transfer
+
+    def _give_up(self, fetch: Fetch, reason: str) -> list[Table]:
+        """Queue a sequence again, as after a preemption, or note that it is lost; return the blocks that it leaves."""
+        sequence = fetch.sequence
+        self._note_failure(fetch, reason)
         if sequence.lacks_first:
             self.lost.append((sequence, reason))
         return self._scheduler.abandon(sequence, again=not sequence.lacks_first)
@@ -141,11 +205,13 @@ class Fetches:
         reading.cancel()
         self._orphans.append(_Orphan(reading, tables))
 
-    def _over(self, orphan: _Orphan) -> bool:
+    def _over(self, reading: Reading, orphan: list[Table] | None = None) -> bool:
+        """Return whether a reading that nothing needs writes no more, having released the blocks that it leaves."""
         try:
-            if not orphan.reading.done():
+            if not (reading.done() and reading.confirmed()):
                 return False
         except TransferError:
-            pass  # as a rule because it was cancelled; nothing needs its bytes
-        self._scheduler.release_orphan(orphan.tables)
+            pass  # as a rule because it was cancelled
+        if orphan is not None:
+            self._scheduler.release_orphan(orphan)
         return True

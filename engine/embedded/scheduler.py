@@ -125,15 +125,24 @@ class Scheduler:
         return fetches
 
     def fetched(self, fetch: Fetch) -> None:
-        """Run a sequence whose blocks have been read. They become reusable with `store_fetched`, or as soon as another
-        sequence could share them."""
+        """Run a sequence whose blocks have been read, and are not confirmed yet."""
         sequence = fetch.sequence
         assert sequence.status is SequenceStatus.FETCHING
         self.fetching.remove(sequence)
         self._release_sources(sequence)
         self._run(sequence, fetch.position)
         sequence.here = max(fetch.position // self.blocks.block_size, sequence.stored)
+
+    def confirm(self, sequence: Sequence) -> None:
+        """Note that the blocks that were read for a running sequence are what was offered. They become reusable with
+        `store_fetched`, or as soon as another sequence could share them."""
+        assert sequence.status is SequenceStatus.RUNNING
         self._fetched.append(sequence)
+
+    def refute(self, sequence: Sequence) -> None:
+        """Queue a running sequence again, since the blocks that were read for it are not what was offered."""
+        assert sequence.status is SequenceStatus.RUNNING and sequence not in self._fetched
+        self._queue_again(sequence)
 
     def store_fetched(self, most: int | None = None) -> None:
         """Make blocks reusable that have been read, `most` of them if given. All blocks of a long prompt take
@@ -368,11 +377,14 @@ class Scheduler:
         self.store_fetched()
         if self._offload is not None:
             self._offload.offload(sequence, 0, sequence.stored, always=True)
+        self._queue_again(sequence)
+        self.preemptions += 1
+
+    def _queue_again(self, sequence: Sequence) -> None:
         self._take_out(sequence, SequenceStatus.WAITING)
         self.blocks.release(sequence.tables)
         sequence.tables = []
         sequence.computed = sequence.stored = 0
-        self.preemptions += 1
         self.add(sequence)
 
     def _admit(self, budget: int, chunks: list[Chunk], decodes: int) -> None:
@@ -389,6 +401,8 @@ class Scheduler:
         for sequence in self._candidates():
             if not self._slots:
                 return
+            if sequence.pending and not sequence.lacks_first:
+                continue  # it was refuted while a further step computed it
             if offered := self._offered(sequence):
                 if not self._fetch(sequence, *offered) and not sequence.lacks_first:
                     return

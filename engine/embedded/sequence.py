@@ -65,6 +65,9 @@ class Sequence:
     admission: int = 0
     """Number of its last admission, unique in the engine: what was launched before a preemption does not count
     afterwards."""
+    void: int = -1
+    """The admission of which nothing counts, since it computed from blocks that were not what another replica had
+    offered."""
     keys: list[BlockKey] = field(default_factory=list)
     """Keys of the full blocks of `tokens`, as far as `extend_keys` has been asked."""
     mm_keys: dict[BlockKey, MmKeys] = field(default_factory=dict)

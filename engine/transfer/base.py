@@ -80,8 +80,23 @@ class Transfer(Protocol):
         Raises TransferError if the transfer failed or was cancelled.
         """
 
+    def hold_back(self, stream: int) -> bool:
+        """Have the work that a CUDA stream is given from now on begin after the copies, and return True; or return
+        False, as while some have yet to begin. Never blocks."""
+
     def cancel(self) -> None:
         """Ask the transfer to end early; poll `done` until it has."""
+
+
+class BegunCopies(Protocol):
+    """Copies of a transfer which a GPU has been given."""
+
+    def end(self, cancelled: Event) -> None:
+        """Wait until they have ended; to be called once, in a thread. Raises TransferError if the bytes are not the
+        peer's."""
+
+    def hold_back(self, stream: int) -> bool:
+        """See `Transfer`."""
 
 
 class TransferMethod(Protocol):

@@ -11,7 +11,7 @@ A copy cannot be stopped once it is on its stream, so a transfer proceeds in pie
 current piece. If the peer died meanwhile, the result is rejected.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from threading import Event, Lock
@@ -19,7 +19,15 @@ from weakref import finalize
 
 import msgspec
 
-from engine.transfer.base import NotFromHere, Read, Region, TransferError, check_cancelled, split_reads
+from engine.transfer.base import (
+    BegunCopies,
+    NotFromHere,
+    Read,
+    Region,
+    TransferError,
+    check_cancelled,
+    split_reads,
+)
 from engine.transfer.cuda import HANDLE_BYTES, Cuda, Stream
 from engine.transfer.mapped import MappedMethod, Owner
 from engine.transfer.process_id import check_survived
@@ -74,9 +82,9 @@ class CudaIpc(MappedMethod[_DeviceRange, _DeviceMapping]):
         self._streams = _Streams(self._cuda)
         super().__init__("cuda_ipc", Owner[_DeviceRange], regions, memories)
 
-    def begin(self, data: bytes, reads: Sequence[Read]) -> Callable[[Event], None] | None:
+    def begin(self, data: bytes, reads: Sequence[Read]) -> BegunCopies | None:
         """Have the GPU begin to copy at once, if the peer's memory is open already and the reads are of at most one
-        piece. Return what waits for the end, and raises TransferError as `read` does; or None, with nothing begun."""
+        piece. Return None if nothing has begun."""
         try:
             owner = self._owner(data, reads)
         except TransferError:
@@ -87,27 +95,17 @@ class CudaIpc(MappedMethod[_DeviceRange, _DeviceMapping]):
         if mappings is None or len(devices) != 1 or len(reads) > _MOST_BEGUN or size > PIECE:
             return None
         [device] = devices
-        stack = ExitStack()
-        error: TransferError | None = None
+        begun = _Begun(self._cuda, device, owner, mappings)
         try:
             with self._cuda.on(device):
-                stream = stack.enter_context(self._streams.on(device))
+                stream = begun.on(self._streams)
                 for read in reads:
                     self._begin_copy(stream, owner, mappings, read)
         except TransferError as failed:  # some of the copies may have begun
-            error = failed
+            begun.error = failed
         except Exception as failed:  # a library's bug costs one request its KV blocks, as in `Transfers`
-            error = TransferError(f"cuda_ipc: {type(failed).__name__}: {failed}")
-
-        def end(_: Event) -> None:
-            with stack:  # which waits for the copies; until then the peer's memory stays open
-                pass
-            mappings.clear()
-            if error is not None:
-                raise error
-            check_survived(owner.process)
-
-        return end
+            begun.error = TransferError(f"cuda_ipc: {type(failed).__name__}: {failed}")
+        return begun
 
     def close(self) -> None:
         super().close()
@@ -136,6 +134,42 @@ class CudaIpc(MappedMethod[_DeviceRange, _DeviceMapping]):
     ) -> None:
         source = mappings[read.region].address + owner.regions[read.region].offset
         stream.copy(self._regions[read.region].address + read.local_offset, source + read.remote_offset, read.size)
+
+
+class _Begun:
+    """Copies from a peer's memory that a GPU has been given (`BegunCopies`)."""
+
+    def __init__(self, cuda: Cuda, device: int, owner: Owner[_DeviceRange], mappings: list[_DeviceMapping]) -> None:
+        self.error: TransferError | None = None
+        """Why not all of them have begun."""
+        self._cuda = cuda
+        self._device = device
+        self._owner = owner
+        self._mappings = mappings
+        self._stack = ExitStack()
+        self._stream: Stream | None = None
+
+    def on(self, streams: "_Streams") -> Stream:
+        """Return the stream for the copies."""
+        self._stream = self._stack.enter_context(streams.on(self._device))
+        return self._stream
+
+    def end(self, cancelled: Event) -> None:
+        with self._stack:  # which waits for the copies; until then the peer's memory stays open
+            pass
+        self._mappings.clear()
+        if self.error is not None:
+            raise self.error
+        check_survived(self._owner.process)
+
+    def hold_back(self, stream: int) -> bool:
+        if self.error is not None or self._stream is None:
+            return False
+        with self._cuda.on(self._device):
+            point = self._stream.point()
+            point.hold_back(stream)
+            point.close()
+        return True
 
 
 class _Streams:

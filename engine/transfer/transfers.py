@@ -3,10 +3,12 @@
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from threading import Event
 from typing import Literal
 
 from engine.transfer.base import (
+    BegunCopies,
     NotFromHere,
     Offer,
     Read,
@@ -86,10 +88,9 @@ class Transfers:
             )
             raise TransferError(f"the peer offers {theirs}; this process reads by {ours}")
         joined = join_reads(reads)
-        transfer = _Threaded(
-            self._threads,
-            self._begun(known, joined) or (lambda cancelled: self._read(known, joined, cancelled)),
-        )
+        begun = self._begun(known, joined)
+        work = partial(self._read, known, joined) if begun is None else begun.end
+        transfer = _Threaded(self._threads, work, begun)
         self._running = {running for running in self._running if not running.future.done()}
         self._running.add(transfer)
         return transfer
@@ -102,9 +103,9 @@ class Transfers:
         for method in self._methods.values():
             method.close()
 
-    def _begun(self, offers: tuple[Offer, ...], reads: Sequence[Read]) -> Callable[[Event], None] | None:
+    def _begun(self, offers: tuple[Offer, ...], reads: Sequence[Read]) -> BegunCopies | None:
         """Begin a read that needs no thread to begin: the GPU copies while the thread that waits for it wakes up.
-        Return what the thread has to do; None if nothing has begun."""
+        Return None if nothing has begun."""
         method = self._methods.get(self._works.get(offers) or "")
         if not isinstance(method, CudaIpc):
             return None
@@ -142,12 +143,18 @@ def _automatic(regions: Sequence[Region]) -> list[str]:
 class _Threaded:
     """A transfer that runs in a thread."""
 
-    def __init__(self, threads: ThreadPoolExecutor, work: Callable[[Event], None]) -> None:
+    def __init__(
+        self, threads: ThreadPoolExecutor, work: Callable[[Event], None], begun: BegunCopies | None = None
+    ) -> None:
+        self._begun = begun
         self._cancelled = Event()
         self.future: Future[None] = threads.submit(work, self._cancelled)
 
     def done(self) -> bool:
         return self.future.done() and self.future.result() is None
+
+    def hold_back(self, stream: int) -> bool:
+        return self._begun is not None and self._begun.hold_back(stream)
 
     def cancel(self) -> None:
         self._cancelled.set()

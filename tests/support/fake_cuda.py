@@ -95,6 +95,17 @@ class FakeCuda:
     def wait(self) -> None:
         """Do nothing: copies have ended."""
 
+    def point(self) -> "_Point":
+        return _Point()
+
+
+class _Point:
+    def hold_back(self, stream: int) -> None:
+        """Do nothing: copies have ended."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
 
 def install() -> None:
     """Have this process, which tests have started, use the stand-in."""

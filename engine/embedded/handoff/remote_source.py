@@ -11,10 +11,18 @@ from engine.transfer.base import Read, Transfer, TransferError
 from engine.transfer.transfers import Transfers
 from engine.types import Handoff
 
+_MOST_FOLLOWED = 256 << 20
+"""Maximum number of bytes that the device waits for before it computes anything else, which holds up all sequences:
+about a millisecond between two GPUs of one host."""
+
 
 class _RemoteReading:
     """Transfers of KV blocks, each of what the other replica has computed by then, and after the last blocks of the
-    word that tells whether all of them were still held."""
+    word that tells whether all of them were still held.
+
+    Where a GPU can wait for the last ones, nothing here does: what they are for is computed behind them, and the word
+    is looked at before the result is used.
+    """
 
     def __init__(self, source: "RemoteSource", sequence: Sequence, missing: list[list[int]]) -> None:
         assert sequence.remote is not None
@@ -28,6 +36,8 @@ class _RemoteReading:
         self._transfer: Transfer | None = None
         self._word: Read | None = None
         """The read of the word, once it has begun."""
+        self._followed = False
+        """Whether the device waits for the last blocks before it computes anything else."""
         self._cancelled = False
         self._read_on()
 
@@ -36,18 +46,26 @@ class _RemoteReading:
         return self._transfer is None
 
     def done(self) -> bool:
+        if self._followed:
+            return True
         if self._transfer is not None:
             if not self._transfer.done():
                 return False
             self._transfer = None
-        if self._word is not None:
-            if not self._words.outlived(self._remote.lease, self._word):
-                raise TransferError("the other replica gave them up before they had been read")
-            return True
-        if self._cancelled:
+        if self._word is not None or self._cancelled:
             return True
         self._read_on()
-        return False
+        return self._followed
+
+    def confirmed(self, *, wait: bool = False) -> bool:
+        if self._transfer is not None:
+            if wait:
+                self._transfer.future.exception()
+            if not self._transfer.done():
+                return False
+        if self._word is not None and not self._words.outlived(self._remote.lease, self._word):
+            raise TransferError("the other replica gave them up before they had been read")
+        return True
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -64,12 +82,16 @@ class _RemoteReading:
             return
         self._missing = [[index for index in group if index >= count] for group in self._missing]
         reads = reads_of(self._remote, self._tables, now)
-        self.num_bytes += sum(read.size for read in reads)
+        size = sum(read.size for read in reads)
+        self.num_bytes += size
         if last:
             self._word = self._words.read(self._remote.lease, len(layout.block_bytes))
             reads.append(self._word)
         self._transfer = self._source.transfers.read(self._remote.offers, reads)
-        self._transfer.future.add_done_callback(lambda _: self._source.wake())
+        if self._word is not None and size <= _MOST_FOLLOWED:
+            self._followed = self._words.follow(self._transfer, self._word)
+        if not self._followed:
+            self._transfer.future.add_done_callback(lambda _: self._source.wake())
 
 
 class RemoteSource:

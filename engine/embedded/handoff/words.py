@@ -11,7 +11,7 @@ import secrets
 import torch
 
 from engine.embedded.kv.memory import region_of, shared_zeros
-from engine.transfer.base import WORD_BYTES, LeaseWord, Read, Region
+from engine.transfer.base import WORD_BYTES, LeaseWord, Read, Region, Transfer
 
 _PLACES = 1 << 14
 """Places for our own words, and again as many for words that are read. Both are taken in turn: one that is
@@ -33,6 +33,8 @@ class LeaseWords:
             else torch.zeros(shape, dtype=torch.int64, device=device)
         )
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._on_host = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+        """Words that the device has copied here; 0 for others."""
         self._granted = self._read = 0
 
     @property
@@ -55,11 +57,24 @@ class LeaseWords:
         """Return a reader of another replica's word, in the region of the table."""
         place = _PLACES + self._read % _PLACES
         self._read += 1
+        self._on_host[place] = 0
         return Read(region, lease.place * WORD_BYTES, place * WORD_BYTES, WORD_BYTES)
 
+    def follow(self, transfer: Transfer, read: Read) -> bool:
+        """Have the device begin what it is given from now on after a transfer, the last read of which is a word's, and
+        after copying that word to the host. Return False if that cannot be."""
+        if self._stream is None or not transfer.hold_back(self._stream.cuda_stream):
+            return False
+        place = read.local_offset // WORD_BYTES
+        with torch.cuda.stream(self._stream):
+            self._on_host[place].copy_(self._words[place], non_blocking=True)
+        torch.cuda.current_stream(self._words.device).wait_stream(self._stream)
+        return True
+
     def outlived(self, lease: LeaseWord, read: Read) -> bool:
-        """Return whether the word was still there when it was read."""
-        return self._get(read.local_offset // WORD_BYTES) == lease.word
+        """Return whether the word was still there when it was read, by a transfer that has ended."""
+        place = read.local_offset // WORD_BYTES
+        return int(self._on_host[place]) == lease.word or self._get(place) == lease.word
 
     def _put(self, place: int, word: int) -> None:
         with torch.cuda.stream(self._stream):

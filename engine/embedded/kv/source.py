@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Reading(Protocol):
-    """Blocks that are being read into a sequence's tables. Nothing here waits."""
+    """Blocks that are being read into a sequence's tables. Nothing here waits, unless asked to."""
 
     num_bytes: int
 
@@ -20,10 +20,18 @@ class Reading(Protocol):
         ...
 
     def done(self) -> bool:
-        """Return whether all blocks have arrived and are what was offered.
+        """Return whether all blocks have arrived. Raises TransferError if they never will.
 
-        Raises TransferError if they never will. Once this has returned True or raised, nothing is written to the blocks
-        any more; or the last copies are under way, and the device waits for them before it computes anything else.
+        Once this has returned True or raised, nothing is written to the blocks any more; or the last copies are under
+        way, and the device waits for them before it computes anything else.
+        """
+        ...
+
+    def confirmed(self, *, wait: bool = False) -> bool:
+        """Return whether the blocks are known to be what was offered, once `done` has returned True; with `wait`, wait
+        until nothing is written to them any more, when that is known.
+
+        Raises TransferError if they are not: whatever was computed from them is wrong.
         """
         ...
 

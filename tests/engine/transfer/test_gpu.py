@@ -52,6 +52,24 @@ def test_only_the_requested_bytes_are_copied(method: str, theirs: int) -> None:
     transfers.close()
 
 
+def test_work_behind_a_transfer_sees_its_bytes(method: str, theirs: int) -> None:
+    memory, region = on_gpu(LARGE // 8)
+    transfers = Transfers([region], method)
+    with owning(method, LARGE // 8, theirs, program=PROGRAM) as owner:
+        ended(transfers.read(owner.offers, [Read(0, 0, 0, MIB)]))
+        memory.zero_()
+        torch.cuda.synchronize()
+        transfer = transfers.read(owner.offers, [Read(0, 0, 0, LARGE // 8)])
+        follows = transfer.hold_back(torch.cuda.current_stream().cuda_stream)
+        end = memory[-MIB:].clone()
+        torch.cuda.current_stream().synchronize()
+        assert follows == (method == "cuda_ipc")
+        if follows:
+            assert end.cpu().numpy().tobytes() == content(0, MIB)
+        ended(transfer)
+    transfers.close()
+
+
 def test_reads_beyond_the_peers_region_touch_nothing(method: str, theirs: int) -> None:
     memory, region = on_gpu(SIZE)
     transfers = Transfers([region], method)

@@ -116,6 +116,7 @@ class Replica(Machine):
         if chance < 0.4:
             self.write(fetch, sequence.tables, 0)
             self.scheduler.fetched(fetch)
+            self.scheduler.confirm(fetch.sequence)
             self.read_from_tier += isinstance(fetch.source, Tier)
             return
         if isinstance(fetch.source, Tier):
@@ -229,6 +230,7 @@ def test_a_tier_offers_a_part_of_a_prompt_and_the_rest_is_computed() -> None:
     assert (fetch.sequence, fetch.source, fetch.position, fetch.missing) == (sequence, tier, 12, [[0, 1, 2]])
     replica.write(fetch, sequence.tables, 0)
     scheduler.fetched(fetch)
+    scheduler.confirm(fetch.sequence)
     assert (sequence.status, sequence.computed, sequence.cached_tokens) == (SequenceStatus.RUNNING, 12, 12)
     replica.run()
     assert sequence.tokens == expected(prompt, 3)
@@ -246,6 +248,7 @@ def fetched(*others: Sequence) -> tuple[Scheduler, Sequence]:
         scheduler.add(other)
     [fetch] = scheduler.take_fetches()
     scheduler.fetched(fetch)
+    scheduler.confirm(fetch.sequence)
     return scheduler, sequence
 
 
@@ -306,6 +309,7 @@ def test_a_sequence_of_which_only_a_partial_block_was_read_waits_behind_a_long_o
     assert scheduler.schedule() == []
     for fetch in scheduler.take_fetches():
         scheduler.fetched(fetch)
+        scheduler.confirm(fetch.sequence)
     assert short.stored == 2 and long.stored == 0
     for _ in range(6):
         compute(scheduler)

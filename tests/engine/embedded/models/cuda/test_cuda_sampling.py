@@ -113,6 +113,23 @@ def test_every_parameter_gives_the_tokens_of_the_reference(name: str) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("name", ["plain", "all penalties", "repetition", "min_tokens", "ban", "long bad words"])
+def test_a_sequence_may_be_entered_before_its_first_token_is_known(name: str) -> None:
+    """As one whose prompt another replica computes: the first token counts when it is computed."""
+    rows, device = 3, Device(3)
+    mine, theirs = ([state(CASES[name], seed) for seed in range(rows)] for _ in range(2))
+    device.sampler.enter(range(rows), [1] * rows, mine)
+    for seed, each in enumerate([*mine, *theirs]):
+        each.resume(20 + seed % rows)
+    for step in range(STEPS):
+        logits = random_logits(rows, step)
+        expected = Sampler(VOCAB, DEVICE).sample(logits.clone(), theirs)
+        same(device.draw(logits, mine, list(range(rows))), expected)
+        for each, sampled in zip([*mine, *theirs], [*expected, *expected], strict=True):
+            each.accept(sampled.token_ids[0])
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("name", ["plain", "greedy", "top_k and top_p", "logprobs", "more logprobs", "long bad words"])
 def test_tokens_behind_right_drafts_are_those_of_steps_of_their_own(name: str) -> None:
     """Two sequences with two drafted tokens each: the rows of one step are drawn from one after the other."""
