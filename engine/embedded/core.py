@@ -236,9 +236,9 @@ class EngineCore:
         except EngineError:
             self.abort(request_id)
             raise
-        self._stalled = False
         self.poll()
-        self._expect(sequence)
+        if sequence.status is not SequenceStatus.FETCHING:  # else a step gets nowhere before it has been read
+            self._stalled = False
 
     def abort(self, request_id: str) -> None:
         """Drop a sequence and free its blocks, at once or when nothing writes to them any more. Does nothing if it

@@ -6,7 +6,6 @@ the handoff, and the receiver of an offer reads them. Nothing is ever written in
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future
 from itertools import pairwise
 from threading import Event, Lock
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -70,33 +69,28 @@ WORD_BYTES = 8
 class Transfer(Protocol):
     """A read in progress."""
 
-    @property
-    def future(self) -> Future[None]:
-        """Completed, with the transfer's error if it has one, as soon as `done` would tell."""
-
     def done(self) -> bool:
         """Whether the transfer has ended; never blocks. True or an error means that local memory is no longer written.
 
         Raises TransferError if the transfer failed or was cancelled.
         """
 
-    def hold_back(self, stream: int) -> bool:
-        """Have the work that a CUDA stream is given from now on begin after the copies, and return True; or return
-        False, as while some have yet to begin. Never blocks."""
+    def wait(self) -> None:
+        """Block until `done` would tell."""
 
     def cancel(self) -> None:
         """Ask the transfer to end early; poll `done` until it has."""
 
 
-class BegunCopies(Protocol):
-    """Copies of a transfer which a GPU has been given."""
+class QueuedTransfer(Transfer, Protocol):
+    """A read of which a GPU has been given all copies."""
 
-    def end(self, cancelled: Event) -> None:
-        """Wait until they have ended; to be called once, in a thread. Raises TransferError if the bytes are not the
-        peer's."""
+    def copy(self, to: int, source: int, size: int) -> None:
+        """Copy between addresses of our own memory after that. Raises TransferError."""
 
-    def hold_back(self, stream: int) -> bool:
-        """See `Transfer`."""
+    def hold_back(self, stream: int) -> None:
+        """Have the work that a CUDA stream is given from now on begin after all copies; does not block. Raises
+        TransferError."""
 
 
 class TransferMethod(Protocol):

@@ -21,6 +21,7 @@ EVENT_BLOCKING_SYNC = 1
 EVENT_DISABLE_TIMING = 2
 IPC_LAZY_ENABLE_PEER_ACCESS = 1
 HOST_ALLOC_WRITE_COMBINED = 4
+NOT_READY = 600
 
 
 class Handle(ctypes.Structure):
@@ -28,6 +29,7 @@ class Handle(ctypes.Structure):
 
 
 SIGNATURES: dict[str, list[Any]] = {
+    "cudaMemcpyAsync": [c_void_p, c_void_p, c_size_t, c_int, c_void_p],
     "cudaGetDevice": [c_void_p],
     "cudaSetDevice": [c_int],
     "cudaFree": [c_void_p],
@@ -42,6 +44,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "cudaStreamDestroy": [c_void_p],
     "cudaEventCreateWithFlags": [c_void_p, c_uint],
     "cudaEventRecord": [c_void_p, c_void_p],
+    "cudaEventQuery": [c_void_p],
     "cudaEventSynchronize": [c_void_p],
     "cudaEventDestroy": [c_void_p],
 }
@@ -55,15 +58,14 @@ class Cuda:
         try:
             self._runtime = ctypes.CDLL(path)
             self._driver = ctypes.CDLL("libcuda.so.1")
-            # PyDLL keeps the GIL: a read makes thousands of these calls, a microsecond each, and reacquiring the GIL
-            # may take milliseconds.
-            self._copy = ctypes.PyDLL(path).cudaMemcpyAsync
+            # PyDLL keeps the GIL: these calls take a microsecond each, and reacquiring the GIL may take milliseconds.
+            self._quick = ctypes.PyDLL(path)
         except OSError as error:
             raise TransferError(f"CUDA's libraries cannot be loaded: {error}") from error
-        self._copy.argtypes = [c_void_p, c_void_p, c_size_t, c_int, c_void_p]
         self._runtime.cudaGetErrorString.restype = c_char_p
         for name, arguments in SIGNATURES.items():
-            getattr(self._runtime, name).argtypes = arguments
+            for library in (self._runtime, self._quick):
+                getattr(library, name).argtypes = arguments
         self._range = self._driver.cuMemGetAddressRange_v2
         self._range.argtypes = [c_void_p, c_void_p, c_uint64]
 
@@ -71,7 +73,10 @@ class Cuda:
     def on(self, device: int) -> Iterator[None]:
         """Make `device` this thread's current device inside the block."""
         before = c_int()
-        self._call("cudaGetDevice", byref(before))
+        self._call_quick("cudaGetDevice", byref(before))
+        if before.value == device:
+            yield
+            return
         self._call("cudaSetDevice", device)
         try:
             yield
@@ -132,6 +137,10 @@ class Cuda:
     def _call(self, name: str, *arguments: object) -> None:
         self._check(getattr(self._runtime, name)(*arguments), name)
 
+    def _call_quick(self, name: str, *arguments: object) -> None:
+        """Call what never waits, and keep the GIL."""
+        self._check(getattr(self._quick, name)(*arguments), name)
+
     def _check(self, code: int, name: str) -> None:
         if code:
             self._runtime.cudaGetLastError()
@@ -144,8 +153,15 @@ class StreamPoint:
     def __init__(self, cuda: Cuda, stream: c_void_p) -> None:
         self._cuda = cuda
         self._event = c_void_p()
-        cuda._call("cudaEventCreateWithFlags", byref(self._event), EVENT_BLOCKING_SYNC | EVENT_DISABLE_TIMING)
-        cuda._call("cudaEventRecord", self._event, stream)
+        cuda._call_quick("cudaEventCreateWithFlags", byref(self._event), EVENT_BLOCKING_SYNC | EVENT_DISABLE_TIMING)
+        cuda._call_quick("cudaEventRecord", self._event, stream)
+
+    def reached(self) -> bool:
+        """Return whether the copies have ended, without waiting."""
+        code = self._cuda._quick.cudaEventQuery(self._event)
+        if code != NOT_READY:
+            self._cuda._check(code, "cudaEventQuery")
+        return not code
 
     def wait(self) -> None:
         """Sleep until the copies have ended."""
@@ -153,10 +169,10 @@ class StreamPoint:
 
     def hold_back(self, stream: int) -> None:
         """Have the work that a stream is given from now on begin after the copies; does not wait."""
-        self._cuda._call("cudaStreamWaitEvent", stream, self._event, 0)
+        self._cuda._call_quick("cudaStreamWaitEvent", stream, self._event, 0)
 
     def close(self) -> None:
-        self._cuda._call("cudaEventDestroy", self._event)
+        self._cuda._call_quick("cudaEventDestroy", self._event)
 
 
 class Stream:
@@ -169,7 +185,7 @@ class Stream:
 
     def copy(self, to: int, source: int, size: int) -> None:
         """Copy between two addresses in device memory, of one GPU or two, or in pinned memory; does not wait."""
-        self._cuda._check(self._cuda._copy(to, source, size, COPY_KIND_BY_POINTERS, self._stream), "cudaMemcpyAsync")
+        self._cuda._call_quick("cudaMemcpyAsync", to, source, size, COPY_KIND_BY_POINTERS, self._stream)
 
     def point(self) -> StreamPoint:
         """Return the present end of this stream's work. It may outlive the stream; close it."""

@@ -20,22 +20,22 @@ from weakref import finalize
 import msgspec
 
 from engine.transfer.base import (
-    BegunCopies,
     NotFromHere,
+    QueuedTransfer,
     Read,
     Region,
     TransferError,
     check_cancelled,
     split_reads,
 )
-from engine.transfer.cuda import HANDLE_BYTES, Cuda, Stream
+from engine.transfer.cuda import HANDLE_BYTES, Cuda, Stream, StreamPoint
 from engine.transfer.mapped import MappedMethod, Owner
-from engine.transfer.process_id import check_survived
+from engine.transfer.process_id import ProcessId, check_survived
 
 PIECE = 1 << 30
 """Bytes copied between two checks for cancellation: some milliseconds over NVLink."""
-_MOST_BEGUN = 256
-"""Maximum number of copies that are begun by the thread that asks for them, each of which takes some microseconds."""
+_MOST_QUEUED = 256
+"""Maximum number of copies that the thread which asks for them queues, each of which takes some microseconds."""
 
 
 class _DeviceRange(msgspec.Struct, frozen=True, array_like=True):
@@ -82,30 +82,28 @@ class CudaIpc(MappedMethod[_DeviceRange, _DeviceMapping]):
         self._streams = _Streams(self._cuda)
         super().__init__("cuda_ipc", Owner[_DeviceRange], regions, memories)
 
-    def begin(self, data: bytes, reads: Sequence[Read]) -> BegunCopies | None:
+    def queue(self, data: bytes, reads: Sequence[Read]) -> QueuedTransfer | None:
         """Have the GPU begin to copy at once, if the peer's memory is open already and the reads are of at most one
-        piece. Return None if nothing has begun."""
+        piece. Return None, with nothing begun, otherwise. If not all can begin, `done` raises why."""
         try:
             owner = self._owner(data, reads)
         except TransferError:
-            return None
+            return None  # `read` says what is wrong
         mappings = self._open_mappings(owner)
         devices = {self._regions[read.region].device for read in reads}
         size = sum(read.size for read in reads)
-        if mappings is None or len(devices) != 1 or len(reads) > _MOST_BEGUN or size > PIECE:
+        if mappings is None or len(devices) != 1 or len(reads) > _MOST_QUEUED or size > PIECE:
             return None
-        [device] = devices
-        begun = _Begun(self._cuda, device, owner, mappings)
+        queued = _Queued(self._cuda, self._streams, devices.pop(), owner.process, mappings)
         try:
-            with self._cuda.on(device):
-                stream = begun.on(self._streams)
+            with self._cuda.on(queued.device):
                 for read in reads:
-                    self._begin_copy(stream, owner, mappings, read)
+                    self._begin_copy(queued.stream, owner, mappings, read)
         except TransferError as failed:  # some of the copies may have begun
-            begun.error = failed
+            queued.error = failed
         except Exception as failed:  # a library's bug costs one request its KV blocks, as in `Transfers`
-            begun.error = TransferError(f"cuda_ipc: {type(failed).__name__}: {failed}")
-        return begun
+            queued.error = TransferError(f"cuda_ipc: {type(failed).__name__}: {failed}")
+        return queued
 
     def close(self) -> None:
         super().close()
@@ -136,40 +134,65 @@ class CudaIpc(MappedMethod[_DeviceRange, _DeviceMapping]):
         stream.copy(self._regions[read.region].address + read.local_offset, source + read.remote_offset, read.size)
 
 
-class _Begun:
-    """Copies from a peer's memory that a GPU has been given (`BegunCopies`)."""
+class _Queued:
+    """Copies from a peer's memory, which stays open until they have ended (`QueuedTransfer`)."""
 
-    def __init__(self, cuda: Cuda, device: int, owner: Owner[_DeviceRange], mappings: list[_DeviceMapping]) -> None:
+    def __init__(
+        self, cuda: Cuda, streams: "_Streams", device: int, process: ProcessId, mappings: list[_DeviceMapping]
+    ) -> None:
+        self.device = device
+        self.stream = streams.take(device)
         self.error: TransferError | None = None
         """Why not all of them have begun."""
         self._cuda = cuda
-        self._device = device
-        self._owner = owner
+        self._streams = streams
+        self._process = process
         self._mappings = mappings
-        self._stack = ExitStack()
-        self._stream: Stream | None = None
+        self._end: StreamPoint | None = None
+        self._over = False
 
-    def on(self, streams: "_Streams") -> Stream:
-        """Return the stream for the copies."""
-        self._stream = self._stack.enter_context(streams.on(self._device))
-        return self._stream
-
-    def end(self, cancelled: Event) -> None:
-        with self._stack:  # which waits for the copies; until then the peer's memory stays open
-            pass
-        self._mappings.clear()
+    def done(self) -> bool:
+        if not self._over:
+            with self._cuda.on(self.device):
+                if not self._point().reached():
+                    return False
+                self._finish()
         if self.error is not None:
             raise self.error
-        check_survived(self._owner.process)
-
-    def hold_back(self, stream: int) -> bool:
-        if self.error is not None or self._stream is None:
-            return False
-        with self._cuda.on(self._device):
-            point = self._stream.point()
-            point.hold_back(stream)
-            point.close()
         return True
+
+    def wait(self) -> None:
+        if not self._over:
+            with self._cuda.on(self.device):
+                self._point().wait()
+
+    def cancel(self) -> None:
+        """Do nothing: the copies cannot be stopped, and take some milliseconds at most."""
+
+    def copy(self, to: int, source: int, size: int) -> None:
+        assert self._end is None
+        with self._cuda.on(self.device):
+            self.stream.copy(to, source, size)
+
+    def hold_back(self, stream: int) -> None:
+        with self._cuda.on(self.device):
+            self._point().hold_back(stream)
+
+    def _point(self) -> StreamPoint:
+        """Return the end of the copies, of which there are no more from now on."""
+        if self._end is None:
+            self._end = self.stream.point()
+        return self._end
+
+    def _finish(self) -> None:
+        self._over = True
+        self._point().close()
+        self._streams.give_back(self.device, self.stream)
+        self._mappings.clear()
+        try:
+            check_survived(self._process)
+        except TransferError as error:
+            self.error = self.error or error
 
 
 class _Streams:
@@ -181,24 +204,32 @@ class _Streams:
         self._free: dict[int, list[Stream]] = {}
         self._all = ExitStack()
 
+    def take(self, device: int) -> Stream:
+        """Return a stream of a GPU that nobody else uses until `give_back`."""
+        with self._lock:
+            if free := self._free.get(device):
+                return free.pop()
+            with self._cuda.on(device):
+                return self._all.enter_context(self._cuda.stream())
+
+    def give_back(self, device: int, stream: Stream) -> None:
+        """Return a stream whose work has ended."""
+        with self._lock:
+            self._free.setdefault(device, []).append(stream)
+
     @contextmanager
     def on(self, device: int) -> Iterator[Stream]:
-        """Yield a stream of a GPU that nobody else uses meanwhile. Its work has ended when the block ends."""
-        with self._lock:
-            free = self._free.setdefault(device, [])
-            stream = free.pop() if free else None
-            if stream is None:
-                with self._cuda.on(device):
-                    stream = self._all.enter_context(self._cuda.stream())
+        """Yield a stream. Its work has ended when the block ends."""
+        stream = self.take(device)
         try:
             yield stream
         finally:
             with self._cuda.on(device):
                 stream.wait()
-            with self._lock:
-                free.append(stream)
+            self.give_back(device, stream)
 
     def close(self) -> None:
+        """Wait for the work of all streams."""
         self._all.close()
 
 

@@ -8,13 +8,12 @@ from threading import Event
 from typing import Literal
 
 from engine.transfer.base import (
-    BegunCopies,
     NotFromHere,
     Offer,
+    QueuedTransfer,
     Read,
     Recent,
     Region,
-    Transfer,
     TransferError,
     TransferMethod,
     check_cancelled,
@@ -41,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Transfers:
-    """One process's transfers. Reads run in threads, mostly without the GIL; only `close` blocks."""
+    """One process's transfers. Reads run in threads, mostly without the GIL, or on a GPU; only `close` blocks."""
 
     def __init__(self, regions: Sequence[Region], method: MethodName = "auto", port: int = 0) -> None:
         """Offer regions, which must stay mapped until `close`. `port` is for TCP; 0 takes a free one.
@@ -53,7 +52,7 @@ class Transfers:
         self._methods: dict[str, TransferMethod] = {}
         self._works: Recent[tuple[Offer, ...], str] = Recent()
         """The method that last worked for a peer, by the peer's offers, which stay the same for its lifetime."""
-        self._running: set[_Threaded] = set()
+        self._running: set[ThreadedTransfer] = set()
         reasons = []
         for name in _automatic(self._regions) if method == "auto" else [method]:
             try:
@@ -70,7 +69,7 @@ class Transfers:
         """Return how peers may read our regions, best first; the same on every call."""
         return self._offers
 
-    def read(self, offers: Sequence[Offer], reads: Sequence[Read]) -> Transfer:
+    def read(self, offers: Sequence[Offer], reads: Sequence[Read]) -> "ThreadedTransfer":
         """Start copying a peer's bytes into our regions, by the first of its offers that works from here.
 
         Nothing else may use the destination until the transfer is done, including work queued on a GPU. Regions are
@@ -81,19 +80,26 @@ class Transfers:
         died.
         """
         check_local(reads, self._regions)
-        known = tuple(offer for offer in offers if offer.method in self._methods)
-        if not known:
+        if not (known := self._known(offers)):
             theirs, ours = (
                 ", ".join(names) or "nothing" for names in ([offer.method for offer in offers], self._methods)
             )
             raise TransferError(f"the peer offers {theirs}; this process reads by {ours}")
-        joined = join_reads(reads)
-        begun = self._begun(known, joined)
-        work = partial(self._read, known, joined) if begun is None else begun.end
-        transfer = _Threaded(self._threads, work, begun)
+        transfer = ThreadedTransfer(self._threads, partial(self._read, known, join_reads(reads)))
         self._running = {running for running in self._running if not running.future.done()}
         self._running.add(transfer)
         return transfer
+
+    def queue(self, offers: Sequence[Offer], reads: Sequence[Read]) -> QueuedTransfer | None:
+        """Do as `read` does, but have a GPU begin at once, without a thread; return None, with nothing done, if that
+        cannot be. Raises TransferError with no memory written."""
+        check_local(reads, self._regions)
+        known = self._known(offers)
+        works = self._works.get(known)
+        method = self._methods.get(works or "")
+        if not isinstance(method, CudaIpc):
+            return None
+        return method.queue(next(offer.data for offer in known if offer.method == works), join_reads(reads))
 
     def close(self) -> None:
         """Cancel running transfers, wait for them and free all resources; the regions may be unmapped afterwards."""
@@ -103,13 +109,9 @@ class Transfers:
         for method in self._methods.values():
             method.close()
 
-    def _begun(self, offers: tuple[Offer, ...], reads: Sequence[Read]) -> BegunCopies | None:
-        """Begin a read that needs no thread to begin: the GPU copies while the thread that waits for it wakes up.
-        Return None if nothing has begun."""
-        method = self._methods.get(self._works.get(offers) or "")
-        if not isinstance(method, CudaIpc):
-            return None
-        return method.begin(next(offer.data for offer in offers if offer.method == "cuda_ipc"), reads)
+    def _known(self, offers: Sequence[Offer]) -> tuple[Offer, ...]:
+        """Return the offers whose method this process has."""
+        return tuple(offer for offer in offers if offer.method in self._methods)
 
     def _read(self, offers: tuple[Offer, ...], reads: Sequence[Read], cancelled: Event) -> None:
         best = self._works.get(offers)
@@ -140,21 +142,19 @@ def _automatic(regions: Sequence[Region]) -> list[str]:
     return [name for name in METHODS if name != "nixl" or not on_host or has_rdma()]
 
 
-class _Threaded:
-    """A transfer that runs in a thread."""
+class ThreadedTransfer:
+    """A transfer that runs in a thread (`Transfer`)."""
 
-    def __init__(
-        self, threads: ThreadPoolExecutor, work: Callable[[Event], None], begun: BegunCopies | None = None
-    ) -> None:
-        self._begun = begun
+    def __init__(self, threads: ThreadPoolExecutor, work: Callable[[Event], None]) -> None:
         self._cancelled = Event()
         self.future: Future[None] = threads.submit(work, self._cancelled)
+        """Completed, with the transfer's error if it has one, as soon as `done` would tell."""
 
     def done(self) -> bool:
         return self.future.done() and self.future.result() is None
 
-    def hold_back(self, stream: int) -> bool:
-        return self._begun is not None and self._begun.hold_back(stream)
+    def wait(self) -> None:
+        self.future.exception()
 
     def cancel(self) -> None:
         self._cancelled.set()

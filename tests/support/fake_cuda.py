@@ -100,6 +100,12 @@ class FakeCuda:
 
 
 class _Point:
+    def reached(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Do nothing: copies have ended."""
+
     def hold_back(self, stream: int) -> None:
         """Do nothing: copies have ended."""
 

@@ -6,11 +6,11 @@ Transfers end when a test says so.
 import ctypes
 import time
 from collections import abc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -141,11 +141,12 @@ class Pair:
             self.prefill.abort(sequence.request.request_id)
         return deltas
 
-    def control(self, *, at_once: bool = False) -> None:
-        """Have the decode core's transfers wait for the test; with `at_once`, only those that a device follows."""
+    def control(self, draw: "Callable[[], Fate] | None" = None) -> None:
+        """Have the decode core's transfers wait for the test. Or let `draw` decide how the last one of each sequence
+        ends, which a device follows, while all others succeed at once."""
         remote = self.decode.remote
         assert remote is not None
-        remote.transfers = _Controller(remote.transfers, self, at_once)  # type: ignore[assignment]
+        remote.transfers = _Controller(remote.transfers, self, draw)  # type: ignore[assignment]
 
     def check_clean(self) -> None:
         for core in (self.prefill, self.decode):
@@ -191,11 +192,20 @@ class Controlled:
         self.cancelled = self.ended = False
         self.error = ""
         self.future: Future[None] = Future()
+        self.patience = 0
+        """How often `done` says no although it has ended, unless somebody waits."""
 
     def done(self) -> bool:
+        self.patience -= 1
+        if self.patience >= 0:
+            return False
         if self.error:
             raise TransferError(self.error)
         return self.ended
+
+    def wait(self) -> None:
+        assert self.ended
+        self.patience = 0
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -215,10 +225,22 @@ class Controlled:
             ctypes.memset(self._regions[read.region].address + read.local_offset, 0x41, read.size)
 
 
+class Fate(NamedTuple):
+    """What becomes of the copies that a device was given. A processor follows none, so here bytes are written, right or
+    wrong, as soon as they have begun; that is known later."""
+
+    write: Callable[[Controlled], None]
+    error: str = ""
+
+    def befall(self, transfer: Controlled) -> None:
+        self.write(transfer)
+        transfer.ended, transfer.error, transfer.patience = True, self.error, 3
+
+
 class _Controller:
-    def __init__(self, real: Transfers, pair: Pair, at_once: bool) -> None:
+    def __init__(self, real: Transfers, pair: Pair, draw: "Callable[[], Fate] | None") -> None:
         self._real = real
-        self._at_once = at_once
+        self._draw = draw
         self._pair = pair
         assert pair.decode.remote is not None
         self._regions = [*pair.decode.runner.memory.regions, pair.decode.remote.words.region]
@@ -226,10 +248,19 @@ class _Controller:
     def offers(self) -> tuple[Offer, ...]:
         return self._real.offers()
 
+    def queue(self, offers: abc.Sequence[Offer], reads: abc.Sequence[Read]) -> Controlled | None:
+        """With fates, the end of every reading is queued."""
+        if self._draw is None or not any(read.region == len(self._regions) - 1 for read in reads):
+            return None
+        controlled = Controlled(self._real, self._regions, offers, reads)
+        self._pair.controlled.append(controlled)
+        self._draw().befall(controlled)
+        return controlled
+
     def read(self, offers: abc.Sequence[Offer], reads: abc.Sequence[Read]) -> Controlled:
         controlled = Controlled(self._real, self._regions, offers, reads)
         self._pair.controlled.append(controlled)
-        if self._at_once and not any(read.region == len(self._regions) - 1 for read in reads):
+        if self._draw is not None:
             controlled.succeed()
         return controlled
 

@@ -1,6 +1,7 @@
 """Another replica as a source of KV blocks."""
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from engine.embedded.handoff.state import Layout, check_early, check_handoff, decode_state, reads_of
 from engine.embedded.handoff.words import LeaseWords
@@ -60,7 +61,7 @@ class _RemoteReading:
     def confirmed(self, *, wait: bool = False) -> bool:
         if self._transfer is not None:
             if wait:
-                self._transfer.future.exception()
+                self._transfer.wait()
             if not self._transfer.done():
                 return False
         if self._word is not None and not self._words.outlived(self._remote.lease, self._word):
@@ -87,11 +88,16 @@ class _RemoteReading:
         if last:
             self._word = self._words.read(self._remote.lease, len(layout.block_bytes))
             reads.append(self._word)
-        self._transfer = self._source.transfers.read(self._remote.offers, reads)
+        transfers, offers = self._source.transfers, self._remote.offers
+        if (queued := transfers.queue(offers, reads)) is None:
+            threaded = self._transfer = transfers.read(offers, reads)
+            threaded.future.add_done_callback(lambda _: self._source.wake())
+            return
+        self._transfer = queued
         if self._word is not None and size <= _MOST_FOLLOWED:
-            self._followed = self._words.follow(self._transfer, self._word)
-        if not self._followed:
-            self._transfer.future.add_done_callback(lambda _: self._source.wake())
+            with suppress(TransferError):  # its own error, which `done` raises, or a device that is broken
+                self._words.follow(queued, self._word)
+                self._followed = True
 
 
 class RemoteSource:

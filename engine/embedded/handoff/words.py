@@ -11,7 +11,7 @@ import secrets
 import torch
 
 from engine.embedded.kv.memory import region_of, shared_zeros
-from engine.transfer.base import WORD_BYTES, LeaseWord, Read, Region, Transfer
+from engine.transfer.base import WORD_BYTES, LeaseWord, QueuedTransfer, Read, Region
 
 _PLACES = 1 << 14
 """Places for our own words, and again as many for words that are read. Both are taken in turn: one that is
@@ -60,16 +60,12 @@ class LeaseWords:
         self._on_host[place] = 0
         return Read(region, lease.place * WORD_BYTES, place * WORD_BYTES, WORD_BYTES)
 
-    def follow(self, transfer: Transfer, read: Read) -> bool:
+    def follow(self, transfer: QueuedTransfer, read: Read) -> None:
         """Have the device begin what it is given from now on after a transfer, the last read of which is a word's, and
-        after copying that word to the host. Return False if that cannot be."""
-        if self._stream is None or not transfer.hold_back(self._stream.cuda_stream):
-            return False
-        place = read.local_offset // WORD_BYTES
-        with torch.cuda.stream(self._stream):
-            self._on_host[place].copy_(self._words[place], non_blocking=True)
-        torch.cuda.current_stream(self._words.device).wait_stream(self._stream)
-        return True
+        after copying that word to the host. Raises TransferError."""
+        offset = read.local_offset
+        transfer.copy(self._on_host.data_ptr() + offset, self._words.data_ptr() + offset, WORD_BYTES)
+        transfer.hold_back(torch.cuda.current_stream(self._words.device).cuda_stream)
 
     def outlived(self, lease: LeaseWord, read: Read) -> bool:
         """Return whether the word was still there when it was read, by a transfer that has ended."""

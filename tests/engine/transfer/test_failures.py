@@ -3,12 +3,13 @@
 import gc
 import signal
 import time
+from collections.abc import Sequence
 from threading import Event, Thread
 
 import pytest
 
 from engine.transfer import mapped
-from engine.transfer.base import Read, TransferError
+from engine.transfer.base import Offer, QueuedTransfer, Read, TransferError
 from engine.transfer.nixl import NixlAgent
 from engine.transfer.transfers import Transfers
 from tests.support import fake_cuda
@@ -205,6 +206,12 @@ def test_dead_peers_memory_is_let_go_at_once(method: str) -> None:
     transfers.close()
 
 
+def queued(transfers: Transfers, offers: Sequence[Offer], reads: Sequence[Read]) -> QueuedTransfer:
+    transfer = transfers.queue(offers, reads)
+    assert transfer is not None
+    return transfer
+
+
 def test_a_copy_that_cannot_begin_fails_its_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory(*SIZES, method="cuda_ipc")
     transfers = Transfers(memory.regions, "cuda_ipc")
@@ -221,12 +228,13 @@ def test_a_copy_that_cannot_begin_fails_its_read_alone(monkeypatch: pytest.Monke
         ended(transfers.read(owner.offers, [Read(0, 0, 0, 1)]))
         monkeypatch.setattr(fake_cuda.FakeCuda, "copy", fail_second)
         with pytest.raises(TransferError, match="out of luck"):
-            ended(transfers.read(owner.offers, reads))
-        ended(transfers.read(owner.offers, reads))
+            ended(queued(transfers, owner.offers, reads))
+        ended(queued(transfers, owner.offers, reads))
         assert memory.bytes(0)[8192:12288] == content(0, SIZES[0])[8192:12288]
+        last = queued(transfers, owner.offers, reads)
         owner.kill()
         with pytest.raises(TransferError, match=r"died while it was read|is gone"):
-            ended(transfers.read(owner.offers, reads))
+            ended(last)
     transfers.close()
 
 

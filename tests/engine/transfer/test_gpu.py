@@ -59,14 +59,13 @@ def test_work_behind_a_transfer_sees_its_bytes(method: str, theirs: int) -> None
         ended(transfers.read(owner.offers, [Read(0, 0, 0, MIB)]))
         memory.zero_()
         torch.cuda.synchronize()
-        transfer = transfers.read(owner.offers, [Read(0, 0, 0, LARGE // 8)])
-        follows = transfer.hold_back(torch.cuda.current_stream().cuda_stream)
-        end = memory[-MIB:].clone()
-        torch.cuda.current_stream().synchronize()
-        assert follows == (method == "cuda_ipc")
-        if follows:
+        transfer = transfers.queue(owner.offers, [Read(0, 0, 0, LARGE // 8)])
+        assert (transfer is not None) == (method == "cuda_ipc")
+        if transfer is not None:
+            transfer.hold_back(torch.cuda.current_stream().cuda_stream)
+            end = memory[-MIB:].clone()
             assert end.cpu().numpy().tobytes() == content(0, MIB)
-        ended(transfer)
+            assert transfer.done()
     transfers.close()
 
 

@@ -1,13 +1,9 @@
-"""Steps that a device runs behind the last blocks of a handoff, before anybody knows whether these were still held.
-
-A processor follows no copies, so here bytes are written, right or wrong, as soon as a transfer has begun.
-"""
+"""Steps that a device runs behind the last blocks of a handoff, before anybody knows whether these were still held."""
 
 import random
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -15,21 +11,13 @@ from msgspec.structs import replace
 from engine.embedded import core as core_module
 from engine.embedded.handoff.words import LeaseWords
 from engine.kv_events import Stored
-from engine.transfer.base import Read, TransferError
 from engine.types import Delta, Handoff
 from tests.engine.embedded.handoff.test_two_cores import LONGEST, SMALL, alone, greedy_requests, prompt_of
-from tests.support.handoff import Controlled, Pair, pair_of, request_of, sequence_of, step, tokens
+from tests.support.handoff import Controlled, Fate, Pair, pair_of, request_of, sequence_of, step, tokens
 
 PROMPT = prompt_of(50)
 REQUEST = request_of("a", PROMPT)
 OTHER = request_of("other", prompt_of(20))
-
-
-class Fate(NamedTuple):
-    """What becomes of the copies of a transfer."""
-
-    copy: Callable[[Controlled], None]
-    error: str = ""
 
 
 ARRIVE = Fate(Controlled.copy)
@@ -37,28 +25,6 @@ LOST = Fate(Controlled.scribble)
 """The other replica has given the blocks up: neither they nor the word are what they were."""
 DEAD = Fate(Controlled.scribble, "the peer died")
 FATES = {"arrive": ARRIVE, "lost": LOST, "dead": DEAD}
-
-
-class Ending(Future[None]):
-    """The end of a transfer, which comes when somebody waits for it, or has asked a few times."""
-
-    def __init__(self, transfer: Controlled, fate: Fate) -> None:
-        super().__init__()
-        self._transfer = transfer
-        self._fate = fate
-        self._asked = 0
-        transfer.done = self.done_after_a_while  # type: ignore[method-assign]
-
-    def exception(self, timeout: float | None = None) -> None:
-        self._asked = 100
-
-    def done_after_a_while(self) -> bool:
-        self._asked += 1
-        if self._asked < 4:
-            return False
-        if self._fate.error:
-            raise TransferError(self._fate.error)
-        return True
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +41,12 @@ def overlap(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def pair(overlap: str, tiny_model: Path) -> Iterator[Pair]:
     with pair_of(tiny_model, {**SMALL, "overlap_scheduler": overlap}) as pair:
-        pair.control()
         yield pair
 
 
-def follow(monkeypatch: pytest.MonkeyPatch, draw: Callable[[], Fate]) -> None:
-    def follow(words: LeaseWords, transfer: Controlled, read: Read) -> bool:
-        fate = draw()
-        fate.copy(transfer)
-        transfer.future = Ending(transfer, fate)
-        return True
-
-    monkeypatch.setattr(LeaseWords, "follow", follow)
+@pytest.fixture(autouse=True)
+def followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LeaseWords, "follow", lambda *_: None)
 
 
 def said(handed: Handoff, deltas: list[Delta]) -> list[int]:
@@ -105,9 +65,9 @@ def stored(pair: Pair) -> int:
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
 @pytest.mark.parametrize("fate", FATES.values(), ids=FATES)
 def test_only_blocks_that_were_still_held_count(
-    pair: Pair, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, fate: Fate, beside: bool
+    pair: Pair, expected: dict[str, list[int]], fate: Fate, beside: bool
 ) -> None:
-    follow(monkeypatch, lambda: fate)
+    pair.control(lambda: fate)
     other: list[Delta] = []
     if beside:
         pair.decode.add(sequence_of(pair.decode, OTHER))
@@ -125,8 +85,8 @@ def test_only_blocks_that_were_still_held_count(
     assert again[0].prompt is not None and again[0].prompt.cached_tokens == 48, "the right ones did"
 
 
-def test_blocks_become_reusable_once_they_are_confirmed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    follow(monkeypatch, lambda: ARRIVE)
+def test_blocks_become_reusable_once_they_are_confirmed(pair: Pair) -> None:
+    pair.control(lambda: ARRIVE)
     pair.begin(REQUEST)
     while not step(pair.decode):
         assert not stored(pair)
@@ -137,10 +97,8 @@ def test_blocks_become_reusable_once_they_are_confirmed(pair: Pair, monkeypatch:
 
 @pytest.mark.parametrize("fate", FATES.values(), ids=FATES)
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_an_abort_leaves_nothing(
-    pair: Pair, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, fate: Fate, steps: int
-) -> None:
-    follow(monkeypatch, lambda: fate)
+def test_an_abort_leaves_nothing(pair: Pair, expected: dict[str, list[int]], fate: Fate, steps: int) -> None:
+    pair.control(lambda: fate)
     pair.begin(REQUEST)
     for _ in range(steps):
         step(pair.decode)
@@ -164,11 +122,10 @@ def test_many_of_all_fates_get_the_tokens_of_one_core(
         fates.append(rng.choice([ARRIVE, ARRIVE, LOST, DEAD]))
         return fates[-1]
 
-    follow(monkeypatch, draw)
     options: dict[str, Any] = {**SMALL, "overlap_scheduler": overlap, "max_num_tokens": 64}
     requests = greedy_requests()
     with pair_of(tiny_model, options, {**options, "num_blocks": LONGEST // 8 + 4}) as pair:
-        pair.control(at_once=True)
+        pair.control(draw)
         deltas = pair.serve(requests, early=early)
         assert counts(pair) == (fates.count(ARRIVE), len(fates) - fates.count(ARRIVE))
         assert min(counts(pair)) > 2 and pair.decode.stats().num_preemptions > 0

@@ -14,6 +14,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+MIB = 1 << 20
 PLACE = 7
 WORD = int.from_bytes(content(0, (PLACE + 1) * WORD_BYTES)[-WORD_BYTES:], "little", signed=True)
 
@@ -21,14 +22,15 @@ WORD = int.from_bytes(content(0, (PLACE + 1) * WORD_BYTES)[-WORD_BYTES:], "littl
 def test_a_word_is_here_with_the_step_that_follows_it() -> None:
     words = LeaseWords(torch.device("cuda"))
     transfers = Transfers([words.region], "cuda_ipc")
-    with owning("cuda_ipc", words.region.size, 0, program="transfer_gpu_owner") as owner:
+    with owning("cuda_ipc", MIB, 0, program="transfer_gpu_owner") as owner:
         ended(transfers.read(owner.offers, [words.read(LeaseWord(PLACE, WORD), 0)]))
         for _ in range(3):
             read = words.read(LeaseWord(PLACE, WORD), 0)
-            transfer = transfers.read(owner.offers, [read])
-            assert words.follow(transfer, read)
+            transfer = transfers.queue(owner.offers, [read])
+            assert transfer is not None
+            words.follow(transfer, read)
             torch.zeros(1, device="cuda").item()  # a step
-            ended(transfer)
+            assert transfer.done()
             assert words.outlived(LeaseWord(PLACE, WORD), read)
             assert not words.outlived(LeaseWord(PLACE, WORD + 1), read)
     transfers.close()
@@ -37,10 +39,9 @@ def test_a_word_is_here_with_the_step_that_follows_it() -> None:
 def test_a_word_is_waited_for_if_its_transfer_has_yet_to_begin() -> None:
     words = LeaseWords(torch.device("cuda"))
     transfers = Transfers([words.region], "cuda_ipc")
-    with owning("cuda_ipc", words.region.size, 0, program="transfer_gpu_owner") as owner:
+    with owning("cuda_ipc", MIB, 0, program="transfer_gpu_owner") as owner:
         read = words.read(LeaseWord(PLACE, WORD), 0)
-        transfer = transfers.read(owner.offers, [read])
-        assert not words.follow(transfer, read), "the peer's memory is not open yet"
-        ended(transfer)
+        assert transfers.queue(owner.offers, [read]) is None, "the peer's memory is not open yet"
+        ended(transfers.read(owner.offers, [read]))
         assert words.outlived(LeaseWord(PLACE, WORD), read)
     transfers.close()
