@@ -1,5 +1,8 @@
 """Creation of the engine of a configuration. Only this module imports the backends, each only when it is chosen."""
 
+import ctypes
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 from engine.base import Engine
@@ -15,12 +18,27 @@ def create_engine(config: EngineConfig) -> Engine:
     return backend if config.sleep is None else SleepingEngine(backend, config.sleep)
 
 
+def anticipate(device: str) -> None:
+    """Import what the embedded engine needs on a device (`EmbeddedConfig.device`), while the driver opens the GPU."""
+    if device != "cpu":
+        threading.Thread(target=_open_gpu, args=(device,), daemon=True).start()
+    import engine.embedded.engine  # noqa: F401, PLC0415
+
+
 def preload(config: EngineConfig) -> None:
     """Import the slow modules that the engine imports when it starts."""
     if isinstance(config, EmbeddedConfig) and not transcribes(Path(config.model)):
         from engine.embedded.models.load import import_runner  # noqa: PLC0415
 
         import_runner(config)
+
+
+def _open_gpu(device: str) -> None:
+    """Have the driver make the context of a GPU, if there is one: that takes half a second, and no interpreter."""
+    with suppress(OSError):  # a machine without NVIDIA's driver
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuInit(0)
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), int(device.partition(":")[2] or 0))
 
 
 def _backend(config: EngineConfig) -> ReleasableEngine:

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_fastapi_instrumentator.metrics import Info
 
+from engine.process.child import SpareHost
 from protocol.errors import ErrorEnvelope
 from routers import operations, sleep
 from routers.page import page_router
@@ -35,8 +36,9 @@ if TYPE_CHECKING:
     from server.http.tracing import Tracing
 
 
-def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAPI:
-    """Return the application of one API process; several share their metrics in `metrics_folder`."""
+def create_app(settings: Settings, metrics_folder: Path | None = None, spare: SpareHost | None = None) -> FastAPI:
+    """Return the application of one API process; several share their metrics in `metrics_folder`. `spare` is a process
+    for its engine."""
     server_metrics = ServerMetrics(served_name(settings), metrics_folder, settings.vllm_metrics)
     tracing = _tracing(settings, server_metrics)
     measure = http_metrics(server_metrics.registry)
@@ -44,7 +46,9 @@ def create_app(settings: Settings, metrics_folder: Path | None = None) -> FastAP
     app = FastAPI(
         title="Trellis",
         version=__version__,
-        lifespan=make_lifespan(settings, server_metrics, begin_message, tracing.close if tracing is not None else None),
+        lifespan=make_lifespan(
+            settings, server_metrics, begin_message, tracing.close if tracing is not None else None, spare
+        ),
         openapi_url=None,
         docs_url=None,
         redoc_url=None,

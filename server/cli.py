@@ -1,6 +1,7 @@
 """The command line, `trellis` or `python -m server`: one function for each command."""
 
 import argparse
+import asyncio
 import errno
 import logging
 import sys
@@ -8,16 +9,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
+import uvloop
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from server import __version__
+from server.process import logs
 from server.roles import missing_setting, role_of
 from server.settings import EngineArgsError, Settings, read_settings
 from server.settings.environment import impose, provide, read_env_file, visible_devices
 from server.settings.flags import dashed, did_you_mean, help_page, nearest
 from server.settings.reading import misspelt_variables, unknown_in_file
+
+if TYPE_CHECKING:
+    from engine.process.child import SpareHost
 
 _WRONG_SETTINGS = 2
 _INTERRUPTED = 130
@@ -319,18 +326,37 @@ def _check_instruction_set(settings: Settings) -> None:
 
 def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
     """Serve with `settings`. Several API processes are started with the same `arguments`."""
-    from server.process import banner, launch, logs, serving  # noqa: PLC0415
+    from server.process.spare import spare_host  # noqa: PLC0415 - other commands do without
 
     ours = {} if settings.engine == "trtllm" else _ENVIRONMENT_OF_OUR_TRANSFERS
     for name, value in {**_ENVIRONMENT, **ours}.items():
         provide(name, value)
     logs.configure(settings.log_level, settings.log_format)
+    if not settings.api_processes:
+        settings = settings.model_copy(update={"api_processes": _api_processes(settings)})
+    share = settings.api_processes > 1
+    with asyncio.Runner(loop_factory=None if share else uvloop.new_event_loop) as runner:
+        spare = runner.run(spare_host(settings))
+        try:
+            return _run(settings, arguments, started, runner, spare)
+        finally:
+            if spare is not None:
+                runner.run(spare.close())
+
+
+def _run(
+    settings: Settings,
+    arguments: Sequence[str],
+    started: float,
+    runner: asyncio.Runner,
+    spare: "SpareHost | None",
+) -> int:
+    from server.process import banner, launch, serving  # noqa: PLC0415 - takes a second
+
     for sentence in misspelt_variables():
         log.warning("%s", sentence)
     if role_of(settings).is_public and (sentence := banner.warning(settings)):
         log.warning("%s", sentence)
-    if not settings.api_processes:
-        settings = settings.model_copy(update={"api_processes": _api_processes(settings)})
     share = settings.api_processes > 1
     try:
         listener = serving.listen(settings.host, settings.port, share)
@@ -341,8 +367,8 @@ def run(settings: Settings, arguments: Sequence[str], started: float) -> int:
         return serving.FAILURE
     with listener:
         if share:
-            return launch.launch(settings, arguments, listener, started)
-        return serving.serve(settings, listener, started)
+            return launch.launch(settings, arguments, listener, runner, spare)
+        return serving.serve(settings, listener, started, runner, spare=spare)
 
 
 def _api_processes(settings: Settings) -> int:

@@ -11,6 +11,7 @@ from starlette.types import Scope
 
 from engine.errors import EngineFailure
 from engine.kit.tasks import background, in_thread
+from engine.process.child import SpareHost
 from routers.state import HttpOptions, MessageClock, ReplicaState, State
 from server import __version__
 from server.compose.composition import Composition
@@ -39,9 +40,10 @@ def make_lifespan(
     metrics: ServerMetrics,
     begin_message: Callable[[Scope, str, int], MessageClock],
     at_end: Callable[[], None] | None = None,
+    spare: SpareHost | None = None,
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[State]]:
     """Return the lifespan of an application. The model loads in a task of its own, so that the port answers at once.
-    `at_end` is called last, in a thread.
+    `at_end` is called last, in a thread. `spare` is a process for the engine.
     """
 
     @asynccontextmanager
@@ -49,7 +51,7 @@ def make_lifespan(
         role = role_of(settings)
         replica = ReplicaState(served_name(settings), role.entrance)
         health = Health(settings, role, metrics, replica)
-        composition = Composition(settings, role, replica, metrics, health, AsyncExitStack())
+        composition = Composition(settings, role, replica, metrics, health, AsyncExitStack(), spare)
         async with (
             health.watching(),
             background(metrics.watch_loop(), "event-loop-lag"),

@@ -61,7 +61,9 @@ class ServiceProcess:
         on_death: Literal["restart", "exit"] = "restart",
         standby: Standby = "",
         standby_room: int = 0,
+        spare: "SpareHost | None" = None,
     ) -> None:
+        """`spare`, if it is still there, becomes the first host."""
         self._folder: PrivateFolder | None = None
         if not address:
             self._folder = PrivateFolder()
@@ -77,6 +79,7 @@ class ServiceProcess:
         self.standby: Standby = standby if on_death == "restart" else ""
         """Preparation of the next standby host."""
         self._standby_room = standby_room
+        self._spare = spare
         self._serving = asyncio.Event()
         """Set while the host serves."""
         self._was_ready = False
@@ -149,7 +152,9 @@ class ServiceProcess:
 
     async def _spawn(self, standby: Standby = "") -> "_Host":
         """Start a host process and send it its options. Raises OSError."""
-        host = await _Host.spawn(self._interface, self._hang_seconds, self._note_ready, again=self._was_ready)
+        host = self._spare.take(self._hang_seconds, self._note_ready) if self._spare is not None else None
+        if host is None:
+            host = await _Host.spawn(self._interface, self._hang_seconds, self._note_ready, again=self._was_ready)
         options = msgspec.structs.replace(self._options, standby=standby)
         if standby == "model" and self._host is not None and self._host.successor:
             host.successor = self._host.successor  # it has that configuration itself, and will name no other
@@ -214,6 +219,37 @@ EngineProcess = partial(ServiceProcess, ENGINE)
 """The host of an engine; takes the other arguments of `ServiceProcess`."""
 
 
+class SpareHost:
+    """A host process that is spawned before its configuration is known, and imports meanwhile."""
+
+    def __init__(self, host: "_Host") -> None:
+        self._host: _Host | None = host
+
+    @classmethod
+    async def spawn(cls, interface: Interface[Any, Any], hint: str) -> "SpareHost":
+        """Spawn a process; `hint` is for `Interface.anticipate`. Raises OSError."""
+        return cls(await _Host.spawn(interface, 0.0, lambda: None, again=False, hint=(hint,)))
+
+    @property
+    def process(self) -> Process | None:
+        """The process, until it is taken or ended."""
+        return None if self._host is None else self._host.process
+
+    def take(self, hang_seconds: float, on_ready: Callable[[], None]) -> "_Host | None":
+        """Return the process, once, as `_Host.spawn` would; None if it has been taken or has ended."""
+        host, self._host = self._host, None
+        if host is None or host.process.returncode is not None:
+            return None
+        host.watch(hang_seconds, on_ready)
+        return host
+
+    async def close(self) -> None:
+        """End the process, if nobody has taken it."""
+        if self._host is not None:
+            await self._host.stop(STOP_SECONDS)
+            self._host = None
+
+
 class _Host:
     """One child process. Its output goes to standard error, and the last lines are kept."""
 
@@ -253,7 +289,13 @@ class _Host:
 
     @classmethod
     async def spawn(
-        cls, interface: Interface[Any, Any], hang_seconds: float, on_ready: Callable[[], None], *, again: bool
+        cls,
+        interface: Interface[Any, Any],
+        hang_seconds: float,
+        on_ready: Callable[[], None],
+        *,
+        again: bool,
+        hint: tuple[str, ...] = (),
     ) -> "_Host":
         """Start a host process. `again`: whether a process was ready before. Raises OSError."""
         mark = secrets.token_hex(8)
@@ -262,7 +304,7 @@ class _Host:
         log_pipe, log_end = os.pipe()
         os.set_blocking(log_pipe, False)
         try:
-            command = module_command("engine.process.host", interface.name)
+            command = module_command("engine.process.host", interface.name, *hint)
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=PIPE, stdout=PIPE, stderr=log_end, start_new_session=True, env=tree.environment(mark)
             )
@@ -272,6 +314,10 @@ class _Host:
         finally:
             os.close(log_end)
         return cls(interface.noun, process, log_pipe, mark, hang_seconds, on_ready, again)
+
+    def watch(self, hang_seconds: float, on_ready: Callable[[], None]) -> None:
+        """Set what `spawn` sets."""
+        self._hang_seconds, self._on_ready = hang_seconds, on_ready
 
     def tell(self, line: bytes) -> None:
         """Send a line to the waiting process."""

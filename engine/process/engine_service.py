@@ -7,7 +7,7 @@ import msgspec
 
 from engine.base import Engine, Preparable
 from engine.config import EmbeddedConfig, EngineConfig, Tag
-from engine.create import create_engine, preload
+from engine.create import anticipate, create_engine, preload
 from engine.errors import NotSupported
 from engine.kv_events import KvEvent
 from engine.process.service import Interface, Method, Topic
@@ -85,6 +85,7 @@ ENGINE: Interface[EngineConfig, Engine] = Interface(
         "kv_events": Topic(list[KvEvent], lambda engine: engine.kv_events()),
         "sleep_states": Topic(SleepState, _sleep_states),
     },
+    anticipate=anticipate,
     preload=preload,
     prepare=_prepare,
     successor=_successor,

@@ -1,6 +1,7 @@
 """The host of a service: a process that serves it to any number of clients over a local ZMQ socket.
 
-It is started by `python -m engine.process.host MODULE:INTERFACE` (`command.py`).
+It is started by `python -m engine.process.host MODULE:INTERFACE [HINT]` (`command.py`). With a hint it begins with
+imports (`Interface.anticipate`).
 
 Standard input starts with one line of JSON, a `wire.HostOptions`, and stays open for the life of the host. On standard
 output the line `ready` means that clients are served, `failed REASON` that the host ends, and the optional `successor
@@ -338,10 +339,10 @@ class _HostProcess:
         """
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._stop_at_end_of_input, args=(loop,), daemon=True).start()
-        gc.disable()  # imports make a million objects that stay
         service = self._interface.create(self._config)
         if self._standby == "imports":
             self._interface.preload(self._config)
+        gc.freeze()  # walking them would take 0.2 s
         gc.enable()
         try:
             if not self._standby or await self._completed(self._wait_to_serve(service)):
@@ -372,7 +373,7 @@ class _HostProcess:
             self._bound = False
 
     async def _serve(self, host: ServiceHost) -> None:
-        gc.freeze()  # loaded objects stay; walking them would take 0.2 s
+        gc.freeze()  # loaded objects stay, too
         print("ready", file=self._channel.output, flush=True)
         self._beats = asyncio.create_task(self._beat())  # until the process ends: closing takes time
         try:
@@ -430,12 +431,16 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def main(interface: Interface[Any, Any]) -> int:
+def main(interface: Interface[Any, Any], hint: str | None = None) -> int:
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda *_: None)  # not SIG_IGN, which child processes would inherit
         signal.siginterrupt(signum, False)
     sys.setswitchinterval(SWITCH_SECONDS)
     channel = _take_pipes()
+    gc.disable()  # imports make a million objects that stay
+    if hint is not None:
+        with contextlib.suppress(Exception):  # whoever needs what cannot be imported says so
+            interface.anticipate(hint)
     line = b""
     while b"\n" not in line:
         if not (chunk := os.read(channel.input, 65536)):
@@ -464,6 +469,6 @@ def _report(channel: _Channel, error: Exception, reason: str) -> None:
 
 
 if __name__ == "__main__":
-    status = main(pkgutil.resolve_name(sys.argv[1]))
+    status = main(pkgutil.resolve_name(sys.argv[1]), *sys.argv[2:])
     sys.stdout.flush()
     leave(status)

@@ -127,6 +127,8 @@ class Interface(Generic[ConfigT, ServiceT]):
     """Type of `HostedService.info`."""
     methods: Mapping[str, Method[Any, Any]]
     topics: Mapping[str, Topic[Any]]
+    anticipate: Callable[[str], None] = lambda _: None
+    """Imports modules in a process that is spawned before its configuration is known; takes a hint at what that is."""
     preload: Callable[[ConfigT], None] = lambda _: None
     """Imports modules for `start` in a standby process, without taking device memory."""
     prepare: Callable[[ServiceT], Coroutine[Any, Any, None]] = _prepare_nothing

@@ -15,6 +15,7 @@ from server.roles import Role
 from server.settings import Settings
 
 if TYPE_CHECKING:
+    from engine.process.child import SpareHost
     from routers.dynamo.worker import DynamoGraph
 
 Failed = Callable[[], Awaitable[str]]
@@ -33,6 +34,8 @@ class Composition:
     metrics: ServerMetrics
     health: Health
     stack: AsyncExitStack
+    spare: "SpareHost | None" = None
+    """A process that the engine may use, if one was spawned ahead."""
     graph: "DynamoGraph | None" = None
     """The Dynamo graph that the replica joins, if it joins one."""
 

@@ -122,7 +122,9 @@ async def _open_engine(to: Composition, folder: Path | None) -> tuple[Engine, Fa
         engine = create_engine(config)
         return engine, partial(_stopped, engine)
     prepared, room = standby(settings, this_machine())
-    process = EngineProcess(config, on_death=settings.engine_on_death, standby=prepared, standby_room=room)
+    process = EngineProcess(
+        config, on_death=settings.engine_on_death, standby=prepared, standby_room=room, spare=to.spare
+    )
     watch_engine_process(to.metrics.polled, process)
     to.stack.push_async_callback(process.close)
     await process.start()

@@ -6,6 +6,7 @@ metrics; PROMETHEUS_MULTIPROC_DIR names it too. The child whose VOICE is SPEAKS 
 FIRST until all children have been ready, and LATER for one that is started after that.
 """
 
+import asyncio
 import gc
 import logging
 import os
@@ -14,6 +15,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+import uvloop
 
 SPEAKS, SILENT = "speaks", "silent"
 FIRST, LATER = "first", "later"
@@ -56,9 +59,12 @@ def main() -> int:
     except OSError as error:
         log.error("no room for metrics in %s: %s", folder, error)
         return NO_ROOM
-    with socket.socket(fileno=int(descriptor)) as listener:
+    with (
+        socket.socket(fileno=int(descriptor)) as listener,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         launcher = serving.LauncherLink(int(link), speaks=voice == SPEAKS, joins=when == LATER)
-        return serving.serve(settings, listener, started, Path(folder), launcher)
+        return serving.serve(settings, listener, started, runner, Path(folder), launcher)
 
 
 if __name__ == "__main__":

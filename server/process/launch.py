@@ -24,7 +24,7 @@ from engine.config import EngineConfig, TrtllmEncoderConfig
 from engine.errors import EngineFailure
 from engine.kit.logs import printable
 from engine.kit.tasks import background, in_thread
-from engine.process.child import ServiceProcess
+from engine.process.child import ServiceProcess, SpareHost
 from engine.process.command import kill, module_command
 from engine.process.engine_service import ENGINE
 from engine.process.folder import PrivateFolder
@@ -42,22 +42,34 @@ from server.settings.environment import child_environment
 log = logging.getLogger(__name__)
 
 
-def launch(settings: Settings, arguments: Sequence[str], listener: socket.socket, started: float) -> int:
+def launch(
+    settings: Settings,
+    arguments: Sequence[str],
+    listener: socket.socket,
+    runner: asyncio.Runner,
+    spare: SpareHost | None = None,
+) -> int:
     """Serve with `settings.api_processes` processes until a signal or a failure; return the exit code.
 
-    `listener` only reserves the port.
+    `listener` only reserves the port, and `spare` is a process for the engine.
     """
     with closing(PrivateFolder()) as folder:
-        return asyncio.run(Launcher(settings, arguments, listener, folder).run())
+        return runner.run(Launcher(settings, arguments, listener, folder, spare).run())
 
 
 class Launcher:
     """The parent of the API processes and of the engine."""
 
     def __init__(
-        self, settings: Settings, arguments: Sequence[str], listener: socket.socket, folder: PrivateFolder
+        self,
+        settings: Settings,
+        arguments: Sequence[str],
+        listener: socket.socket,
+        folder: PrivateFolder,
+        spare: SpareHost | None = None,
     ) -> None:
         self._settings = settings
+        self._spare = spare
         self._host, self._port = listener.getsockname()[:2]
         self._address = settings.engine_address or f"ipc://{folder.path}/engine.sock"
         self._lock = folder.lock
@@ -98,6 +110,7 @@ class Launcher:
                     self._address,
                     self._settings.engine_on_death,
                     *standby(self._settings, this_machine()),
+                    spare=self._spare,
                 )
                 stack.push_async_callback(process.close)
                 await process.start()

@@ -21,6 +21,7 @@ import uvicorn
 from fastapi.routing import APIWebSocketRoute, iter_route_contexts
 
 from engine.kit.logs import printable
+from engine.process.child import SpareHost
 from routers.state import ReplicaState
 from server.app import create_app
 from server.http.connection import HttpConnection
@@ -85,24 +86,28 @@ def serve(
     settings: Settings,
     listener: socket.socket,
     started: float,
+    runner: asyncio.Runner,
     metrics_folder: Path | None = None,
     launcher: LauncherLink | None = None,
+    spare: SpareHost | None = None,
 ) -> int:
     """Serve on a bound socket until a signal or a failure; return the exit code. `started` is time.monotonic() at the
-    start of the process.
+    start of the process, `runner` has the event loop, and `spare` is a process for the engine.
     """
     limit_arenas()
     if settings.otel_endpoint:
         sys.setswitchinterval(_SWITCH_SECONDS)
-    server = DrainingServer(uvicorn_config(settings, metrics_folder), settings, started, launcher)
+    server = DrainingServer(uvicorn_config(settings, metrics_folder, spare), settings, started, launcher)
     if launcher is not None:
         threading.Thread(target=server.obey, args=(launcher,), daemon=True).start()
-    server.run(sockets=[listener])
+    runner.run(server.serve(sockets=[listener]))
     return server.exit_code
 
 
-def uvicorn_config(settings: Settings, metrics_folder: Path | None = None) -> uvicorn.Config:
-    app = create_app(settings, metrics_folder)
+def uvicorn_config(
+    settings: Settings, metrics_folder: Path | None = None, spare: SpareHost | None = None
+) -> uvicorn.Config:
+    app = create_app(settings, metrics_folder, spare)
     routes = [context.original_route for context in iter_route_contexts(app.routes)]
     paths = frozenset(route.path.encode() for route in routes if isinstance(route, APIWebSocketRoute))
     received, sent = settings.body_timeout_seconds, settings.send_timeout_seconds
@@ -111,7 +116,6 @@ def uvicorn_config(settings: Settings, metrics_folder: Path | None = None) -> uv
         http=partial(  # type: ignore[arg-type]
             HttpConnection, head_seconds=received, send_seconds=sent, websocket_paths=paths
         ),
-        loop="uvloop",
         ws=partial(WebSocketConnection, message_seconds=received, send_seconds=sent),  # type: ignore[arg-type]
         ws_max_size=int(settings.max_body_mb * (1 << 20)),
         ws_ping_interval=settings.sse_ping_seconds or None,

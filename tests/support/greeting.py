@@ -22,6 +22,7 @@ class GreeterConfig(msgspec.Struct, frozen=True):
 class GreeterInfo(msgspec.Struct, frozen=True):
     greeting: str
     started: bool
+    hints: tuple[str, ...] = ()
 
 
 class Person(msgspec.Struct, frozen=True):
@@ -34,6 +35,10 @@ class Greeting(msgspec.Struct, frozen=True):
     picture_bytes: int = 0
 
 
+hints: list[str] = []
+"""What this process was told to anticipate."""
+
+
 class Greeter:
     """Greets people by name, except nobody; waits for ever for Godot."""
 
@@ -44,7 +49,7 @@ class Greeter:
 
     @property
     def info(self) -> GreeterInfo:
-        return GreeterInfo(self._config.greeting, self._started)
+        return GreeterInfo(self._config.greeting, self._started, tuple(hints))
 
     @property
     def healthy(self) -> bool:
@@ -97,6 +102,12 @@ def _attach(person: Person, parts: Sequence[Data]) -> Person:
     return Person(person.name, picture)
 
 
+def _anticipate(hint: str) -> None:
+    hints.append(hint)
+    if hint == "missing":
+        raise ImportError("a package is missing")
+
+
 GREETER: Interface[GreeterConfig, Greeter] = Interface(
     name="tests.support.greeting:GREETER",
     noun="greeter",
@@ -105,6 +116,7 @@ GREETER: Interface[GreeterConfig, Greeter] = Interface(
     info=GreeterInfo,
     methods={"greet": Method(Person, Greeting, lambda greeter, person: greeter.greet(person), _detach, _attach)},
     topics={"counts": Topic(int, lambda greeter: greeter.counts())},
+    anticipate=_anticipate,
 )
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from engine.errors import EngineDied, EngineFailure, EngineNotReady, InvalidRequest
 from engine.process import wire
-from engine.process.child import ServiceProcess
+from engine.process.child import ServiceProcess, SpareHost
 from engine.transfer.shared_bytes import SharedBytes
 from tests.support.environment import bare
-from tests.support.greeting import GREETER, GreeterClient, GreeterConfig, Greeting, Person
+from tests.support.greeting import GREETER, GreeterClient, GreeterConfig, GreeterInfo, Greeting, Person
 
 
 async def until(found: list[int], wanted: int) -> None:
@@ -38,6 +38,45 @@ async def client(process: ServiceProcess) -> AsyncIterator[GreeterClient]:
     await asyncio.wait_for(client.start(), 15)
     yield client
     await client.close()
+
+
+async def info_with(spare: SpareHost) -> GreeterInfo:
+    """What a service says that was given a process ahead."""
+    process = ServiceProcess(GREETER, GreeterConfig("hello"), spare=spare)
+    await process.start()
+    client = GreeterClient(GREETER, process.address, process.wait_failed)
+    try:
+        await asyncio.wait_for(client.start(), 15)
+        return client.info
+    finally:
+        await client.close()
+        await process.close()
+
+
+@pytest.mark.parametrize("hint", ["cuda", "missing"])
+async def test_a_process_may_be_spawned_before_its_configuration_is_known(hint: str) -> None:
+    spare = await SpareHost.spawn(GREETER, hint)
+    info = await info_with(spare)
+    assert (info.greeting, info.hints) == ("hello", (hint,))
+    await spare.close()
+    assert (await info_with(spare)).hints == (), "it is there once"
+
+
+async def test_a_process_that_nobody_needed_is_ended() -> None:
+    spare = await SpareHost.spawn(GREETER, "cuda")
+    process = spare.process
+    assert process is not None
+    await spare.close()
+    assert process.returncode is not None
+    assert (await info_with(spare)).hints == (), "a new one was spawned"
+
+
+async def test_a_process_that_died_meanwhile_is_replaced() -> None:
+    spare = await SpareHost.spawn(GREETER, "cuda")
+    assert spare.process is not None
+    spare.process.kill()
+    await spare.process.wait()
+    assert (await info_with(spare)).hints == ()
 
 
 async def test_calls_have_results_and_errors_keep_their_types(client: GreeterClient) -> None:
