@@ -25,11 +25,8 @@ class _ActiveFetch:
     reading: Reading
     waits: bool
     """Whether nothing was copied after the last poll."""
-    polled: float
     copied_since: float
     """When it began to copy, after it last waited."""
-    seconds: float = 0.0
-    """Time in which something was copied."""
 
 
 class _Unconfirmed(NamedTuple):
@@ -98,7 +95,7 @@ class Fetches:
             except TransferError as error:
                 self._scheduler.release_orphan(self._give_up(fetch, str(error)))
             else:
-                self._running.append(_ActiveFetch(fetch, reading, reading.waits, started, started))
+                self._running.append(_ActiveFetch(fetch, reading, reading.waits, started))
 
     def poll(self) -> bool:
         """Take note of readings that have ended, and have others read on; return whether one has ended."""
@@ -155,15 +152,13 @@ class Fetches:
         now = time.monotonic()
         if entry.waits:
             entry.copied_since = now
-        else:
-            entry.seconds += now - entry.polled
         try:
             done = entry.reading.done()
             confirmed = done and entry.reading.confirmed()
         except TransferError as error:
             self._scheduler.release_orphan(self._give_up(entry.fetch, str(error)))
             return True
-        entry.waits, entry.polled = entry.reading.waits, now
+        entry.waits = entry.reading.waits
         if done:
             self._scheduler.fetched(entry.fetch)
             if confirmed:
@@ -182,7 +177,7 @@ class Fetches:
         if entry.fetch.source.is_transfer:
             self._succeeded += 1
             self._bytes += entry.reading.num_bytes
-            self._seconds += entry.seconds
+            self._seconds += entry.reading.seconds
 
     def _note_failure(self, fetch: Fetch, reason: str) -> None:
         log.warning(

@@ -69,6 +69,9 @@ WORD_BYTES = 8
 class Transfer(Protocol):
     """A read in progress."""
 
+    seconds: float
+    """How long it took, once it has ended."""
+
     def done(self) -> bool:
         """Whether the transfer has ended; never blocks. True or an error means that local memory is no longer written.
 

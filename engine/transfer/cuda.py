@@ -8,7 +8,7 @@ import contextlib
 import ctypes
 import ctypes.util
 from collections.abc import Iterator
-from ctypes import byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "cudaEventCreateWithFlags": [c_void_p, c_uint],
     "cudaEventRecord": [c_void_p, c_void_p],
     "cudaEventQuery": [c_void_p],
+    "cudaEventElapsedTime": [c_void_p, c_void_p, c_void_p],
     "cudaEventSynchronize": [c_void_p],
     "cudaEventDestroy": [c_void_p],
 }
@@ -148,12 +149,13 @@ class Cuda:
 
 
 class StreamPoint:
-    """A point in the work of a stream: the copies begun before it."""
+    """A point in the work of a stream: the copies begun before it. With `timed`, time is measured between two."""
 
-    def __init__(self, cuda: Cuda, stream: c_void_p) -> None:
+    def __init__(self, cuda: Cuda, stream: c_void_p, *, timed: bool = False) -> None:
         self._cuda = cuda
         self._event = c_void_p()
-        cuda._call_quick("cudaEventCreateWithFlags", byref(self._event), EVENT_BLOCKING_SYNC | EVENT_DISABLE_TIMING)
+        flags = EVENT_BLOCKING_SYNC if timed else EVENT_BLOCKING_SYNC | EVENT_DISABLE_TIMING
+        cuda._call_quick("cudaEventCreateWithFlags", byref(self._event), flags)
         cuda._call_quick("cudaEventRecord", self._event, stream)
 
     def reached(self) -> bool:
@@ -162,6 +164,12 @@ class StreamPoint:
         if code != NOT_READY:
             self._cuda._check(code, "cudaEventQuery")
         return not code
+
+    def seconds_since(self, start: "StreamPoint") -> float:
+        """Return the time between two points that have been reached."""
+        milliseconds = c_float()
+        self._cuda._call_quick("cudaEventElapsedTime", byref(milliseconds), start._event, self._event)
+        return milliseconds.value / 1e3
 
     def wait(self) -> None:
         """Sleep until the copies have ended."""
@@ -187,9 +195,9 @@ class Stream:
         """Copy between two addresses in device memory, of one GPU or two, or in pinned memory; does not wait."""
         self._cuda._call_quick("cudaMemcpyAsync", to, source, size, COPY_KIND_BY_POINTERS, self._stream)
 
-    def point(self) -> StreamPoint:
+    def point(self, *, timed: bool = False) -> StreamPoint:
         """Return the present end of this stream's work. It may outlive the stream; close it."""
-        return StreamPoint(self._cuda, self._stream)
+        return StreamPoint(self._cuda, self._stream, timed=timed)
 
     def wait(self) -> None:
         """Sleep until all copies on this stream have ended."""

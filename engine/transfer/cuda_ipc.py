@@ -142,12 +142,15 @@ class _Queued:
     ) -> None:
         self.device = device
         self.stream = streams.take(device)
+        self.seconds = 0.0
         self.error: TransferError | None = None
         """Why not all of them have begun."""
         self._cuda = cuda
         self._streams = streams
         self._process = process
         self._mappings = mappings
+        with cuda.on(device):
+            self._start = self.stream.point(timed=True)
         self._end: StreamPoint | None = None
         self._over = False
 
@@ -181,12 +184,15 @@ class _Queued:
     def _point(self) -> StreamPoint:
         """Return the end of the copies, of which there are no more from now on."""
         if self._end is None:
-            self._end = self.stream.point()
+            self._end = self.stream.point(timed=True)
         return self._end
 
     def _finish(self) -> None:
         self._over = True
-        self._point().close()
+        end = self._point()
+        self.seconds = end.seconds_since(self._start)
+        for point in (self._start, end):
+            point.close()
         self._streams.give_back(self.device, self.stream)
         self._mappings.clear()
         try:

@@ -1,6 +1,7 @@
 """Offers the regions of this process to peers, by every method that works here, and reads the regions of peers."""
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -147,7 +148,10 @@ class ThreadedTransfer:
 
     def __init__(self, threads: ThreadPoolExecutor, work: Callable[[Event], None]) -> None:
         self._cancelled = Event()
-        self.future: Future[None] = threads.submit(work, self._cancelled)
+        self._work = work
+        self._began = time.monotonic()
+        self.seconds = 0.0
+        self.future: Future[None] = threads.submit(self._run)
         """Completed, with the transfer's error if it has one, as soon as `done` would tell."""
 
     def done(self) -> bool:
@@ -158,3 +162,9 @@ class ThreadedTransfer:
 
     def cancel(self) -> None:
         self._cancelled.set()
+
+    def _run(self) -> None:
+        try:
+            self._work(self._cancelled)
+        finally:
+            self.seconds = time.monotonic() - self._began

@@ -95,11 +95,17 @@ class FakeCuda:
     def wait(self) -> None:
         """Do nothing: copies have ended."""
 
-    def point(self) -> "_Point":
+    def point(self, *, timed: bool = False) -> "_Point":
         return _Point()
 
 
 class _Point:
+    def __init__(self) -> None:
+        self._at = time.monotonic()
+
+    def seconds_since(self, start: "_Point") -> float:
+        return self._at - start._at
+
     def reached(self) -> bool:
         return True
 

@@ -192,6 +192,7 @@ class Controlled:
         self.cancelled = self.ended = False
         self.error = ""
         self.future: Future[None] = Future()
+        self.seconds = 0.001
         self.patience = 0
         """How often `done` says no although it has ended, unless somebody waits."""
 

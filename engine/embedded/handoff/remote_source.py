@@ -28,6 +28,7 @@ class _RemoteReading:
     def __init__(self, source: "RemoteSource", sequence: Sequence, missing: list[list[int]]) -> None:
         assert sequence.remote is not None
         self.num_bytes = 0
+        self.seconds = 0.0
         self._source = source
         self._words = source.words
         self._sequence = sequence
@@ -49,10 +50,8 @@ class _RemoteReading:
     def done(self) -> bool:
         if self._followed:
             return True
-        if self._transfer is not None:
-            if not self._transfer.done():
-                return False
-            self._transfer = None
+        if self._transfer is not None and not self._ended(self._transfer):
+            return False
         if self._word is not None or self._cancelled:
             return True
         self._read_on()
@@ -62,10 +61,17 @@ class _RemoteReading:
         if self._transfer is not None:
             if wait:
                 self._transfer.wait()
-            if not self._transfer.done():
+            if not self._ended(self._transfer):
                 return False
         if self._word is not None and not self._words.outlived(self._remote.lease, self._word):
             raise TransferError("the other replica gave them up before they had been read")
+        return True
+
+    def _ended(self, transfer: Transfer) -> bool:
+        if not transfer.done():
+            return False
+        self.seconds += transfer.seconds
+        self._transfer = None
         return True
 
     def cancel(self) -> None:

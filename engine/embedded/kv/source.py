@@ -13,6 +13,8 @@ class Reading(Protocol):
     """Blocks that are being read into a sequence's tables. Nothing here waits, unless asked to."""
 
     num_bytes: int
+    seconds: float
+    """For which something was copied, where `Source.is_transfer`."""
 
     @property
     def waits(self) -> bool:

@@ -139,6 +139,8 @@ class _Figures:
 class _TierReading:
     """Blocks on their way to the device, in order, by threads that share the list of remaining blocks."""
 
+    seconds = 0.0
+
     def __init__(self, tiers: "Tiers", sequence: Prompt, items: list[_BlockLoad]) -> None:
         self.num_bytes = sum(item.size for item in items)
         self.left = deque(items)

@@ -333,7 +333,7 @@ class CudaRunner(PagedRunner):
 
     def _replay(self, graph: "_Graph", step: StepInput) -> torch.Tensor:
         """Return the logits of the rows wanted; the sampler has the tokens of those to sample from."""
-        graph.inputs.copy_(self._inputs(step, graph.size, graph.kind))
+        graph.inputs.copy_(self._packed(step, graph.size, graph.kind), non_blocking=True)
         graph.graph.replay()
         self.cascades += graph.kind.name == "cascade"
         self.hidden = graph.hidden
@@ -363,7 +363,11 @@ class CudaRunner(PagedRunner):
         return torch.where(tokens < 0, pending, tokens.long())
 
     def _inputs(self, step: StepInput | None, size: int, kind: "_GraphKind | None" = None) -> torch.Tensor:
-        """Return a step's inputs on the device, int32: four rows of `size` values, which are token ids, positions,
+        """Return a step's inputs on the device: see `_packed`."""
+        return self._packed(step, size, kind).to(self.device, non_blocking=True)
+
+    def _packed(self, step: StepInput | None, size: int, kind: "_GraphKind | None") -> torch.Tensor:
+        """Return a step's inputs in pinned memory, int32: four rows of `size` values, which are token ids, positions,
         slots, and slots of what is sampled, filled up with the spare slot; then what its kind of graph has more.
         Without a step, all of it is padding.
 
@@ -376,7 +380,7 @@ class CudaRunner(PagedRunner):
             self._fill(values, step)
         if kind is not None:
             kind.plan(step, values[1], inputs[4 * size :])
-        return torch.from_numpy(inputs).pin_memory().to(self.device, non_blocking=True)
+        return torch.from_numpy(inputs).pin_memory()
 
     def _fill(self, values: NDArray[np.int32], step: StepInput) -> None:
         """Write the tokens of a step to its four rows of inputs."""
