@@ -74,6 +74,8 @@ if importlib.util.find_spec("triton") is not None:
         )
 
 
+_PILLOWS_LIMIT = (1 << 30) // 4 // 3
+"""`PIL.Image.MAX_IMAGE_PIXELS` where nobody has changed it."""
 SLOW = (
     "benchmarks/",
     "deploy/",
@@ -233,6 +235,14 @@ def one_thread() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pictures_of_any_size() -> Iterator[None]:
+    """Take Pillow's limit of pixels back, which an image encoder in this process has set for all of it."""
+    yield
+    if (pillow := sys.modules.get("PIL.Image")) is not None:
+        pillow.MAX_IMAGE_PIXELS = _PILLOWS_LIMIT
 
 
 @pytest.fixture(scope="session")
