@@ -101,10 +101,10 @@ class FakeCuda:
 
 class _Point:
     def __init__(self) -> None:
-        self._at = time.monotonic()
+        self.at = time.monotonic()
 
     def seconds_since(self, start: "_Point") -> float:
-        return self._at - start._at
+        return self.at - start.at
 
     def reached(self) -> bool:
         return True
