@@ -3,6 +3,7 @@
 import ctypes
 import threading
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
 from engine.base import Engine
@@ -35,7 +36,10 @@ def preload(config: EngineConfig) -> None:
 
 def _open_gpu(device: str) -> None:
     """Have the driver make the context of a GPU, if there is one: that takes half a second, and no interpreter."""
-    with suppress(OSError):  # a machine without NVIDIA's driver
+    # No torch, a machine without NVIDIA's driver, no number of a GPU: whoever needs them says so.
+    with suppress(ImportError, OSError, ValueError):
+        if version("torch").endswith("+cpu"):
+            return
         driver = ctypes.CDLL("libcuda.so.1")
         driver.cuInit(0)
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), int(device.partition(":")[2] or 0))

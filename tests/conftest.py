@@ -238,8 +238,8 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def pictures_of_any_size() -> Iterator[None]:
-    """Take Pillow's limit of pixels back, which an image encoder in this process has set for all of it."""
+def pillows_limit() -> Iterator[None]:
+    """Restore Pillow's limit of pixels, which an image encoder changes for the whole process."""
     yield
     if (pillow := sys.modules.get("PIL.Image")) is not None:
         pillow.MAX_IMAGE_PIXELS = _PILLOWS_LIMIT

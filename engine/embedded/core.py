@@ -281,6 +281,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         """Forget every reusable block, in all tiers; sequences that run keep theirs."""
+        self._forget_refuted(self._fetches.confirm())
         self.scheduler.store_fetched()  # or they would become reusable afterwards
         if self.tiers is not None:
             self.tiers.clear()
@@ -558,9 +559,7 @@ class EngineCore:
         assert step.drawn is not None
         note_pending(step.sampling, -1)
         outputs: Outputs = []
-        for sequence in self._fetches.confirm(step.chunks):
-            if self.speculator is not None:
-                self.speculator.forget(sequence)
+        self._forget_refuted(self._fetches.confirm(step.chunks))
         try:
             taken = self._take(step, step.drawn)
             chunks = step.chunks if step.rows is None else self._verified(step.chunks, taken)
@@ -651,6 +650,12 @@ class EngineCore:
         tokens, logprobs = tuple(taken.tokens), tuple(taken.logprobs)
         drafts = taken.drafted, taken.accepted
         return Delta(tokens, logprobs, taken.finish, taken.stop, prompt, held, *drafts, performance)
+
+    def _forget_refuted(self, sequences: list[Sequence]) -> None:
+        """Drop what was drafted from blocks that were not what another replica had offered."""
+        if self.speculator is not None:
+            for sequence in sequences:
+                self.speculator.forget(sequence)
 
     def _drop(self, sequence: Sequence) -> None:
         """Take a sequence out of the engine that has ended."""

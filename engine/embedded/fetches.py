@@ -54,8 +54,8 @@ class _Orphan(NamedTuple):
 
 
 class Fetches:
-    """Reads what the scheduler's sequences fetch. Owned by the engine's thread, like the scheduler; nothing here
-    waits."""
+    """Reads what the scheduler's sequences fetch. Owned by the engine's thread, like the scheduler; only `land` and
+    `confirm` wait, for copies that a device follows."""
 
     def __init__(self, scheduler: Scheduler, timeout_seconds: float) -> None:
         self._scheduler = scheduler
@@ -102,9 +102,10 @@ class Fetches:
         running, orphans = self._running, self._orphans
         self._running = [entry for entry in running if not self._ended(entry)]
         self._orphans = [orphan for orphan in self._orphans if not self._over(orphan.reading, orphan.tables)]
-        self._unconfirmed = [
-            one for one in self._unconfirmed if one.counts or one.sequence.pending or not self._over(one.entry.reading)
-        ]
+        for one in list(self._unconfirmed):
+            if not (one.counts or one.sequence.pending) and self._over(one.entry.reading):
+                self._unconfirmed.remove(one)
+                self._confirm(one)
         return len(self._running) < len(running) or len(self._orphans) < len(orphans)
 
     def land(self) -> None:
@@ -113,13 +114,14 @@ class Fetches:
             with suppress(TransferError):  # which `confirm` tells
                 one.entry.reading.confirmed(wait=True)
 
-    def confirm(self, chunks: list[Chunk]) -> list[Sequence]:
-        """Confirm the blocks of the sequences of a step, before its tokens are used. Return those whose blocks are not
-        what was offered, which are queued again. Waits for the last copies, behind which the device runs the step."""
+    def confirm(self, chunks: list[Chunk] | None = None) -> list[Sequence]:
+        """Confirm the blocks of the sequences of a step, before its tokens are used, or of all sequences. Return those
+        whose blocks are not what was offered; they are queued again, if they still run. Waits for the last copies,
+        behind which the device runs the step."""
         if not self._unconfirmed:
             return []
-        sequences = {chunk.sequence for chunk in chunks}
-        asked = [one for one in self._unconfirmed if one.sequence in sequences]
+        sequences = None if chunks is None else {chunk.sequence for chunk in chunks}
+        asked = [one for one in self._unconfirmed if sequences is None or one.sequence in sequences]
         self._unconfirmed = [one for one in self._unconfirmed if one not in asked]
         return [one.sequence for one in asked if not self._confirm(one)]
 
@@ -180,12 +182,13 @@ class Fetches:
             self._seconds += entry.reading.seconds
 
     def _note_failure(self, fetch: Fetch, reason: str) -> None:
-        log.warning(
-            "could not read the KV blocks of request %s%s: %s",
-            fetch.sequence.request.request_id,
-            "" if fetch.sequence.lacks_first else "; computing its prompt here",
-            reason,
-        )
+        if fetch.sequence.status is not SequenceStatus.FINISHED:
+            log.warning(
+                "could not read the KV blocks of request %s%s: %s",
+                fetch.sequence.request.request_id,
+                "" if fetch.sequence.lacks_first else "; computing its prompt here",
+                reason,
+            )
         self._failed += fetch.source.is_transfer
 
     def _give_up(self, fetch: Fetch, reason: str) -> list[Table]:

@@ -125,7 +125,8 @@ class Scheduler:
         return fetches
 
     def fetched(self, fetch: Fetch) -> None:
-        """Run a sequence whose blocks have been read, and are not confirmed yet."""
+        """Run a sequence whose blocks have been read, or are before the device computes them; `confirm` or `refute`
+        follows."""
         sequence = fetch.sequence
         assert sequence.status is SequenceStatus.FETCHING
         self.fetching.remove(sequence)

@@ -232,7 +232,7 @@ class SpareHost:
 
     @property
     def process(self) -> Process | None:
-        """The process, until it is taken or ended."""
+        """The process, until `take` or `close`."""
         return None if self._host is None else self._host.process
 
     def take(self, hang_seconds: float, on_ready: Callable[[], None]) -> "_Host | None":

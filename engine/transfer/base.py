@@ -78,15 +78,15 @@ class Transfer(Protocol):
         Raises TransferError if the transfer failed or was cancelled.
         """
 
-    def wait(self) -> None:
-        """Block until `done` would tell."""
-
     def cancel(self) -> None:
         """Ask the transfer to end early; poll `done` until it has."""
 
 
 class QueuedTransfer(Transfer, Protocol):
     """A read of which a GPU has been given all copies."""
+
+    def wait(self) -> None:
+        """Block until `done` would tell."""
 
     def copy(self, to: int, source: int, size: int) -> None:
         """Copy between addresses of our own memory after that. Raises TransferError."""

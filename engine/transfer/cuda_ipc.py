@@ -28,7 +28,7 @@ from engine.transfer.base import (
     check_cancelled,
     split_reads,
 )
-from engine.transfer.cuda import HANDLE_BYTES, Cuda, Stream, StreamPoint
+from engine.transfer.cuda import HANDLE_BYTES, Cuda, Stream
 from engine.transfer.mapped import MappedMethod, Owner
 from engine.transfer.process_id import ProcessId, check_survived
 
@@ -103,6 +103,7 @@ class CudaIpc(MappedMethod[_DeviceRange, _DeviceMapping]):
             queued.error = failed
         except Exception as failed:  # a library's bug costs one request its KV blocks, as in `Transfers`
             queued.error = TransferError(f"cuda_ipc: {type(failed).__name__}: {failed}")
+        queued.note_end()
         return queued
 
     def close(self) -> None:
@@ -150,14 +151,20 @@ class _Queued:
         self._process = process
         self._mappings = mappings
         with cuda.on(device):
-            self._start = self.stream.point(timed=True)
-        self._end: StreamPoint | None = None
+            self._start = self._end = self.stream.point(timed=True)
         self._over = False
+
+    def note_end(self) -> None:
+        """Note that the copies so far are all that there are."""
+        with self._cuda.on(self.device):
+            if self._end is not self._start:
+                self._end.close()
+            self._end = self.stream.point(timed=True)
 
     def done(self) -> bool:
         if not self._over:
             with self._cuda.on(self.device):
-                if not self._point().reached():
+                if not self._end.reached():
                     return False
                 self._finish()
         if self.error is not None:
@@ -167,31 +174,24 @@ class _Queued:
     def wait(self) -> None:
         if not self._over:
             with self._cuda.on(self.device):
-                self._point().wait()
+                self._end.wait()
 
     def cancel(self) -> None:
-        """Do nothing: the copies cannot be stopped, and take some milliseconds at most."""
+        """Do nothing: the copies cannot be stopped, and take some milliseconds by NVLink."""
 
     def copy(self, to: int, source: int, size: int) -> None:
-        assert self._end is None
         with self._cuda.on(self.device):
             self.stream.copy(to, source, size)
+        self.note_end()
 
     def hold_back(self, stream: int) -> None:
         with self._cuda.on(self.device):
-            self._point().hold_back(stream)
-
-    def _point(self) -> StreamPoint:
-        """Return the end of the copies, of which there are no more from now on."""
-        if self._end is None:
-            self._end = self.stream.point(timed=True)
-        return self._end
+            self._end.hold_back(stream)
 
     def _finish(self) -> None:
         self._over = True
-        end = self._point()
-        self.seconds = end.seconds_since(self._start)
-        for point in (self._start, end):
+        self.seconds = self._end.seconds_since(self._start)
+        for point in (self._start, self._end):
             point.close()
         self._streams.give_back(self.device, self.stream)
         self._mappings.clear()

@@ -157,9 +157,6 @@ class ThreadedTransfer:
     def done(self) -> bool:
         return self.future.done() and self.future.result() is None
 
-    def wait(self) -> None:
-        self.future.exception()
-
     def cancel(self) -> None:
         self._cancelled.set()
 

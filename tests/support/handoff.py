@@ -193,6 +193,8 @@ class Controlled:
         self.error = ""
         self.future: Future[None] = Future()
         self.seconds = 0.001
+        self.at_end: Callable[[], None] = lambda: None
+        """What happens when it ends, as far as anybody asks."""
         self.patience = 0
         """How often `done` says no although it has ended, unless somebody waits."""
 
@@ -200,6 +202,7 @@ class Controlled:
         self.patience -= 1
         if self.patience >= 0:
             return False
+        self._finish()
         if self.error:
             raise TransferError(self.error)
         return self.ended
@@ -207,6 +210,11 @@ class Controlled:
     def wait(self) -> None:
         assert self.ended
         self.patience = 0
+        self._finish()
+
+    def _finish(self) -> None:
+        at_end, self.at_end = self.at_end, lambda: None
+        at_end()
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -228,13 +236,18 @@ class Controlled:
 
 class Fate(NamedTuple):
     """What becomes of the copies that a device was given. A processor follows none, so here bytes are written, right or
-    wrong, as soon as they have begun; that is known later."""
+    wrong, as soon as they have begun, unless they are `late`; that is known when somebody waits, or has asked a few
+    times."""
 
     write: Callable[[Controlled], None]
     error: str = ""
+    late: bool = False
 
     def befall(self, transfer: Controlled) -> None:
-        self.write(transfer)
+        if self.late:
+            transfer.at_end = lambda: self.write(transfer)
+        else:
+            self.write(transfer)
         transfer.ended, transfer.error, transfer.patience = True, self.error, 3
 
 

@@ -8,13 +8,13 @@ from engine.embedded.handoff.words import LeaseWords
 from engine.embedded.kv.groups import Table
 from engine.embedded.sequence import Sequence
 from engine.errors import EngineUnavailable
-from engine.transfer.base import Read, Transfer, TransferError
+from engine.transfer.base import QueuedTransfer, Read, Transfer, TransferError
 from engine.transfer.transfers import Transfers
 from engine.types import Handoff
 
 _MOST_FOLLOWED = 256 << 20
 """Maximum number of bytes that the device waits for before it computes anything else, which holds up all sequences:
-about a millisecond between two GPUs of one host."""
+about a millisecond by NVLink."""
 
 
 class _RemoteReading:
@@ -38,8 +38,8 @@ class _RemoteReading:
         self._transfer: Transfer | None = None
         self._word: Read | None = None
         """The read of the word, once it has begun."""
-        self._followed = False
-        """Whether the device waits for the last blocks before it computes anything else."""
+        self._followed: QueuedTransfer | None = None
+        """The transfer of the last blocks, if the device waits for it before it computes anything else."""
         self._cancelled = False
         self._read_on()
 
@@ -48,19 +48,19 @@ class _RemoteReading:
         return self._transfer is None
 
     def done(self) -> bool:
-        if self._followed:
+        if self._followed is not None:
             return True
         if self._transfer is not None and not self._ended(self._transfer):
             return False
         if self._word is not None or self._cancelled:
             return True
         self._read_on()
-        return self._followed
+        return self._followed is not None
 
     def confirmed(self, *, wait: bool = False) -> bool:
         if self._transfer is not None:
-            if wait:
-                self._transfer.wait()
+            if wait and self._followed is not None:
+                self._followed.wait()
             if not self._ended(self._transfer):
                 return False
         if self._word is not None and not self._words.outlived(self._remote.lease, self._word):
@@ -100,10 +100,11 @@ class _RemoteReading:
             threaded.future.add_done_callback(lambda _: self._source.wake())
             return
         self._transfer = queued
-        if self._word is not None and size <= _MOST_FOLLOWED:
-            with suppress(TransferError):  # its own error, which `done` raises, or a device that is broken
+        # A processor may keep state, and must not see logits that do not count.
+        if self._word is not None and size <= _MOST_FOLLOWED and not sequence.sampler.processors:
+            with suppress(TransferError):  # the device is broken
                 self._words.follow(queued, self._word)
-                self._followed = True
+                self._followed = queued
 
 
 class RemoteSource:

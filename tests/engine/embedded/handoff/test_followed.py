@@ -24,6 +24,8 @@ ARRIVE = Fate(Controlled.copy)
 LOST = Fate(Controlled.scribble)
 """The other replica has given the blocks up: neither they nor the word are what they were."""
 DEAD = Fate(Controlled.scribble, "the peer died")
+LATE = Fate(Controlled.scribble, late=True)
+"""Wrong bytes come late: behind what the engine has given a device meanwhile, were it not for its waiting."""
 FATES = {"arrive": ARRIVE, "lost": LOST, "dead": DEAD}
 
 
@@ -105,8 +107,43 @@ def test_an_abort_leaves_nothing(pair: Pair, expected: dict[str, list[int]], fat
     pair.decode.abort("a")
     pair.finish()
     pair.check_clean()
+    assert counts(pair) == (int(fate is ARRIVE), int(fate is not ARRIVE)), "counted all the same"
     pair.decode.add(sequence_of(pair.decode, replace(REQUEST, request_id="b")))
     assert tokens(pair.finish()["b"]) == expected["a"]
+
+
+def test_blocks_are_not_read_into_before_late_copies_to_them_have_ended(
+    tiny_model: Path, overlap: str, expected: dict[str, list[int]]
+) -> None:
+    options = {**SMALL, "overlap_scheduler": overlap}
+    fates = [LATE, ARRIVE]
+    with pair_of(tiny_model, options, {**options, "num_blocks": 10}) as pair:
+        pair.control(lambda: fates.pop(0))
+        pair.begin(request_of("first", prompt_of(50)))
+        step(pair.decode)
+        pair.decode.abort("first")
+        handed = pair.begin(REQUEST)
+        assert said(handed, pair.finish()["a"]) == expected["a"] and not fates
+
+
+def test_a_reset_of_the_prefix_cache_covers_the_unconfirmed(pair: Pair, expected: dict[str, list[int]]) -> None:
+    pair.control(lambda: ARRIVE)
+    handed = pair.begin(REQUEST)
+    step(pair.decode)
+    pair.decode.reset_prefix_cache()
+    assert said(handed, pair.finish()["a"]) == expected["a"]
+    pair.decode.add(sequence_of(pair.decode, replace(REQUEST, request_id="b")))
+    again = pair.finish()["b"]
+    assert tokens(again) == expected["a"]
+    assert again[0].prompt is not None and again[0].prompt.cached_tokens == 0
+
+
+def test_drafts_from_blocks_that_were_lost_do_not_count(tiny_model: Path, expected: dict[str, list[int]]) -> None:
+    options = {**SMALL, "overlap_scheduler": "on", "speculative": "ngram"}
+    with pair_of(tiny_model, SMALL, options) as pair:
+        pair.control(lambda: LOST)
+        handed = pair.begin(REQUEST)
+        assert said(handed, pair.finish()["a"]) == expected["a"]
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["at the end", "early"])
