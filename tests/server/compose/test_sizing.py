@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -212,18 +213,23 @@ def test_a_model_that_takes_images_has_one_api_process(folder: Path) -> None:
 
 
 def test_a_start_on_a_gpu_takes_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = []
+    started, spare = [], AsyncMock()
+
+    def serve(settings: Settings, *given: Any, **named: Any) -> int:
+        assert spare in (*given, *named.values()), "the process that was spawned ahead is passed on"
+        started.append(settings.api_processes)
+        return 0
+
+    async def spare_host(settings: Settings) -> Any:
+        return spare
+
     monkeypatch.setattr(sizing, "this_machine", lambda: H200)
-    monkeypatch.setattr(
-        "server.process.launch.launch", lambda settings, *_: started.append(settings.api_processes) or 0
-    )
-    monkeypatch.setattr(
-        "server.process.serving.serve", lambda settings, *_: started.append(settings.api_processes) or 0
-    )
+    for function, stand_in in {"launch.launch": serve, "serving.serve": serve, "spare.spare_host": spare_host}.items():
+        monkeypatch.setattr(f"server.process.{function}", stand_in)
     monkeypatch.setattr(
         "engine.checkpoints.hub.config_folder", lambda model: folder if model == "owner/vision" else None
     )
     (folder / "config.json").write_text(json.dumps({**CONFIG, "model_type": "qwen2_vl", "vision_config": {}}))
     for settings in ({}, {"model": "owner/text"}, {"model": "owner/vision"}, {"api_processes": 3}, {"device": "cpu"}):
         assert run(Settings(port=0, **settings), [], 0.0) == 0
-    assert started == [4, 4, 1, 3, 1]
+    assert started == [4, 4, 1, 3, 1] and spare.close.await_count == 5
