@@ -70,7 +70,7 @@ class Transfer(Protocol):
     """A read in progress."""
 
     seconds: float
-    """How long it took, once it has ended."""
+    """Duration of the transfer; 0 until it has ended."""
 
     def done(self) -> bool:
         """Whether the transfer has ended; never blocks. True or an error means that local memory is no longer written.

@@ -36,7 +36,7 @@ class Greeting(msgspec.Struct, frozen=True):
 
 
 hints: list[str] = []
-"""What this process was told to anticipate."""
+"""Hints that this process was spawned with."""
 
 
 class Greeter:

@@ -66,6 +66,11 @@ def tokens(deltas: list[Delta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
+def said(handed: Handoff, deltas: list[Delta]) -> list[int]:
+    """Return the whole output: the first token, and those of the decode core."""
+    return [*handed.first.token_ids, *tokens(deltas)]
+
+
 class Pair:
     """A prefill and a decode core of the same model."""
 
@@ -78,6 +83,12 @@ class Pair:
         """Requests that the decode core has begun with early handoffs."""
         self.handoffs: list[tuple[str, Handoff]] = []
         """The handoffs that the decode core has taken."""
+
+    @property
+    def transfers(self) -> tuple[int, int]:
+        """How many of the decode core's transfers have succeeded, and how many have failed."""
+        stats = self.decode.stats()
+        return stats.kv_transfer_success_total, stats.kv_transfer_failure_total
 
     def serve(self, requests: list[GenerateRequest], *, early: bool = False) -> Deltas:
         """Serve all requests at once.
@@ -194,7 +205,7 @@ class Controlled:
         self.future: Future[None] = Future()
         self.seconds = 0.001
         self.at_end: Callable[[], None] = lambda: None
-        """What happens when it ends, as far as anybody asks."""
+        """Called once, by the first `wait` or `done` that finds it ended."""
         self.patience = 0
         """How often `done` says no although it has ended, unless somebody waits."""
 
@@ -235,9 +246,8 @@ class Controlled:
 
 
 class Fate(NamedTuple):
-    """What becomes of the copies that a device was given. A processor follows none, so here bytes are written, right or
-    wrong, as soon as they have begun, unless they are `late`; that is known when somebody waits, or has asked a few
-    times."""
+    """The fate of copies that were queued on a device. `write` puts bytes in place, right or wrong: at once, or at the
+    end if they are `late`. The end is seen by whoever waits, or by the fourth call of `done`."""
 
     write: Callable[[Controlled], None]
     error: str = ""

@@ -41,7 +41,7 @@ async def client(process: ServiceProcess) -> AsyncIterator[GreeterClient]:
 
 
 async def info_with(spare: SpareHost) -> GreeterInfo:
-    """What a service says that was given a process ahead."""
+    """Start a service in a spare process, and return its info."""
     process = ServiceProcess(GREETER, GreeterConfig("hello"), spare=spare)
     await process.start()
     client = GreeterClient(GREETER, process.address, process.wait_failed)

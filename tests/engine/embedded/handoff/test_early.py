@@ -33,12 +33,6 @@ def expected(tiny_model: Path) -> list[int]:
     return tokens(alone(tiny_model, [REQUEST])["a"])
 
 
-@pytest.fixture(params=["off", "on"])
-def overlap(request: pytest.FixtureRequest) -> str:
-    setting: str = request.param
-    return setting
-
-
 @pytest.fixture
 def pair(overlap: str, tiny_model: Path) -> Iterator[Pair]:
     """Its transfers wait for the test, and a prompt takes several steps."""

@@ -17,7 +17,7 @@ from engine.errors import EngineUnavailable, InvalidRequest
 from engine.transfer.base import LeaseWord, TransferError
 from engine.types import Delta, Handoff
 from tests.engine.embedded.handoff.test_two_cores import SMALL, alone, prompt_of
-from tests.support.handoff import Controlled, Pair, pair_of, request_of, sequence_of, step, tokens
+from tests.support.handoff import Controlled, Pair, pair_of, request_of, said, sequence_of, step, tokens
 
 PROMPT = prompt_of(50)
 REQUEST = request_of("a", PROMPT)
@@ -46,21 +46,12 @@ def fetching(pair: Pair) -> tuple[Handoff, Controlled]:
     return handed, pair.controlled[-1]
 
 
-def said(handed: Handoff, deltas: list[Delta]) -> list[int]:
-    return [*handed.first.token_ids, *tokens(deltas)]
-
-
-def failures(pair: Pair) -> tuple[int, int]:
-    stats = pair.decode.stats()
-    return stats.kv_transfer_success_total, stats.kv_transfer_failure_total
-
-
 def test_a_broken_transfer_has_the_prompt_computed_here(pair: Pair, expected: list[int]) -> None:
     handed, transfer = fetching(pair)
     transfer.scribble()
     transfer.error = "the peer died"
     assert said(handed, pair.finish()["a"]) == expected
-    assert failures(pair) == (0, 1)
+    assert pair.transfers == (0, 1)
 
 
 def test_a_transfer_that_cannot_begin_has_the_prompt_computed_here(
@@ -73,7 +64,7 @@ def test_a_transfer_that_cannot_begin_has_the_prompt_computed_here(
     monkeypatch.setattr(pair.decode.remote.transfers, "read", refuse)
     handed = pair.begin(REQUEST)
     assert said(handed, pair.finish()["a"]) == expected
-    assert failures(pair) == (0, 1)
+    assert pair.transfers == (0, 1)
 
 
 def test_a_late_transfer_is_given_up_and_its_blocks_wait_for_its_end(pair: Pair, expected: list[int]) -> None:
@@ -88,7 +79,7 @@ def test_a_late_transfer_is_given_up_and_its_blocks_wait_for_its_end(pair: Pair,
     assert pair.decode.stats().kv_cache_stats.used_num_blocks == 7 and pair.decode.busy, "the orphans"
     transfer.ended = True
     pair.finish()
-    assert failures(pair) == (0, 1)
+    assert pair.transfers == (0, 1)
 
 
 def test_the_end_of_a_transfer_that_was_given_up_may_be_an_error(pair: Pair) -> None:
@@ -97,7 +88,7 @@ def test_the_end_of_a_transfer_that_was_given_up_may_be_an_error(pair: Pair) -> 
     assert pair.decode.stats().kv_cache_stats.used_num_blocks == 7 and transfer.cancelled
     transfer.error = "cancelled"
     pair.finish()
-    assert failures(pair) == (0, 0) and pair.decode.stats().num_aborted_requests == 1
+    assert pair.transfers == (0, 0) and pair.decode.stats().num_aborted_requests == 1
 
 
 def test_blocks_of_a_broken_transfer_are_not_reused(pair: Pair, expected: list[int]) -> None:
@@ -129,7 +120,7 @@ def test_blocks_read_after_the_lease_ended_are_discarded(
         rest = pair.finish().get("a", [])
         pair.decode.add(sequence_of(pair.decode, replace(REQUEST, request_id="b")))
         assert tokens(pair.finish()["b"]) == expected
-        assert failures(pair) == (0, 1) and other.state and (aborted or said(handed, rest) == expected)
+        assert pair.transfers == (0, 1) and other.state and (aborted or said(handed, rest) == expected)
 
 
 def _queued_for_prefill(pair: Pair) -> None:
@@ -279,4 +270,4 @@ def test_addresses_beyond_the_peers_memory_are_not_read(
         handed = _state(pair.hand_over(REQUEST), **beyond)
         pair.decode.add(sequence_of(pair.decode, replace(REQUEST, handoff=handed)))
         assert said(handed, pair.finish()["a"]) == expected
-        assert failures(pair) == (0, 1)
+        assert pair.transfers == (0, 1)

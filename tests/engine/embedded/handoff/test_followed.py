@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from engine.embedded import core as core_module
 from engine.embedded.handoff.words import LeaseWords
 from engine.kv_events import Stored
-from engine.types import Delta, Handoff
+from engine.types import Delta
 from tests.engine.embedded.handoff.test_two_cores import LONGEST, SMALL, alone, greedy_requests, prompt_of
-from tests.support.handoff import Controlled, Fate, Pair, pair_of, request_of, sequence_of, step, tokens
+from tests.support.handoff import Controlled, Fate, Pair, pair_of, request_of, said, sequence_of, step, tokens
 
 PROMPT = prompt_of(50)
 REQUEST = request_of("a", PROMPT)
@@ -34,12 +34,6 @@ def expected(tiny_model: Path) -> dict[str, list[int]]:
     return {name: tokens(deltas) for name, deltas in alone(tiny_model, [REQUEST, OTHER]).items()}
 
 
-@pytest.fixture(params=["off", "on"])
-def overlap(request: pytest.FixtureRequest) -> str:
-    setting: str = request.param
-    return setting
-
-
 @pytest.fixture
 def pair(overlap: str, tiny_model: Path) -> Iterator[Pair]:
     with pair_of(tiny_model, {**SMALL, "overlap_scheduler": overlap}) as pair:
@@ -49,15 +43,6 @@ def pair(overlap: str, tiny_model: Path) -> Iterator[Pair]:
 @pytest.fixture(autouse=True)
 def followed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LeaseWords, "follow", lambda *_: None)
-
-
-def said(handed: Handoff, deltas: list[Delta]) -> list[int]:
-    return [*handed.first.token_ids, *tokens(deltas)]
-
-
-def counts(pair: Pair) -> tuple[int, int]:
-    stats = pair.decode.stats()
-    return stats.kv_transfer_success_total, stats.kv_transfer_failure_total
 
 
 def stored(pair: Pair) -> int:
@@ -78,7 +63,7 @@ def test_only_blocks_that_were_still_held_count(
     handed = pair.begin(REQUEST)
     deltas = pair.finish()
     assert said(handed, deltas["a"]) == expected["a"]
-    assert counts(pair) == (int(fate is ARRIVE), int(fate is not ARRIVE))
+    assert pair.transfers == (int(fate is ARRIVE), int(fate is not ARRIVE))
     if beside:
         assert tokens(other + deltas["other"]) == expected["other"]
     pair.decode.add(sequence_of(pair.decode, replace(REQUEST, request_id="b")))
@@ -107,7 +92,7 @@ def test_an_abort_leaves_nothing(pair: Pair, expected: dict[str, list[int]], fat
     pair.decode.abort("a")
     pair.finish()
     pair.check_clean()
-    assert counts(pair) == (int(fate is ARRIVE), int(fate is not ARRIVE)), "counted all the same"
+    assert pair.transfers == (int(fate is ARRIVE), int(fate is not ARRIVE)), "counted all the same"
     pair.decode.add(sequence_of(pair.decode, replace(REQUEST, request_id="b")))
     assert tokens(pair.finish()["b"]) == expected["a"]
 
@@ -164,8 +149,8 @@ def test_many_of_all_fates_get_the_tokens_of_one_core(
     with pair_of(tiny_model, options, {**options, "num_blocks": LONGEST // 8 + 4}) as pair:
         pair.control(draw)
         deltas = pair.serve(requests, early=early)
-        assert counts(pair) == (fates.count(ARRIVE), len(fates) - fates.count(ARRIVE))
-        assert min(counts(pair)) > 2 and pair.decode.stats().num_preemptions > 0
+        assert pair.transfers == (fates.count(ARRIVE), len(fates) - fates.count(ARRIVE))
+        assert min(pair.transfers) > 2 and pair.decode.stats().num_preemptions > 0
     assert {name: tokens(found) for name, found in deltas.items()} == {
         name: tokens(found) for name, found in alone(tiny_model, requests).items()
     }
