@@ -92,7 +92,7 @@ def transformers(model: str, dtype: str, *more: str) -> Spec:
 
 def llama_cpp(binary: str, gguf: str, streams: int = 32, tokens: int = 640) -> Spec:
     """Return llama.cpp's server for `streams` sequences of up to `tokens` tokens, with a thread per core."""
-    threads = str(os.cpu_count())
+    threads = str(len(os.sched_getaffinity(0)))
     room = (
         "--parallel",
         str(streams),
@@ -121,7 +121,7 @@ def vllm(command: str, model: str, dtype: str = "bfloat16") -> Spec:
         "2048",
     )
     env = {
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",

@@ -172,6 +172,45 @@ inline void some_rows(const Rounded& x, int first, int row, int rows, const uint
   }
 }
 
+// AMX's tiles: eight of 16 rows with 16 words each.
+#if WITH_TILES
+#define tile_zero _tile_zero
+#define tile_load _tile_loadd
+#define tile_store _tile_stored
+#define tile_multiply _tile_dpbf16ps
+#else
+// The same to the bit, for tests on processors without them.
+inline thread_local uint32_t tile_words[8][16][16];
+inline void tile_zero(int tile) { std::memset(tile_words[tile], 0, sizeof *tile_words); }
+inline void tile_load(int tile, const void* from, long stride) {
+  for (int row = 0; row < 16; row++) std::memcpy(tile_words[tile][row], (const uint8_t*)from + row * stride, 64);
+}
+inline void tile_store(int tile, void* to, long stride) {
+  for (int row = 0; row < 16; row++) std::memcpy((uint8_t*)to + row * stride, tile_words[tile][row], 64);
+}
+inline void tile_multiply(int sums, int rows, int columns) {
+  for (int row = 0; row < 16; row++)
+    for (int at = 0; at < 16; at += kLanes) {
+      Vec even = {}, odd = {};
+      for (int k = 0; k < 16; k++) {
+        const Bits inputs = tile_words[rows][row][k] - Bits{}, weights = load<Bits>(&tile_words[columns][k][at]);
+        even += (Vec)(inputs << 16) * (Vec)(weights << 16);
+        odd += (Vec)(inputs & 0xffff0000u) * (Vec)(weights & 0xffff0000u);
+      }
+      auto* to = (float*)&tile_words[sums][row][at];
+      save(to, load<Vec>(to) + (even + odd));
+    }
+}
+#endif
+
+// The sums of four products are in tiles 0 to 3.
+inline void zero_sums() {
+  tile_zero(0);
+  tile_zero(1);
+  tile_zero(2);
+  tile_zero(3);
+}
+
 #if WITH_TILES
 constexpr int kFewestTiled = 3;  // rows for which tiles are faster than vectors
 constexpr int kGroupsAhead = 2;  // of weights to prefetch before they are needed
@@ -185,18 +224,11 @@ inline void ahead(const uint32_t* words) {
   for (int i = 0; i < kGroupWords; i += 16) __builtin_prefetch(words + kGroupsAhead * kGroupWords + i);
 }
 
-// The sums of four products are in tiles 0 to 3.
-inline void zero_sums() {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-}
 inline void store_sums(Sums* to) {
-  _tile_stored(0, to[0].low, 64);
-  _tile_stored(1, to[0].high, 64);
-  _tile_stored(2, to[1].low, 64);
-  _tile_stored(3, to[1].high, 64);
+  tile_store(0, to[0].low, 64);
+  tile_store(1, to[0].high, 64);
+  tile_store(2, to[1].low, 64);
+  tile_store(3, to[1].high, 64);
 }
 
 // Two tiles of rows times a panel.
@@ -205,14 +237,14 @@ inline void tiles_2x1(const uint16_t* a, const uint16_t* b, const uint32_t* pane
   zero_sums();
   for (long g = 0; g < groups; g++, a += kStep, b += kStep, panel += kGroupWords) {
     if (first) ahead(panel);
-    _tile_loadd(6, panel, 4 * kPanel);
-    _tile_loadd(4, a, 2 * kGroup);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, panel + kLanes, 4 * kPanel);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, b, 2 * kGroup);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+    tile_load(6, panel, 4 * kPanel);
+    tile_load(4, a, 2 * kGroup);
+    tile_multiply(0, 4, 6);
+    tile_load(7, panel + kLanes, 4 * kPanel);
+    tile_multiply(1, 4, 7);
+    tile_load(5, b, 2 * kGroup);
+    tile_multiply(2, 5, 6);
+    tile_multiply(3, 5, 7);
   }
   store_sums(to);
 }
@@ -222,33 +254,33 @@ inline void tiles_1x2(const uint16_t* a, const uint32_t* panel, const uint32_t* 
   zero_sums();
   for (long g = 0; g < groups; g++, a += kRoundedRows * kGroup, panel += kGroupWords, other += kGroupWords) {
     ahead(panel), ahead(other);
-    _tile_loadd(4, a, 2 * kGroup);
-    _tile_loadd(6, panel, 4 * kPanel);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, panel + kLanes, 4 * kPanel);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, other, 4 * kPanel);
-    _tile_dpbf16ps(2, 4, 5);
-    _tile_loadd(6, other + kLanes, 4 * kPanel);
-    _tile_dpbf16ps(3, 4, 6);
+    tile_load(4, a, 2 * kGroup);
+    tile_load(6, panel, 4 * kPanel);
+    tile_multiply(0, 4, 6);
+    tile_load(7, panel + kLanes, 4 * kPanel);
+    tile_multiply(1, 4, 7);
+    tile_load(5, other, 4 * kPanel);
+    tile_multiply(2, 4, 5);
+    tile_load(6, other + kLanes, 4 * kPanel);
+    tile_multiply(3, 4, 6);
   }
   store_sums(to);
 }
 
 // A tile of rows times a panel.
 inline void tiles_1x1(const uint16_t* a, const uint32_t* panel, long groups, Sums* to) {
-  _tile_zero(0);
-  _tile_zero(1);
+  tile_zero(0);
+  tile_zero(1);
   for (long g = 0; g < groups; g++, a += kRoundedRows * kGroup, panel += kGroupWords) {
     ahead(panel);
-    _tile_loadd(4, a, 2 * kGroup);
-    _tile_loadd(6, panel, 4 * kPanel);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, panel + kLanes, 4 * kPanel);
-    _tile_dpbf16ps(1, 4, 7);
+    tile_load(4, a, 2 * kGroup);
+    tile_load(6, panel, 4 * kPanel);
+    tile_multiply(0, 4, 6);
+    tile_load(7, panel + kLanes, 4 * kPanel);
+    tile_multiply(1, 4, 7);
   }
-  _tile_stored(0, to[0].low, 64);
-  _tile_stored(1, to[0].high, 64);
+  tile_store(0, to[0].low, 64);
+  tile_store(1, to[0].high, 64);
 }
 
 template <class Store>

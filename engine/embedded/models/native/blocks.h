@@ -32,7 +32,6 @@ constexpr int kBlockRows = 4;
 #endif
 
 typedef uint16_t Codes __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 typedef int16_t Shorts __attribute__((vector_size(2 * kLanes)));
 
 inline Ints all(int32_t x) { return x - Ints{}; }

@@ -2,7 +2,8 @@
 //
 // The cache is read in words: of float32 one value, of bfloat16 two that are multiplied with two others at a time, as
 // add_pairs does. Words of a block are keys [head_dim / kPerWord][block_size], then values [block_size / kPerWord][head_dim],
-// divisions rounded up. What they are multiplied with is rounded to bfloat16 as well, and summed in float32.
+// divisions rounded up: what AMX takes for a tile of columns. What they are multiplied with is rounded to bfloat16 as well,
+// and summed in float32.
 #pragma once
 
 #include "bfloat16.h"
@@ -19,23 +20,22 @@ inline Cached cached(float x) {
 
 inline long words_for(long values) { return (values + kPerWord - 1) / kPerWord; }
 
-// What the cache is multiplied with. Where no instruction takes pairs of bfloat16, rounded values stay in float32.
-#if defined(__AVX512BF16__) && LANES == 16
-constexpr bool kPairInstruction = kProducts != kFloats;
-#else
-constexpr bool kPairInstruction = false;
-#endif
-using Factor = std::conditional_t<kPairInstruction, uint16_t, float>;
+// What the cache is multiplied with.
+using Factor = Cached;
 
-inline void save_factors(Factor* to, Vec v) {
-  if constexpr (kProducts == kFloats) return std::memcpy(to, &v, sizeof v), void();
+// Returns what is saved.
+inline Vec save_factors(Factor* to, Vec v) {
+  if constexpr (kProducts == kFloats) {
+    std::memcpy(to, &v, sizeof v);
+    return v;
+  }
 #if defined(__AVX512BF16__) && LANES == 16
-  const __m256bh narrow = _mm512_cvtneps_pbh((__m512)v);
-  std::memcpy(to, &narrow, sizeof narrow);
+  const Halves narrow = (Halves)_mm512_cvtneps_pbh((__m512)v);
 #else
-  v = nearest_bfloat16(v);
-  std::memcpy(to, &v, sizeof v);
+  const Halves narrow = __builtin_convertvector((Bits)nearest_bfloat16(v) >> 16, Halves);
 #endif
+  std::memcpy(to, &narrow, sizeof narrow);
+  return (Vec)(__builtin_convertvector(narrow, Bits) << 16);
 }
 
 // Columns of words, kPanel of them at a time.
@@ -56,15 +56,68 @@ struct CachePanel {
     if constexpr (kProducts == kFloats) {
       const Vec x = all((float)factors[k]);
       sums[0] += x * (Vec)low, sums[1] += x * (Vec)high;
-    } else if constexpr (kPairInstruction) {
+    } else {
       const Bits pair = load<uint32_t>(factors + 2 * k) - Bits{};
       sums[0] = add_pairs(sums[0], low, pair), sums[1] = add_pairs(sums[1], high, pair);
-    } else {
-      const Vec even = all((float)factors[2 * k]), odd = all((float)factors[2 * k + 1]);
-      sums[0] += odd * (Vec)(low & 0xffff0000u), sums[1] += odd * (Vec)(high & 0xffff0000u);
-      sums[0] += even * (Vec)(low << 16), sums[1] += even * (Vec)(high << 16);
     }
   }
 };
+
+// Whether tiles multiply the cache: those that have whole tiles of heads and of blocks.
+constexpr bool in_tiles(long head_dim, long block_size) {
+  return kProducts == kTiles && head_dim % kGroup == 0 && block_size % kGroup == 0;
+}
+
+constexpr int kTileSide = 16;  // rows and columns of a tile of sums
+
+// Of a product by tiles: factors and words for kGroup inputs, and words that are read soon after.
+struct CacheGroup {
+  const Factor* factors;
+  const Cached *words, *next;
+};
+
+// Rows of factors, `stride` apart, times columns of words, `words_stride` values apart, as sums of all groups: in
+// place of what is in `out`, or added to it. Whole tiles of rows are read and written, whole pairs of tiles of columns.
+template <bool added>
+void multiply(const std::vector<CacheGroup>& groups, long stride, int rows, long words_stride, long columns, float* out, long out_stride) {
+  const long bytes = 2 * stride, words_bytes = 2 * words_stride, out_bytes = 4 * out_stride;
+  asm volatile("" : : : "memory");  // the intrinsics do not say that they read memory
+  for (long column = 0; column < columns; column += 2 * kTileSide)
+    for (int row = 0; row < rows; row += 2 * kTileSide) {
+      const bool both = row + kTileSide < rows;
+      float *upper = out + row * out_stride + column, *lower = upper + kTileSide * out_stride;
+      zero_sums();
+      if (added) {
+        tile_load(0, upper, out_bytes);
+        tile_load(1, upper + kTileSide, out_bytes);
+        if (both) {
+          tile_load(2, lower, out_bytes);
+          tile_load(3, lower + kTileSide, out_bytes);
+        }
+      }
+      for (const CacheGroup& group : groups) {
+        const Factor* factors = group.factors + row * stride;
+        const Cached* words = group.words + 2 * column;
+        if (row == 0)
+          for (int i = 0; i < kTileSide; i++)
+            for (int half = 0; half < 2; half++) __builtin_prefetch(group.next + i * words_stride + 2 * (column + half * kTileSide));
+        tile_load(4, factors, bytes);
+        tile_load(6, words, words_bytes);
+        tile_multiply(0, 4, 6);
+        tile_load(7, words + 2 * kTileSide, words_bytes);
+        tile_multiply(1, 4, 7);
+        if (!both) continue;
+        tile_load(5, factors + kTileSide * stride, bytes);
+        tile_multiply(2, 5, 6);
+        tile_multiply(3, 5, 7);
+      }
+      tile_store(0, upper, out_bytes);
+      tile_store(1, upper + kTileSide, out_bytes);
+      if (both) {
+        tile_store(2, lower, out_bytes);
+        tile_store(3, lower + kTileSide, out_bytes);
+      }
+    }
+}
 
 }  // namespace

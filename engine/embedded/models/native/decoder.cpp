@@ -404,12 +404,16 @@ class Decoder {
     const long dim = model_.head_dim, size = model_.block_size, group = model_.heads / model_.kv_heads;
     const long width = padded(size), out_width = padded(dim), span = width == size ? std::max(1L, kSpan / size) : 1;
     const int rows = queries.count * group, first = chunk.start + queries.first, last = first + queries.count - 1;
+    const bool tiled = in_tiles(dim, size);
+    const long room = tiled ? (rows + kTileSide - 1) / kTileSide * kTileSide : rows;
     thread_local std::vector<Factor> query, weights;
     thread_local std::vector<float> scaled, scores, out;
     thread_local std::vector<Weighed> state;
     thread_local std::vector<CachePanel> panels;
-    query.resize(rows * out_width), weights.resize(rows * span * width), scaled.resize(out_width), scores.resize(rows * span * width);
-    out.assign(rows * out_width, 0.0f), state.assign(rows, {}), panels.resize(std::max(width, out_width) / kPanel);
+    thread_local std::vector<CacheGroup> groups;
+    thread_local std::vector<Cached> begun;
+    query.resize(room * out_width), weights.resize(room * span * width), scaled.resize(out_width), scores.resize(room * span * width);
+    out.assign(room * out_width, 0.0f), state.assign(rows, {}), panels.resize(std::max(width, out_width) / kPanel);
     const auto at = [&](int r) { return (chunk.row + queries.first + r / group); };
     for (int r = 0; r < rows; r++) {
       const float* from = qkv_.data() + at(r) * (model_.heads + 2 * model_.kv_heads) * dim + (head * group + r % group) * dim;
@@ -421,6 +425,12 @@ class Decoder {
       const int end = std::min<int>(begin + span, blocks);
       for (int block = begin; block < end; block++) {
         const Cached *key = keys(layer, chunk, block, head), *value = values(layer, chunk, block, head);
+        if (tiled) {
+          groups.clear();
+          for (long d = 0; d < dim; d += kGroup) groups.push_back({&query[d], key + d * size, value + d * size});
+          multiply<false>(groups, out_width, rows, 2 * size, size, &scores[(block - begin) * width], span * width);
+          continue;
+        }
         for (int p = 0; p < width / kPanel; p++) panels[p] = {key + p * kPanel * kPerWord, size * kPerWord, value + p * kPanel * kPerWord};
         float* to = &scores[(block - begin) * width];
         multiply(query.data(), out_width, rows, panels.data(), width / kPanel, words_for(dim), [&](int row, int panel, Vec low, Vec high) {
@@ -431,7 +441,23 @@ class Decoder {
       const long most = std::min<long>(span * size, blocks * size - begin * size);
       for (int r = 0; r < rows; r++)
         weigh(&scores[r * span * width], most, first + r / group - begin * size + 1, state[r], &weights[r * span * width], &out[r * out_width]);
-      for (int block = begin; block < end; block++) {
+      if (tiled) {
+        groups.clear();
+        for (int block = begin; block < end; block++) {
+          const Cached* value = values(layer, chunk, block, head);
+          const Cached* next = block + span < blocks ? keys(layer, chunk, block + span, head) : after && block + 1 == blocks ? after : value;
+          const long count = std::min<long>(size, last - block * size + 1);
+          if (count < size) {  // behind these is what an earlier sequence left, which could be no number
+            begun.assign(size * dim, 0);
+            std::copy_n(value, words_for(count) * dim * kPerWord, begun.begin());
+            value = begun.data();
+          }
+          for (long slot = 0; slot < count; slot += kGroup)
+            groups.push_back({&weights[(block - begin) * width + slot], value + slot * dim, next + slot * dim});
+        }
+        multiply<true>(groups, span * width, rows, 2 * dim, dim, out.data(), out_width);
+      }
+      for (int block = begin; block < end && !tiled; block++) {
         const Cached* value = values(layer, chunk, block, head);
         const Cached* next = block + 1 < blocks ? keys(layer, chunk, block + 1, head) : after ? after : value;
         for (int p = 0; p < out_width / kPanel; p++) panels[p] = {value + p * kPanel * kPerWord, dim * kPerWord, next + p * kPanel * kPerWord};
@@ -472,14 +498,15 @@ class Decoder {
       for (float& sum : state.sums) sum *= shrink;
       for (long d = 0; d < padded(model_.head_dim); d += kLanes) save(out + d, load<Vec>(out + d) * shrink);
     }
-    for (long i = 0; i < whole; i += kLanes) save(scores + i, exponential(load<Vec>(scores + i) - highest));
-    for (long i = seen; i < whole; i++) scores[i] = 0;
     Vec sums[kSums / kLanes];
     std::memcpy(sums, state.sums, sizeof sums);
-    for (long i = 0; i < whole; i += kLanes) {
-      const Vec weight = load<Vec>(scores + i);
-      sums[i % kSums / kLanes] += kProducts == kFloats ? weight : nearest_bfloat16(weight);  // as it is multiplied
-      save_factors(weights + i, weight);
+    const auto give = [&](long i, Vec weight) { sums[i % kSums / kLanes] += save_factors(weights + i, weight); };
+    long i = 0;
+    for (; i + kLanes <= seen; i += kLanes) give(i, exponential(load<Vec>(scores + i) - highest));
+    if (i < seen) {
+      Vec weight = exponential(load<Vec>(scores + i) - highest);
+      for (long lane = seen - i; lane < kLanes; lane++) weight[lane] = 0;
+      give(i, weight);
     }
     std::memcpy(state.sums, sums, sizeof sums);
     if (whole < count) std::fill(weights + whole, weights + padded(count), 0);

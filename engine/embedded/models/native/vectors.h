@@ -15,6 +15,7 @@ typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
 typedef uint64_t Longs __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
 template <class V>
 inline V load(const void* from) {
