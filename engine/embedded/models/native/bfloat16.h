@@ -231,12 +231,24 @@ inline void store_sums(Sums* to) {
   tile_store(3, to[1].high, 64);
 }
 
+// Lines of a group of weights that one of several passes over a panel asks for in the second cache, so that memory brings what
+// is multiplied next during all of them. `to` is where that is, from the panel on, in words.
+struct Share {
+  long to;
+  int begin, end;
+
+  void fetch(const uint32_t* words) const {
+    for (int line = begin; line < end; line++) __builtin_prefetch(words + to + line * 16, 0, 2);
+  }
+};
+
 // Two tiles of rows times a panel.
-inline void tiles_2x1(const uint16_t* a, const uint16_t* b, const uint32_t* panel, long groups, bool first, Sums* to) {
+inline void tiles_2x1(const uint16_t* a, const uint16_t* b, const uint32_t* panel, long groups, bool first, Share share, Sums* to) {
   constexpr long kStep = kRoundedRows * kGroup;
   zero_sums();
   for (long g = 0; g < groups; g++, a += kStep, b += kStep, panel += kGroupWords) {
     if (first) ahead(panel);
+    share.fetch(panel);
     tile_load(6, panel, 4 * kPanel);
     tile_load(4, a, 2 * kGroup);
     tile_multiply(0, 4, 6);
@@ -268,11 +280,12 @@ inline void tiles_1x2(const uint16_t* a, const uint32_t* panel, const uint32_t* 
 }
 
 // A tile of rows times a panel.
-inline void tiles_1x1(const uint16_t* a, const uint32_t* panel, long groups, Sums* to) {
+inline void tiles_1x1(const uint16_t* a, const uint32_t* panel, long groups, Share share, Sums* to) {
   tile_zero(0);
   tile_zero(1);
   for (long g = 0; g < groups; g++, a += kRoundedRows * kGroup, panel += kGroupWords) {
     ahead(panel);
+    share.fetch(panel);
     tile_load(4, a, 2 * kGroup);
     tile_load(6, panel, 4 * kPanel);
     tile_multiply(0, 4, 6);
@@ -296,13 +309,18 @@ void tiled(const Rounded& x, int first, int rows, const uint32_t* const* panels,
     tiles_1x2(x.at(first), panels[p], panels[p + 1], x.groups, sums);
     give(sums[0], 0, p), give(sums[1], 0, p + 1);
   }
+  const int passes = (rows + 2 * kRoundedRows - 1) / (2 * kRoundedRows), lines = passes > 1 ? kGroupWords / 16 : 0;
   for (; p < count; p++) {
     int row = 0;
+    const auto share = [&] {  // the panels that follow these in memory are multiplied next
+      const int pass = row / (2 * kRoundedRows);
+      return Share{count * x.groups * kGroupWords, pass * lines / passes, (pass + 1) * lines / passes};
+    };
     for (; row + kRoundedRows < rows; row += 2 * kRoundedRows) {
-      tiles_2x1(x.at(first + row), x.at(first + row + kRoundedRows), panels[p], x.groups, row == 0, sums);
+      tiles_2x1(x.at(first + row), x.at(first + row + kRoundedRows), panels[p], x.groups, row == 0, share(), sums);
       give(sums[0], row, p), give(sums[1], row + kRoundedRows, p);
     }
-    if (row < rows) tiles_1x1(x.at(first + row), panels[p], x.groups, sums), give(sums[0], row, p);
+    if (row < rows) tiles_1x1(x.at(first + row), panels[p], x.groups, share(), sums), give(sums[0], row, p);
   }
 }
 #endif

@@ -408,12 +408,12 @@ class Decoder {
     const long room = tiled ? (rows + kTileSide - 1) / kTileSide * kTileSide : rows;
     thread_local std::vector<Factor> query, weights;
     thread_local std::vector<float> scaled, scores, out;
-    thread_local std::vector<Weighed> state;
+    thread_local Weighed state;
     thread_local std::vector<CachePanel> panels;
     thread_local std::vector<CacheGroup> groups;
     thread_local std::vector<Cached> begun;
     query.resize(room * out_width), weights.resize(room * span * width), scaled.resize(out_width), scores.resize(room * span * width);
-    out.assign(room * out_width, 0.0f), state.assign(rows, {}), panels.resize(std::max(width, out_width) / kPanel);
+    out.assign(room * out_width, 0.0f), state.reset(rows), panels.resize(std::max(width, out_width) / kPanel);
     const auto at = [&](int r) { return (chunk.row + queries.first + r / group); };
     for (int r = 0; r < rows; r++) {
       const float* from = qkv_.data() + at(r) * (model_.heads + 2 * model_.kv_heads) * dim + (head * group + r % group) * dim;
@@ -438,9 +438,8 @@ class Decoder {
           save(to + row * span * width + panel * kPanel + kLanes, high);
         });
       }
-      const long most = std::min<long>(span * size, blocks * size - begin * size);
-      for (int r = 0; r < rows; r++)
-        weigh(&scores[r * span * width], most, first + r / group - begin * size + 1, state[r], &weights[r * span * width], &out[r * out_width]);
+      weigh(scores.data(), span * width, std::min<long>(span * size, blocks * size - begin * size),
+            [&](int r) { return first + r / group - begin * size + 1; }, state, weights.data(), out.data());
       if (tiled) {
         groups.clear();
         for (int block = begin; block < end; block++) {
@@ -471,45 +470,62 @@ class Decoder {
     }
     for (int r = 0; r < rows; r++) {
       float* to = attended_.data() + at(r) * model_.heads * dim + (head * group + r % group) * dim;
-      const float sum = reduced<kSums>(state[r].sums, [](float a, float b) { return a + b; });
+      const float sum = reduced<kSums>(&state.sums[r * kSums], [](float a, float b) { return a + b; });
       for (long d = 0; d < dim; d++) to[d] = out[r * out_width + d] / sum;
     }
   }
 
-  // Of a query: the largest score so far, and the sum of weights in as many parts at every width of vector.
+  // Of queries: the largest score so far, what multiplies sums when a larger one is found, and sums of weights, each in as
+  // many parts at every width of vector.
   struct Weighed {
-    float highest = -1e30f, sums[kSums] = {};
+    std::vector<float> highest, shrinks, sums;
+
+    int rows() const { return (int)sums.size() / kSums; }
+    void reset(int rows) {
+      highest.assign(padded(rows), -1e30f), shrinks.assign(padded(rows), 0.0f), sums.assign(rows * kSums, 0.0f);
+    }
   };
 
-  // `count` scores to weights: those from `seen` on are of later tokens; out follows.
-  void weigh(float* scores, long count, long seen, Weighed& state, Factor* weights, float* out) const {
-    seen = std::clamp<long>(seen, 0, count);
-    const long whole = (seen + kLanes - 1) / kLanes * kLanes;
-    for (long i = seen; i < whole; i++) scores[i] = -1e30f;
-    Vec best = all(state.highest);
-    for (long i = 0; i < whole; i += kLanes) {
-      const Vec s = load<Vec>(scores + i);
-      best = s > best ? s : best;
+  // Scores to weights, for each query `count` of them, `stride` apart; those from `seen(query)` on are of later tokens. out
+  // follows. All queries pass each of the loops before the next: within one query, each would wait for the one before.
+  template <class Seen>
+  void weigh(float* scores, long stride, long count, Seen seen, Weighed& state, Factor* weights, float* out) const {
+    const long out_width = padded(model_.head_dim);
+    const auto seen_by = [&](int r) { return std::clamp<long>(seen(r), 0, count); };
+    const auto vectors = [](long seen) { return (seen + kLanes - 1) / kLanes * kLanes; };
+    for (int r = 0; r < state.rows(); r++) {
+      float* row = scores + r * stride;
+      const long known = seen_by(r), whole = vectors(known);
+      for (long i = known; i < whole; i++) row[i] = -1e30f;
+      Vec best = all(state.highest[r]);
+      for (long i = 0; i < whole; i += kLanes) {
+        const Vec s = load<Vec>(row + i);
+        best = s > best ? s : best;
+      }
+      const float highest = largest(best);
+      state.shrinks[r] = state.highest[r] - highest;
+      state.highest[r] = highest;
     }
-    const float highest = largest(best);
-    if (highest > state.highest) {
-      const float shrink = std::exp(state.highest - highest);
-      state.highest = highest;
-      for (float& sum : state.sums) sum *= shrink;
-      for (long d = 0; d < padded(model_.head_dim); d += kLanes) save(out + d, load<Vec>(out + d) * shrink);
+    for (int r = 0; r < state.rows(); r += kLanes) save(&state.shrinks[r], exponential(load<Vec>(&state.shrinks[r])));
+    for (int r = 0; r < state.rows(); r++) {
+      const float *row = scores + r * stride, highest = state.highest[r], shrink = state.shrinks[r];
+      const long known = seen_by(r), whole = vectors(known);
+      for (long d = 0; d < out_width; d += kLanes) save(out + r * out_width + d, load<Vec>(out + r * out_width + d) * shrink);
+      Vec sums[kSums / kLanes];
+      for (int p = 0; p < kSums / kLanes; p++) sums[p] = load<Vec>(&state.sums[r * kSums + p * kLanes]) * shrink;
+      const auto weight = [&](long i) { return exponential(load<Vec>(row + i) - highest); };
+      const auto keep = [&](long i, Vec w) { return save_factors(weights + r * stride + i, w); };
+      long i = 0;
+      for (; i + kSums <= known; i += kSums)
+        for (int p = 0; p < kSums / kLanes; p++) sums[p] += keep(i + p * kLanes, weight(i + p * kLanes));
+      for (int p = 0; i < whole; i += kLanes, p++) {
+        Vec last = weight(i);
+        for (long lane = known - i; lane < kLanes; lane++) last[lane] = 0;
+        sums[p] += keep(i, last);
+      }
+      for (int p = 0; p < kSums / kLanes; p++) save(&state.sums[r * kSums + p * kLanes], sums[p]);
+      if (whole < count) std::fill(weights + r * stride + whole, weights + r * stride + padded(count), 0);
     }
-    Vec sums[kSums / kLanes];
-    std::memcpy(sums, state.sums, sizeof sums);
-    const auto give = [&](long i, Vec weight) { sums[i % kSums / kLanes] += save_factors(weights + i, weight); };
-    long i = 0;
-    for (; i + kLanes <= seen; i += kLanes) give(i, exponential(load<Vec>(scores + i) - highest));
-    if (i < seen) {
-      Vec weight = exponential(load<Vec>(scores + i) - highest);
-      for (long lane = seen - i; lane < kLanes; lane++) weight[lane] = 0;
-      give(i, weight);
-    }
-    std::memcpy(state.sums, sums, sizeof sums);
-    if (whole < count) std::fill(weights + whole, weights + padded(count), 0);
   }
 
   const Model model_;
