@@ -44,14 +44,12 @@ from engine.types import Delta, FinishReason, Handoff, Held, Performance, Prompt
 log = logging.getLogger(__name__)
 
 CPU_PROMPT_TOKENS = 64
-"""Number of prompt tokens that a step on a CPU may take however long that is; most processors are hardly more efficient
-with more."""
-CPU_MOST_PROMPT_TOKENS = 256
-"""Maximum number of prompt tokens in a step on a CPU, if they take no longer than these:"""
+"""Maximum number of prompt tokens in a step on a CPU, for which every decode waits; larger steps are a few percent more
+efficient there."""
+CPU_PROMPT_TOKENS_ALONE = 256
+"""The same where nothing decodes; still larger steps are hardly more efficient."""
 CPU_PROMPT_SECONDS = 0.25
-"""Maximum duration of such a step where nothing decodes, so that only requests that come meanwhile wait."""
-CPU_MIXED_SECONDS = 0.03
-"""The same beside decodes, which all wait for it."""
+"""Maximum duration of a step of more than `CPU_PROMPT_TOKENS`, for which requests that come meanwhile wait."""
 CPU_REST_AFTER = 512
 """Tokens of a prompt on a CPU after which it leaves half of the time to others."""
 EARLY_TOKENS = 512
@@ -152,7 +150,6 @@ class EngineCore:
         """The host and disk tiers; None without."""
         sources: list[Source] = [source for source in (self.remote, self.tiers) if source is not None]
         on_cpu = self.runner.device.type == "cpu"
-        self._sizes_prompts = on_cpu and config.enable_chunked_prefill
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_batch_size,
@@ -412,7 +409,7 @@ class EngineCore:
 
     def _prompt_seconds(self, config: EmbeddedConfig) -> float:
         """Return the seconds that computing a token of a prompt takes, and leave all blocks empty."""
-        most = CPU_MOST_PROMPT_TOKENS if self.runner.device.type == "cpu" else config.max_num_tokens
+        most = CPU_PROMPT_TOKENS_ALONE if self.runner.device.type == "cpu" else config.max_num_tokens
         room = config.kv_block_size * min(pool.num_blocks for pool in self.blocks.pools)
         count = min(most, room, self.runner.context_length, self.blocks.max_chunk)
         blocks = list(range(-(-count // config.kv_block_size)))
@@ -475,7 +472,7 @@ class EngineCore:
         except (RuntimeError, ValueError) as error:
             failures += self._fail(chunks, error)
             return None
-        if self._sizes_prompts:
+        if self.runner.device.type == "cpu":
             self._size_prompts(chunks, time.monotonic() - started)
         self._announced += [chunk.sequence for chunk in chunks if self._is_read_early(chunk.sequence)]
         self._iteration += 1
@@ -483,12 +480,12 @@ class EngineCore:
         return step
 
     def _size_prompts(self, chunks: list[Chunk], seconds: float) -> None:
-        """Let prompts take as many tokens of a step as this one could have computed in the time that it may take."""
+        """Let prompts take as many tokens of a step without decodes as this step could have computed in
+        `CPU_PROMPT_SECONDS`."""
         tokens = sum(chunk.length for chunk in chunks)
         if tokens >= CPU_PROMPT_TOKENS:
-            alone, mixed = (int(tokens * limit / seconds) for limit in (CPU_PROMPT_SECONDS, CPU_MIXED_SECONDS))
-            self.scheduler.prompt_tokens_alone = min(max(alone, CPU_PROMPT_TOKENS), CPU_MOST_PROMPT_TOKENS)
-            self.scheduler.prompt_tokens = min(max(mixed, CPU_PROMPT_TOKENS), CPU_MOST_PROMPT_TOKENS)
+            affordable = int(tokens * CPU_PROMPT_SECONDS / seconds)
+            self.scheduler.prompt_tokens_alone = min(max(affordable, CPU_PROMPT_TOKENS), CPU_PROMPT_TOKENS_ALONE)
 
     def _run(self, chunks: list[Chunk], started: float) -> _LaunchedStep:
         """Forward and prompt log-probabilities."""

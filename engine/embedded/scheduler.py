@@ -79,9 +79,8 @@ class Scheduler:
         self.orphans: list[list[Table]] = []
         """Blocks of no sequence that a source may still write to."""
         self.preemptions = 0
-        self.prompt_tokens = self.prompt_tokens_alone = max_prompt_tokens if chunked_prefill else max_num_tokens
-        """Maximum number of tokens of prompts in a step beside decodes, and in one in which nothing decodes. Those of
-        chunked prompts may change at any time."""
+        self.prompt_tokens_alone = max_prompt_tokens
+        """Maximum number of tokens of chunked prompts in a step in which nothing decodes; it may change at any time."""
         self._sources = sources
         self._offload = offload
         self._admissions = 0
@@ -90,6 +89,7 @@ class Scheduler:
         """Running sequences of whose blocks some have been read and are not reusable yet."""
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._max_num_tokens = max_num_tokens
+        self._max_prompt_tokens = max_prompt_tokens if chunked_prefill else max_num_tokens
         self._small_step = small_step if chunked_prefill else 0
         self._chunked = chunked_prefill
         self._rest_after = rest_after if chunked_prefill else None
@@ -237,17 +237,17 @@ class Scheduler:
         of prompts as of decodes, or more would come than are computed.
         """
         if not decoding:
-            return min(total, self.prompt_tokens_alone)
-        budget = min(total - decoding, self.prompt_tokens)
+            return min(total, self.prompt_tokens_alone if self._chunked else self._max_prompt_tokens)
+        budget = min(total - decoding, self._max_prompt_tokens)
         room = self._small_step - decoding
         if room < 2 * decoding:
             return budget
         waiting = sum(sequence.remaining for sequence in prompts)
         for sequence in self.waiting[: len(self._slots)]:
-            if waiting > 2 * self.prompt_tokens:
+            if waiting > 2 * self._max_prompt_tokens:
                 break
             waiting += len(sequence.tokens)
-        return budget if waiting > 2 * self.prompt_tokens else min(budget, room)
+        return budget if waiting > 2 * self._max_prompt_tokens else min(budget, room)
 
     def computed(self, chunks: list[Chunk]) -> None:
         """Note that a step has written the keys and values of its chunks: full blocks become reusable, and those

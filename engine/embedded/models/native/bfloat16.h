@@ -49,20 +49,26 @@ inline Vec nearest_bfloat16(Vec v) {
 // Activations: [tiles][groups][kRoundedRows][kGroup] bfloat16; beyond a row's inputs are zeros.
 struct Rounded {
   uint16_t* values;
-  long groups;
+  long groups, inputs;
 
   const uint16_t* at(long row) const {
     return values + (row / kRoundedRows * groups * kRoundedRows + row % kRoundedRows) * kGroup;
   }
-  void set(long row, const float* x, long inputs) {
+  // Values of a row from `first` on, as many as are left at most. Zeros follow the last.
+  void set(long row, long first, const float* x, long count) const {
     auto* to = (uint16_t*)at(row);
-    for (long g = 0; g < groups; g++, x += kGroup, to += kRoundedRows * kGroup) {
-      const long size = std::min<long>(kGroup, inputs - g * kGroup);
-      for (long i = 0; i < size; i++) to[i] = nearest_bfloat16(x[i]);
-      for (long i = size; i < kGroup; i++) to[i] = 0;
-    }
+    count = std::min(count, inputs - first);
+    long i = 0;
+    const auto place = [&](long k) { return to + k / kGroup * kRoundedRows * kGroup + k % kGroup; };
+    if (first % kGroup == 0)
+      for (; i + kGroup <= count; i += kGroup) {
+        uint16_t* group = place(first + i);
+        for (int k = 0; k < kGroup; k++) group[k] = nearest_bfloat16(x[i + k]);
+      }
+    for (; i < count; i++) *place(first + i) = nearest_bfloat16(x[i]);
+    if (first + count == inputs)
+      for (long k = inputs; k < groups * kGroup; k++) *place(k) = 0;
   }
-
 };
 
 // Room for activations; it only grows.
@@ -72,7 +78,7 @@ class RoundedBuffer {
     const long groups = (inputs + kGroup - 1) / kGroup;
     const size_t size = (count + kRoundedRows - 1) / kRoundedRows * kRoundedRows * groups * kGroup + 64;
     if (values_.size() < size) values_ = std::vector<uint16_t>(size);
-    return {(uint16_t*)(((uintptr_t)values_.data() + 63) & ~(uintptr_t)63), groups};
+    return {(uint16_t*)(((uintptr_t)values_.data() + 63) & ~(uintptr_t)63), groups, inputs};
   }
 
  private:

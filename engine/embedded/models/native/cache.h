@@ -76,10 +76,48 @@ struct CacheGroup {
   const Cached *words, *next;
 };
 
+constexpr int kFewFactors = 4;  // rows for which ordinary vectors are faster: their sums stay in registers
+
+// M rows of factors times words, as `multiply` below and to the same bits, by ordinary vectors.
+template <bool added, int M>
+__attribute__((noinline)) void multiply_few(const std::vector<CacheGroup>& groups, long stride, long words_stride, long columns, float* out, long out_stride) {
+  for (long column = 0; column < columns; column += kPanel) {
+    Vec sums[M][2] = {};
+    for (int m = 0; added && m < M; m++)
+      for (int h = 0; h < 2; h++) sums[m][h] = load<Vec>(out + m * out_stride + column + h * kLanes);
+    for (const CacheGroup& group : groups) {
+      Vec even[M][2] = {}, odd[M][2] = {};
+      for (int k = 0; k < kGroup / 2; k++) {
+        const long at = k * words_stride + 2 * column;
+        for (int i = 0; i < kPanel; i += 16) __builtin_prefetch(group.next + at + 2 * i);
+        const Bits words[2] = {load<Bits>(group.words + at), load<Bits>(group.words + at + 2 * kLanes)};
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) {
+          const Bits pair = load<uint32_t>(group.factors + m * stride + 2 * k) - Bits{};
+          for (int h = 0; h < 2; h++) {
+            even[m][h] += (Vec)(words[h] << 16) * (Vec)(pair << 16);
+            odd[m][h] += (Vec)(words[h] & 0xffff0000u) * (Vec)(pair & 0xffff0000u);
+          }
+        }
+      }
+      for (int m = 0; m < M; m++)
+        for (int h = 0; h < 2; h++) sums[m][h] += even[m][h] + odd[m][h];
+    }
+    for (int m = 0; m < M; m++)
+      for (int h = 0; h < 2; h++) save(out + m * out_stride + column + h * kLanes, sums[m][h]);
+  }
+}
+
 // Rows of factors, `stride` apart, times columns of words, `words_stride` values apart, as sums of all groups: in
-// place of what is in `out`, or added to it. Whole tiles of rows are read and written, whole pairs of tiles of columns.
+// place of what is in `out`, or added to it. Whole tiles of rows are read and written, and whole panels of columns.
 template <bool added>
 void multiply(const std::vector<CacheGroup>& groups, long stride, int rows, long words_stride, long columns, float* out, long out_stride) {
+  switch (rows) {
+    case 1: return multiply_few<added, 1>(groups, stride, words_stride, columns, out, out_stride);
+    case 2: return multiply_few<added, 2>(groups, stride, words_stride, columns, out, out_stride);
+    case 3: return multiply_few<added, 3>(groups, stride, words_stride, columns, out, out_stride);
+    case kFewFactors: return multiply_few<added, kFewFactors>(groups, stride, words_stride, columns, out, out_stride);
+  }
   const long bytes = 2 * stride, words_bytes = 2 * words_stride, out_bytes = 4 * out_stride;
   asm volatile("" : : : "memory");  // the intrinsics do not say that they read memory
   for (long column = 0; column < columns; column += 2 * kTileSide)

@@ -112,7 +112,8 @@ class Decoder {
     for (auto [buffer, size] : {std::pair{&x_, tokens * hidden}, {&normed_, tokens * (model_.hidden_norm ? 2 : 1) * hidden}, {&qkv_, tokens * most_outputs},
                                 {&attended_, tokens * model_.heads * model_.head_dim}, {&gated_, tokens * model_.layers[0].gate_up.outputs / 2}})
       if ((long)buffer->size() < size) *buffer = std::vector<float>(size);
-    if (tokens > kFewRows) coded_.rows(tokens, widest_), rounded_.rows(tokens, widest_);  // before threads share them
+    if (tokens > kFewRows) coded_.rows(tokens, widest_);  // before threads share them
+    rounded_.rows(tokens, widest_), made_.rows(tokens, widest_);
     queries_.clear();
     const int most = std::max<int>(1, kAttentionRows / (model_.heads / model_.kv_heads));
     for (int c = 0; c < step.num_chunks; c++)
@@ -172,12 +173,19 @@ class Decoder {
   struct Queries {
     int chunk, first, count;
   };
+  // Rows that a product reads, `stride` apart; if they are rounded already, only so.
+  struct Input {
+    const float* x;
+    long stride;
+    Rounded rounded{};
+  };
+  static bool rounds(const Matrix& m) { return kProducts != kFloats && m.kind == kBfloat16; }
 
   void layers() {
     int phase = 0;
     const int tokens = step_->num_tokens;
     const long kv_heads = model_.kv_heads, hidden = model_.embedding.inputs;
-    if (step_->features) project(phase, model_.fc, step_->features, model_.fc.inputs, tokens, x_.data(), false);
+    if (step_->features) project(phase, model_.fc, {step_->features, model_.fc.inputs}, tokens, x_.data(), false);
     else team_.each(phase, tokens, [&](int i) {
       if (step_->embeddings && step_->embeddings[i]) std::memcpy(&x_[i * hidden], step_->embeddings[i], hidden * sizeof(float));
       else embed(step_->tokens[i], x_.data() + i * hidden);
@@ -185,8 +193,8 @@ class Decoder {
     for (int l = 0; l < model_.num_layers; l++) {
       const Layer& layer = model_.layers[l];
       keep(phase, l);
-      const float* normed = model_.hidden_norm ? joined(phase, layer) : normalised(phase, layer.attention_norm);
-      project(phase, layer.qkv, normed, layer.qkv.inputs, tokens, qkv_.data(), false, true);
+      const Input normed = model_.hidden_norm ? joined(phase, layer) : normalised(phase, layer.attention_norm, layer.qkv);
+      project(phase, layer.qkv, normed, tokens, qkv_.data(), false, true);
       if (prompts_)
         team_.each(phase, prompts_ * kv_heads, [&](int i) { rotate_and_write(l, queries_[i / kv_heads], i % kv_heads); });
       team_.each(phase, queries_.size() * kv_heads, [&](int i) {
@@ -197,14 +205,14 @@ class Decoder {
                                  : nullptr;
         attend(l, queries_[i / kv_heads], i % kv_heads, after);
       });
-      project(phase, layer.out, attended_.data(), layer.out.inputs, tokens, x_.data(), true);
-      gate(phase, layer.gate_up, normalised(phase, layer.mlp_norm), tokens);
-      project(phase, layer.down, gated_.data(), layer.gate_up.outputs / 2, tokens, x_.data(), true);
+      project(phase, layer.out, made(layer.out, attended_, layer.out.inputs), tokens, x_.data(), true);
+      gate(phase, layer, normalised(phase, layer.mlp_norm, layer.gate_up), tokens);
+      project(phase, layer.down, made(layer.down, gated_, layer.gate_up.outputs / 2), tokens, x_.data(), true);
     }
     keep(phase, model_.num_layers);
     const int rows = step_->num_rows;
     team_.each(phase, rows, [&](int i) { normalise(&x_[step_->rows[i] * hidden], model_.norm, &normed_[i * hidden]); });
-    project(phase, model_.head, normed_.data(), hidden, rows, step_->logits, false, true);
+    project(phase, model_.head, {normed_.data(), hidden}, rows, step_->logits, false, true);
   }
 
   // Write what enters a layer to `hidden`, if it is one of those taken.
@@ -218,7 +226,7 @@ class Decoder {
   }
 
   // What the layer of a head reads: embeddings of tokens, then hidden states, each normalised.
-  const float* joined(int& phase, const Layer& layer) {
+  Input joined(int& phase, const Layer& layer) {
     const long hidden = model_.embedding.inputs;
     team_.each(phase, step_->num_tokens, [&](int i) {
       float *x = &x_[i * hidden], *to = &normed_[2 * i * hidden];
@@ -227,19 +235,32 @@ class Decoder {
       normalise(x, model_.hidden_norm, to + hidden);
       if (model_.norm_before_residual) std::memcpy(x, to + hidden, hidden * sizeof(float));
     });
-    return normed_.data();
+    return {normed_.data(), layer.qkv.inputs};
   }
 
-  // All rows: shared work if they are many; few are sooner done by each thread for itself than waited for.
-  const float* normalised(int& phase, const float* weight) {
+  // All rows, as a product with `m` reads them: shared work if they are many; few are sooner done by each thread for itself than
+  // waited for.
+  Input normalised(int& phase, const float* weight, const Matrix& m) {
     const long tokens = step_->num_tokens, hidden = model_.embedding.inputs;
+    const bool few = tokens <= kFewRows;
     thread_local std::vector<float> own;
-    if (tokens <= kFewRows) own.resize(tokens * hidden);
-    float* to = tokens <= kFewRows ? own.data() : normed_.data();
-    const auto row = [&](int i) { normalise(&x_[i * hidden], weight, to + i * hidden); };
-    if (tokens > kFewRows) team_.each(phase, tokens, row);
+    thread_local RoundedBuffer own_rounded;
+    own.resize(std::max(own.size(), (size_t)((few ? tokens : 1) * hidden)));
+    Input input{few ? own.data() : normed_.data(), hidden};
+    if (rounds(m)) input.rounded = (few ? own_rounded : rounded_).rows(tokens, hidden);
+    const auto row = [&](int i) {
+      float* to = input.rounded.values ? own.data() : (float*)input.x + i * hidden;
+      normalise(&x_[i * hidden], weight, to);
+      if (input.rounded.values) input.rounded.set(i, 0, to, hidden);
+    };
+    if (!few) team_.each(phase, tokens, row);
     else for (int i = 0; i < tokens; i++) row(i);
-    return to;
+    return input;
+  }
+
+  // What tasks have made for a product with `m`: they round it where it is read so, in the place of floats.
+  Input made(const Matrix& m, const std::vector<float>& floats, long stride) {
+    return {floats.data(), stride, rounds(m) ? made_.rows(step_->num_tokens, m.inputs) : Rounded{}};
   }
 
   void embed(int token, float* x) const {
@@ -281,13 +302,14 @@ class Decoder {
     return sides == 1 && kProducts == kTiles ? 2 : together;
   }
 
-  // store(row, panel, low, high) takes all of a product. x: rows of m.inputs values, `stride` apart. fine: where weights are
-  // blocks, x has 16 bits at every level (blocks.h). together: neighbouring panels that one thread has to store.
+  // store(row, panel, low, high) takes all of a product. fine: where weights are blocks, activations have 16 bits at every level
+  // (blocks.h). together: neighbouring panels that one thread has to store.
   template <class Store>
-  void product(int& phase, const Matrix& m, const float* x, long stride, int rows, bool fine, int together, Store store) {
+  void product(int& phase, const Matrix& m, const Input& input, int rows, bool fine, int together, Store store) {
+    const auto& [x, stride, ready] = input;
     const bool blocks = m.kind != kBfloat16;
     const Activations codes = blocks ? coded(phase, m, x, stride, rows, fine) : Activations{};
-    const Rounded narrow = blocks || kProducts == kFloats ? Rounded{} : rounded(phase, m, x, stride, rows);
+    const Rounded narrow = ready.values || !rounds(m) ? ready : rounded(phase, m, x, stride, rows);
     const int sides = streams_of(m.kind, rows), width = width_of(sides, rows, together);
     const int panels = (m.outputs + kPanel - 1) / kPanel, tasks = (panels + sides * width - 1) / (sides * width);
     const int row_blocks = (rows + kTaskRows - 1) / kTaskRows;
@@ -324,14 +346,14 @@ class Decoder {
   Rounded rounded(int& phase, const Matrix& m, const float* x, long stride, int rows) {
     thread_local RoundedBuffer own;
     Rounded rounded = (rows <= kFewRows ? own : rounded_).rows(rows, m.inputs);
-    const auto row = [&](int i) { rounded.set(i, x + i * stride, m.inputs); };
+    const auto row = [&](int i) { rounded.set(i, 0, x + i * stride, m.inputs); };
     if (rows > kFewRows) team_.each(phase, rows, row);
     else for (int i = 0; i < rows; i++) row(i);
     return rounded;
   }
 
-  void project(int& phase, const Matrix& m, const float* x, long stride, int rows, float* out, bool add, bool fine = false) {
-    product(phase, m, x, stride, rows, fine, 1, [&](int row, int panel, Vec low, Vec high) {
+  void project(int& phase, const Matrix& m, const Input& input, int rows, float* out, bool add, bool fine = false) {
+    product(phase, m, input, rows, fine, 1, [&](int row, int panel, Vec low, Vec high) {
       const long column = (long)panel * kPanel;
       float* to = out + row * m.outputs + column;
       if (m.bias) low += load<Vec>(m.bias + column), high += load<Vec>(m.bias + column + kLanes);
@@ -345,17 +367,22 @@ class Decoder {
     });
   }
 
-  void gate(int& phase, const Matrix& m, const float* x, int rows) {
-    const long width = m.outputs / 2;
-    product(phase, m, x, m.inputs, rows, false, 2, [&](int row, int panel, Vec low, Vec high) {
-      float* to = gated_.data() + row * width + panel / 2 * kPanel;
+  void gate(int& phase, const Layer& layer, const Input& input, int rows) {
+    const long width = layer.gate_up.outputs / 2;
+    const Rounded rounded = made(layer.down, gated_, width).rounded;
+    product(phase, layer.gate_up, input, rows, false, 2, [&](int row, int panel, Vec low, Vec high) {
+      const long column = panel / 2 * kPanel;
+      float* to = gated_.data() + row * width + column;
       if (panel % 2 == 0) {
         save(to, low / (1.0f + exponential(-low)));
         save(to + kLanes, high / (1.0f + exponential(-high)));
-      } else {
-        save(to, load<Vec>(to) * low);
-        save(to + kLanes, load<Vec>(to + kLanes) * high);
+        return;
       }
+      low *= load<Vec>(to), high *= load<Vec>(to + kLanes);
+      float few[kPanel], *result = rounded.values ? few : to;
+      save(result, low);
+      save(result + kLanes, high);
+      if (rounded.values) rounded.set(row, column, few, kPanel);
     });
   }
 
@@ -405,6 +432,8 @@ class Decoder {
     const long width = padded(size), out_width = padded(dim), span = width == size ? std::max(1L, kSpan / size) : 1;
     const int rows = queries.count * group, first = chunk.start + queries.first, last = first + queries.count - 1;
     const bool tiled = in_tiles(dim, size);
+    const Matrix& reader = model_.layers[layer].out;
+    const Rounded rounded = made(reader, attended_, reader.inputs).rounded;
     const long room = tiled ? (rows + kTileSide - 1) / kTileSide * kTileSide : rows;
     thread_local std::vector<Factor> query, weights;
     thread_local std::vector<float> scaled, scores, out;
@@ -469,9 +498,11 @@ class Decoder {
       }
     }
     for (int r = 0; r < rows; r++) {
-      float* to = attended_.data() + at(r) * model_.heads * dim + (head * group + r % group) * dim;
+      const long column = (head * group + r % group) * dim;
+      float* to = rounded.values ? scaled.data() : attended_.data() + at(r) * model_.heads * dim + column;
       const float sum = reduced<kSums>(&state.sums[r * kSums], [](float a, float b) { return a + b; });
       for (long d = 0; d < dim; d++) to[d] = out[r * out_width + d] / sum;
+      if (rounded.values) rounded.set(at(r), column, to, dim);
     }
   }
 
@@ -536,7 +567,7 @@ class Decoder {
   Team team_;
   std::vector<float> x_, normed_, qkv_, attended_, gated_;
   ActivationBuffer coded_;
-  RoundedBuffer rounded_;
+  RoundedBuffer rounded_, made_;
   std::vector<Queries> queries_;  // of prompts first
   std::vector<int64_t> taken_;
   long prompts_ = 0;
