@@ -423,89 +423,6 @@ class Decoder {
     }
   }
 
-  // Softmax, a span of blocks after the other, for the queries of a chunk that share a key head. Where a block or a head is no
-  // whole number of panels, the last panel reaches into what follows in the cache: those columns are computed and never looked at
-  // (runner.py adds a tail to the cache). after: keys that are read next, or null.
-  void attend(int layer, const Queries& queries, long head, const Cached* after) {
-    const Chunk& chunk = step_->chunks[queries.chunk];
-    const long dim = model_.head_dim, size = model_.block_size, group = model_.heads / model_.kv_heads;
-    const long width = padded(size), out_width = padded(dim), span = width == size ? std::max(1L, kSpan / size) : 1;
-    const int rows = queries.count * group, first = chunk.start + queries.first, last = first + queries.count - 1;
-    const bool tiled = in_tiles(dim, size);
-    const Matrix& reader = model_.layers[layer].out;
-    const Rounded rounded = made(reader, attended_, reader.inputs).rounded;
-    const long room = tiled ? (rows + kTileSide - 1) / kTileSide * kTileSide : rows;
-    thread_local std::vector<Factor> query, weights;
-    thread_local std::vector<float> scaled, scores, out;
-    thread_local Weighed state;
-    thread_local std::vector<CachePanel> panels;
-    thread_local std::vector<CacheGroup> groups;
-    thread_local std::vector<Cached> begun;
-    query.resize(room * out_width), weights.resize(room * span * width), scaled.resize(out_width), scores.resize(room * span * width);
-    out.assign(room * out_width, 0.0f), state.reset(rows), panels.resize(std::max(width, out_width) / kPanel);
-    const auto at = [&](int r) { return (chunk.row + queries.first + r / group); };
-    for (int r = 0; r < rows; r++) {
-      const float* from = qkv_.data() + at(r) * (model_.heads + 2 * model_.kv_heads) * dim + (head * group + r % group) * dim;
-      for (long d = 0; d < dim; d++) scaled[d] = from[d] * model_.scale;
-      for (long d = 0; d < dim; d += kLanes) save_factors(&query[r * out_width + d], load<Vec>(&scaled[d]));
-    }
-    const int blocks = last / size + 1;
-    for (int begin = 0; begin < blocks; begin += span) {
-      const int end = std::min<int>(begin + span, blocks);
-      for (int block = begin; block < end; block++) {
-        const Cached *key = keys(layer, chunk, block, head), *value = values(layer, chunk, block, head);
-        if (tiled) {
-          groups.clear();
-          for (long d = 0; d < dim; d += kGroup) groups.push_back({&query[d], key + d * size, value + d * size});
-          multiply<false>(groups, out_width, rows, 2 * size, size, &scores[(block - begin) * width], span * width);
-          continue;
-        }
-        for (int p = 0; p < width / kPanel; p++) panels[p] = {key + p * kPanel * kPerWord, size * kPerWord, value + p * kPanel * kPerWord};
-        float* to = &scores[(block - begin) * width];
-        multiply(query.data(), out_width, rows, panels.data(), width / kPanel, words_for(dim), [&](int row, int panel, Vec low, Vec high) {
-          save(to + row * span * width + panel * kPanel, low);
-          save(to + row * span * width + panel * kPanel + kLanes, high);
-        });
-      }
-      weigh(scores.data(), span * width, std::min<long>(span * size, blocks * size - begin * size),
-            [&](int r) { return first + r / group - begin * size + 1; }, state, weights.data(), out.data());
-      if (tiled) {
-        groups.clear();
-        for (int block = begin; block < end; block++) {
-          const Cached* value = values(layer, chunk, block, head);
-          const Cached* next = block + span < blocks ? keys(layer, chunk, block + span, head) : after && block + 1 == blocks ? after : value;
-          const long count = std::min<long>(size, last - block * size + 1);
-          if (count < size) {  // behind these is what an earlier sequence left, which could be no number
-            begun.assign(size * dim, 0);
-            std::copy_n(value, words_for(count) * dim * kPerWord, begun.begin());
-            value = begun.data();
-          }
-          for (long slot = 0; slot < count; slot += kGroup)
-            groups.push_back({&weights[(block - begin) * width + slot], value + slot * dim, next + slot * dim});
-        }
-        multiply<true>(groups, span * width, rows, 2 * dim, dim, out.data(), out_width);
-      }
-      for (int block = begin; block < end && !tiled; block++) {
-        const Cached* value = values(layer, chunk, block, head);
-        const Cached* next = block + 1 < blocks ? keys(layer, chunk, block + 1, head) : after ? after : value;
-        for (int p = 0; p < out_width / kPanel; p++) panels[p] = {value + p * kPanel * kPerWord, dim * kPerWord, next + p * kPanel * kPerWord};
-        multiply(&weights[(block - begin) * width], span * width, rows, panels.data(), out_width / kPanel,
-                 words_for(std::min(size, last - block * size + 1)), [&](int row, int panel, Vec low, Vec high) {
-                   float* to = &out[row * out_width + panel * kPanel];
-                   save(to, load<Vec>(to) + low);
-                   save(to + kLanes, load<Vec>(to + kLanes) + high);
-                 });
-      }
-    }
-    for (int r = 0; r < rows; r++) {
-      const long column = (head * group + r % group) * dim;
-      float* to = rounded.values ? scaled.data() : attended_.data() + at(r) * model_.heads * dim + column;
-      const float sum = reduced<kSums>(&state.sums[r * kSums], [](float a, float b) { return a + b; });
-      for (long d = 0; d < dim; d++) to[d] = out[r * out_width + d] / sum;
-      if (rounded.values) rounded.set(at(r), column, to, dim);
-    }
-  }
-
   // Of queries: the largest score so far, what multiplies sums when a larger one is found, and sums of weights, each in as
   // many parts at every width of vector.
   struct Weighed {
@@ -516,6 +433,120 @@ class Decoder {
       highest.assign(padded(rows), -1e30f), shrinks.assign(padded(rows), 0.0f), sums.assign(rows * kSums, 0.0f);
     }
   };
+
+  // The queries of a chunk that share a key head, in `room` rows for their tiles, and what they have attended to so far. Where a
+  // block or a head is no whole number of panels, the last panel reaches into what follows in the cache: those columns are
+  // computed and never looked at (runner.py adds a tail to the cache).
+  struct Attention {
+    int layer, blocks;
+    const Chunk* chunk;
+    long head, dim, size, width, out_width, span;  // width: of a block in `scores` and `weights`; span: blocks of a row of them
+    int rows, first, last;                         // first, last: positions of queries
+    const Cached* after;                           // keys that are read next, or null
+    std::vector<Factor> query, weights;
+    std::vector<float> scores, out;
+    Weighed state;
+    std::vector<CachePanel> panels;  // and others that one product needs
+    std::vector<CacheGroup> groups;
+    std::vector<Cached> begun;
+
+    bool tiled() const { return in_tiles(dim, size); }
+    long stride() const { return span * width; }
+  };
+
+  // Softmax, a span of blocks after the other. after: keys that are read next, or null.
+  void attend(int layer, const Queries& queries, long head, const Cached* after) {
+    thread_local Attention a;
+    thread_local std::vector<float> row;
+    const Chunk& chunk = step_->chunks[queries.chunk];
+    const long dim = model_.head_dim, size = model_.block_size, group = model_.heads / model_.kv_heads;
+    a.layer = layer, a.chunk = &chunk, a.head = head, a.dim = dim, a.size = size, a.after = after;
+    a.width = padded(size), a.out_width = padded(dim), a.span = a.width == size ? std::max(1L, kSpan / size) : 1;
+    a.rows = queries.count * group, a.first = chunk.start + queries.first, a.last = a.first + queries.count - 1;
+    a.blocks = a.last / size + 1;
+    const long room = a.tiled() ? (a.rows + kTileSide - 1) / kTileSide * kTileSide : a.rows;
+    a.query.resize(room * a.out_width), a.weights.resize(room * a.stride()), a.scores.resize(room * a.stride());
+    a.out.assign(room * a.out_width, 0.0f), a.state.reset(a.rows), row.resize(a.out_width);
+    const auto at = [&](int r) { return chunk.row + queries.first + r / group; };
+    for (int r = 0; r < a.rows; r++) {
+      const float* from = qkv_.data() + at(r) * (model_.heads + 2 * model_.kv_heads) * dim + (head * group + r % group) * dim;
+      for (long d = 0; d < dim; d++) row[d] = from[d] * model_.scale;
+      for (long d = 0; d < dim; d += kLanes) save_factors(&a.query[r * a.out_width + d], load<Vec>(&row[d]));
+    }
+    for (int begin = 0; begin < a.blocks; begin += a.span) {
+      const int end = std::min<int>(begin + a.span, a.blocks);
+      a.tiled() ? score_tiles(a, begin, end) : score_panels(a, begin, end);
+      weigh(a.scores.data(), a.stride(), (end - begin) * size, [&](int r) { return a.first + r / group - begin * size + 1; },
+            a.state, a.weights.data(), a.out.data());
+      a.tiled() ? add_tiles(a, begin, end) : add_panels(a, begin, end);
+    }
+    const Matrix& reader = model_.layers[layer].out;
+    const Rounded rounded = made(reader, attended_, reader.inputs).rounded;
+    for (int r = 0; r < a.rows; r++) {
+      const long column = (head * group + r % group) * dim;
+      float* to = rounded.values ? row.data() : attended_.data() + at(r) * model_.heads * dim + column;
+      const float sum = reduced<kSums>(&a.state.sums[r * kSums], [](float a, float b) { return a + b; });
+      for (long d = 0; d < dim; d++) to[d] = a.out[r * a.out_width + d] / sum;
+      if (rounded.values) rounded.set(at(r), column, to, dim);
+    }
+  }
+
+  // Scores of the keys of some blocks.
+  void score_panels(Attention& a, int begin, int end) const {
+    a.panels.resize(a.width / kPanel);
+    for (int block = begin; block < end; block++) {
+      const Cached *key = keys(a.layer, *a.chunk, block, a.head), *value = values(a.layer, *a.chunk, block, a.head);
+      for (int p = 0; p < a.width / kPanel; p++)
+        a.panels[p] = {key + p * kPanel * kPerWord, a.size * kPerWord, value + p * kPanel * kPerWord};
+      float* to = &a.scores[(block - begin) * a.width];
+      multiply(a.query.data(), a.out_width, a.rows, a.panels.data(), a.width / kPanel, words_for(a.dim), [&](int row, int panel, Vec low, Vec high) {
+        save(to + row * a.stride() + panel * kPanel, low);
+        save(to + row * a.stride() + panel * kPanel + kLanes, high);
+      });
+    }
+  }
+  void score_tiles(Attention& a, int begin, int end) const {
+    for (int block = begin; block < end; block++) {
+      const Cached *key = keys(a.layer, *a.chunk, block, a.head), *value = values(a.layer, *a.chunk, block, a.head);
+      a.groups.clear();
+      for (long d = 0; d < a.dim; d += kGroup) a.groups.push_back({&a.query[d], key + d * a.size, value + d * a.size});
+      multiply<false>(a.groups, a.out_width, a.rows, 2 * a.size, a.size, &a.scores[(block - begin) * a.width], a.stride());
+    }
+  }
+
+  // Adds the values of some blocks, weighed, to `out`.
+  void add_panels(Attention& a, int begin, int end) const {
+    a.panels.resize(a.out_width / kPanel);
+    for (int block = begin; block < end; block++) {
+      const Cached* value = values(a.layer, *a.chunk, block, a.head);
+      const Cached* next = block + 1 < a.blocks ? keys(a.layer, *a.chunk, block + 1, a.head) : a.after ? a.after : value;
+      for (int p = 0; p < a.out_width / kPanel; p++)
+        a.panels[p] = {value + p * kPanel * kPerWord, a.dim * kPerWord, next + p * kPanel * kPerWord};
+      multiply(&a.weights[(block - begin) * a.width], a.stride(), a.rows, a.panels.data(), a.out_width / kPanel,
+               words_for(std::min(a.size, a.last - block * a.size + 1)), [&](int row, int panel, Vec low, Vec high) {
+                 float* to = &a.out[row * a.out_width + panel * kPanel];
+                 save(to, load<Vec>(to) + low);
+                 save(to + kLanes, load<Vec>(to + kLanes) + high);
+               });
+    }
+  }
+  void add_tiles(Attention& a, int begin, int end) const {
+    a.groups.clear();
+    for (int block = begin; block < end; block++) {
+      const Cached *value = values(a.layer, *a.chunk, block, a.head), *next = value;
+      if (block + a.span < a.blocks) next = keys(a.layer, *a.chunk, block + a.span, a.head);
+      else if (a.after && block + 1 == a.blocks) next = a.after;
+      const long count = std::min(a.size, a.last - block * a.size + 1);
+      if (count < a.size) {  // behind these is what an earlier sequence left, which could be no number
+        a.begun.assign(a.size * a.dim, 0);
+        std::copy_n(value, words_for(count) * a.dim * kPerWord, a.begun.begin());
+        value = a.begun.data();
+      }
+      for (long slot = 0; slot < count; slot += kGroup)
+        a.groups.push_back({&a.weights[(block - begin) * a.width + slot], value + slot * a.dim, next + slot * a.dim});
+    }
+    multiply<true>(a.groups, a.stride(), a.rows, 2 * a.dim, a.dim, a.out.data(), a.out_width);
+  }
 
   // Scores to weights, for each query `count` of them, `stride` apart; those from `seen(query)` on are of later tokens. out
   // follows. All queries pass each of the loops before the next: within one query, each would wait for the one before.

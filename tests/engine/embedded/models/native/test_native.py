@@ -246,6 +246,19 @@ def test_blocks_of_any_size_hold_the_same_at_every_level_of_a_type(
         assert_alike(other, last, filled[0][89:])
 
 
+@pytest.mark.parametrize("size", [6, 32, 64])
+def test_what_a_block_held_before_reaches_no_logits(tmp_path: Path, size: int, level: str) -> None:
+    """Even if it was no number."""
+    folder, blocks = make_folder(tmp_path), list(range(1, 1 + 70 // size + 1))
+    clean, used = (load(folder, kv_block_size=size, num_blocks=2 + 70 // size, cpu_isa=level) for _ in range(2))
+    used.memory.blocks[0].fill_(torch.nan)
+    for start, length in ((0, 33), (33, 1), (34, 1), (35, 35)):
+        step = step_of([Part(tokens_of(70, 1), blocks, start, length)])
+        logits = used.forward(step)
+        assert logits.isfinite().all()
+        assert torch.equal(logits, clean.forward(step))
+
+
 def assert_alike(model: NativeRunner, values: torch.Tensor, first: torch.Tensor) -> None:
     """Levels add up the same products in the same order, but not all fuse multiplication and addition, and some round
     activations, each to its own side. Logits here are up to 60."""
