@@ -318,7 +318,7 @@ void tiled(const Rounded& x, int first, int rows, const uint32_t* const* panels,
   const int passes = (rows + 2 * kRoundedRows - 1) / (2 * kRoundedRows), lines = passes > 1 ? kGroupWords / 16 : 0;
   for (; p < count; p++) {
     int row = 0;
-    const auto share = [&] {  // the panels that follow these in memory are multiplied next
+    const auto share = [&] {  // of the panels that follow these in memory, which are multiplied after all rows of these
       const int pass = row / (2 * kRoundedRows);
       return Share{count * x.groups * kGroupWords, pass * lines / passes, (pass + 1) * lines / passes};
     };

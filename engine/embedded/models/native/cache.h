@@ -1,9 +1,9 @@
 // Keys and values as the KV cache holds them, and products with them: float32 where products are (kFloats), bfloat16 elsewhere.
 //
-// The cache is read in words: of float32 one value, of bfloat16 two that are multiplied with two others at a time, as
-// add_pairs does. Words of a block are keys [head_dim / kPerWord][block_size], then values [block_size / kPerWord][head_dim],
-// divisions rounded up: what AMX takes for a tile of columns. What they are multiplied with is rounded to bfloat16 as well,
-// and summed in float32.
+// The cache is read in words: of float32 one value, of bfloat16 two that are multiplied with two others at a time: in AMX's order
+// where `in_tiles`, as add_pairs does elsewhere. Words of a block are keys [head_dim / kPerWord][block_size], then values
+// [block_size / kPerWord][head_dim], divisions rounded up. Tiles of AMX read them as they are. What they are multiplied with is
+// rounded to bfloat16 as well, and summed in float32.
 #pragma once
 
 #include "bfloat16.h"
@@ -63,7 +63,7 @@ struct CachePanel {
   }
 };
 
-// Whether tiles multiply the cache: those that have whole tiles of heads and of blocks.
+// Whether tiles multiply the cache: where head_dim and block_size are whole groups of inputs.
 constexpr bool in_tiles(long head_dim, long block_size) {
   return kProducts == kTiles && head_dim % kGroup == 0 && block_size % kGroup == 0;
 }
@@ -76,9 +76,7 @@ struct CacheGroup {
   const Cached *words, *next;
 };
 
-constexpr int kFewFactors = 4;  // rows for which ordinary vectors are faster: their sums stay in registers
-
-// M rows of factors times words, as `multiply` below and to the same bits, by ordinary vectors.
+// The same as `multiply` below to the bit, for few rows, by ordinary vectors: their sums stay in registers.
 template <bool added, int M>
 __attribute__((noinline)) void multiply_few(const std::vector<CacheGroup>& groups, long stride, long words_stride, long columns, float* out, long out_stride) {
   for (long column = 0; column < columns; column += kPanel) {
@@ -116,7 +114,7 @@ void multiply(const std::vector<CacheGroup>& groups, long stride, int rows, long
     case 1: return multiply_few<added, 1>(groups, stride, words_stride, columns, out, out_stride);
     case 2: return multiply_few<added, 2>(groups, stride, words_stride, columns, out, out_stride);
     case 3: return multiply_few<added, 3>(groups, stride, words_stride, columns, out, out_stride);
-    case kFewFactors: return multiply_few<added, kFewFactors>(groups, stride, words_stride, columns, out, out_stride);
+    case 4: return multiply_few<added, 4>(groups, stride, words_stride, columns, out, out_stride);
   }
   const long bytes = 2 * stride, words_bytes = 2 * words_stride, out_bytes = 4 * out_stride;
   asm volatile("" : : : "memory");  // the intrinsics do not say that they read memory

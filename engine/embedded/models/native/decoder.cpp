@@ -112,8 +112,9 @@ class Decoder {
     for (auto [buffer, size] : {std::pair{&x_, tokens * hidden}, {&normed_, tokens * (model_.hidden_norm ? 2 : 1) * hidden}, {&qkv_, tokens * most_outputs},
                                 {&attended_, tokens * model_.heads * model_.head_dim}, {&gated_, tokens * model_.layers[0].gate_up.outputs / 2}})
       if ((long)buffer->size() < size) *buffer = std::vector<float>(size);
-    if (tokens > kFewRows) coded_.rows(tokens, widest_);  // before threads share them
-    rounded_.rows(tokens, widest_), made_.rows(tokens, widest_);
+    if (rounds_outputs_) outputs_.rows(tokens, widest_);  // before threads share them
+    if (tokens > kFewRows) coded_.rows(tokens, widest_);
+    if (tokens > kFewRows && kProducts != kFloats) rounded_.rows(tokens, widest_);
     queries_.clear();
     const int most = std::max<int>(1, kAttentionRows / (model_.heads / model_.kv_heads));
     for (int c = 0; c < step.num_chunks; c++)
@@ -205,9 +206,9 @@ class Decoder {
                                  : nullptr;
         attend(l, queries_[i / kv_heads], i % kv_heads, after);
       });
-      project(phase, layer.out, made(layer.out, attended_, layer.out.inputs), tokens, x_.data(), true);
+      project(phase, layer.out, outputs(layer.out, attended_, layer.out.inputs), tokens, x_.data(), true);
       gate(phase, layer, normalised(phase, layer.mlp_norm, layer.gate_up), tokens);
-      project(phase, layer.down, made(layer.down, gated_, layer.gate_up.outputs / 2), tokens, x_.data(), true);
+      project(phase, layer.down, outputs(layer.down, gated_, layer.gate_up.outputs / 2), tokens, x_.data(), true);
     }
     keep(phase, model_.num_layers);
     const int rows = step_->num_rows;
@@ -245,7 +246,7 @@ class Decoder {
     const bool few = tokens <= kFewRows;
     thread_local std::vector<float> own;
     thread_local RoundedBuffer own_rounded;
-    own.resize(std::max(own.size(), (size_t)((few ? tokens : 1) * hidden)));
+    own.resize((few && !rounds(m) ? tokens : 1) * hidden);
     Input input{few ? own.data() : normed_.data(), hidden};
     if (rounds(m)) input.rounded = (few ? own_rounded : rounded_).rows(tokens, hidden);
     const auto row = [&](int i) {
@@ -258,9 +259,9 @@ class Decoder {
     return input;
   }
 
-  // What tasks have made for a product with `m`: they round it where it is read so, in the place of floats.
-  Input made(const Matrix& m, const std::vector<float>& floats, long stride) {
-    return {floats.data(), stride, rounds(m) ? made_.rows(step_->num_tokens, m.inputs) : Rounded{}};
+  // Outputs of tasks that a product with `m` reads: they are rounded where it reads them so, in the place of floats.
+  Input outputs(const Matrix& m, const std::vector<float>& floats, long stride) {
+    return {floats.data(), stride, rounds(m) ? outputs_.rows(step_->num_tokens, m.inputs) : Rounded{}};
   }
 
   void embed(int token, float* x) const {
@@ -306,10 +307,11 @@ class Decoder {
   // (blocks.h). together: neighbouring panels that one thread has to store.
   template <class Store>
   void product(int& phase, const Matrix& m, const Input& input, int rows, bool fine, int together, Store store) {
-    const auto& [x, stride, ready] = input;
+    const float* x = input.x;
+    const long stride = input.stride;
     const bool blocks = m.kind != kBfloat16;
     const Activations codes = blocks ? coded(phase, m, x, stride, rows, fine) : Activations{};
-    const Rounded narrow = ready.values || !rounds(m) ? ready : rounded(phase, m, x, stride, rows);
+    const Rounded narrow = input.rounded.values || !rounds(m) ? input.rounded : rounded(phase, m, x, stride, rows);
     const int sides = streams_of(m.kind, rows), width = width_of(sides, rows, together);
     const int panels = (m.outputs + kPanel - 1) / kPanel, tasks = (panels + sides * width - 1) / (sides * width);
     const int row_blocks = (rows + kTaskRows - 1) / kTaskRows;
@@ -332,7 +334,7 @@ class Decoder {
     });
   }
 
-  // Activations for a product of blocks, made by one or by all threads as in `normalised`.
+  // Activations for a product of blocks, shared out or not as in `normalised`.
   Activations coded(int& phase, const Matrix& m, const float* x, long stride, int rows, bool fine) {
     thread_local ActivationBuffer own;
     Activations coded = (rows <= kFewRows ? own : coded_).rows(rows, m.inputs, sum_factor(m.kind), code_bits(m.kind), WITH_BYTES && !fine);
@@ -369,7 +371,7 @@ class Decoder {
 
   void gate(int& phase, const Layer& layer, const Input& input, int rows) {
     const long width = layer.gate_up.outputs / 2;
-    const Rounded rounded = made(layer.down, gated_, width).rounded;
+    const Rounded rounded = outputs(layer.down, gated_, width).rounded;
     product(phase, layer.gate_up, input, rows, false, 2, [&](int row, int panel, Vec low, Vec high) {
       const long column = panel / 2 * kPanel;
       float* to = gated_.data() + row * width + column;
@@ -434,9 +436,9 @@ class Decoder {
     }
   };
 
-  // The queries of a chunk that share a key head, in `room` rows for their tiles, and what they have attended to so far. Where a
-  // block or a head is no whole number of panels, the last panel reaches into what follows in the cache: those columns are
-  // computed and never looked at (runner.py adds a tail to the cache).
+  // The queries of a chunk that share a key head, and what they have attended to so far, in whole tiles of rows. Where a block or
+  // a head is no whole number of panels, the last panel reaches into what follows in the cache: those columns are computed and
+  // never looked at, even while another thread writes them (runner.py adds a tail to the cache).
   struct Attention {
     int layer, blocks;
     const Chunk* chunk;
@@ -448,13 +450,13 @@ class Decoder {
     Weighed state;
     std::vector<CachePanel> panels;  // and others that one product needs
     std::vector<CacheGroup> groups;
-    std::vector<Cached> begun;
+    std::vector<Cached> partial;  // values of a block that is not full
 
     bool tiled() const { return in_tiles(dim, size); }
     long stride() const { return span * width; }
   };
 
-  // Softmax, a span of blocks after the other. after: keys that are read next, or null.
+  // Attends to a span of blocks after the other.
   void attend(int layer, const Queries& queries, long head, const Cached* after) {
     thread_local Attention a;
     thread_local std::vector<float> row;
@@ -481,11 +483,11 @@ class Decoder {
       a.tiled() ? add_tiles(a, begin, end) : add_panels(a, begin, end);
     }
     const Matrix& reader = model_.layers[layer].out;
-    const Rounded rounded = made(reader, attended_, reader.inputs).rounded;
+    const Rounded rounded = outputs(reader, attended_, reader.inputs).rounded;
     for (int r = 0; r < a.rows; r++) {
       const long column = (head * group + r % group) * dim;
       float* to = rounded.values ? row.data() : attended_.data() + at(r) * model_.heads * dim + column;
-      const float sum = reduced<kSums>(&a.state.sums[r * kSums], [](float a, float b) { return a + b; });
+      const float sum = reduced<kSums>(&a.state.sums[r * kSums], [](float x, float y) { return x + y; });
       for (long d = 0; d < dim; d++) to[d] = a.out[r * a.out_width + d] / sum;
       if (rounded.values) rounded.set(at(r), column, to, dim);
     }
@@ -538,9 +540,9 @@ class Decoder {
       else if (a.after && block + 1 == a.blocks) next = a.after;
       const long count = std::min(a.size, a.last - block * a.size + 1);
       if (count < a.size) {  // behind these is what an earlier sequence left, which could be no number
-        a.begun.assign(a.size * a.dim, 0);
-        std::copy_n(value, words_for(count) * a.dim * kPerWord, a.begun.begin());
-        value = a.begun.data();
+        a.partial.assign(a.size * a.dim, 0);
+        std::copy_n(value, words_for(count) * a.dim * kPerWord, a.partial.begin());
+        value = a.partial.data();
       }
       for (long slot = 0; slot < count; slot += kGroup)
         a.groups.push_back({&a.weights[(block - begin) * a.width + slot], value + slot * a.dim, next + slot * a.dim});
@@ -594,11 +596,14 @@ class Decoder {
   const long widest_ =  // inputs of a product
       std::max({model_.embedding.inputs, model_.layers[0].qkv.inputs, model_.heads * model_.head_dim,
                 model_.layers[0].gate_up.outputs / 2, model_.fc.inputs});
+  const bool rounds_outputs_ = std::any_of(model_.layers, model_.layers + model_.num_layers, [](const Layer& layer) {
+    return rounds(layer.out) || rounds(layer.down);
+  });
   const Step* step_ = nullptr;
   Team team_;
   std::vector<float> x_, normed_, qkv_, attended_, gated_;
   ActivationBuffer coded_;
-  RoundedBuffer rounded_, made_;
+  RoundedBuffer rounded_, outputs_;
   std::vector<Queries> queries_;  // of prompts first
   std::vector<int64_t> taken_;
   long prompts_ = 0;

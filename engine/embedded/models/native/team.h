@@ -123,7 +123,8 @@ class Team {
   }
   void meet() {
     const uint32_t met = met_.load();
-    if (arrived_.fetch_add(1) + 1 == running_) {
+    const int running = running_;  // once all have arrived, the next run may have begun, with another number
+    if (arrived_.fetch_add(1) + 1 == running) {
       arrived_.store(0);
       met_.fetch_add(1);
       met_.notify_all();
