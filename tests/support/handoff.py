@@ -86,7 +86,7 @@ class Pair:
 
     @property
     def transfers(self) -> tuple[int, int]:
-        """How many of the decode core's transfers have succeeded, and how many have failed."""
+        """The numbers of transfers that succeeded and that failed in the decode core."""
         stats = self.decode.stats()
         return stats.kv_transfer_success_total, stats.kv_transfer_failure_total
 

@@ -217,6 +217,21 @@ inline void zero_sums() {
   tile_zero(3);
 }
 
+// Adds a tile of rows times two tiles of columns, whose second is a tile's width further, to tiles 0 and 1.
+inline void multiply_upper(const uint16_t* rows, long rows_bytes, const void* columns, long columns_bytes) {
+  tile_load(6, columns, columns_bytes);
+  tile_load(4, rows, rows_bytes);
+  tile_multiply(0, 4, 6);
+  tile_load(7, (const uint8_t*)columns + 64, columns_bytes);
+  tile_multiply(1, 4, 7);
+}
+// After that, another tile of rows times the same columns to tiles 2 and 3.
+inline void multiply_lower(const uint16_t* rows, long rows_bytes) {
+  tile_load(5, rows, rows_bytes);
+  tile_multiply(2, 5, 6);
+  tile_multiply(3, 5, 7);
+}
+
 #if WITH_TILES
 constexpr int kFewestTiled = 3;  // rows for which tiles are faster than vectors
 constexpr int kGroupsAhead = 2;  // of weights to prefetch before they are needed
@@ -255,14 +270,8 @@ inline void tiles_2x1(const uint16_t* a, const uint16_t* b, const uint32_t* pane
   for (long g = 0; g < groups; g++, a += kStep, b += kStep, panel += kGroupWords) {
     if (first) ahead(panel);
     share.fetch(panel);
-    tile_load(6, panel, 4 * kPanel);
-    tile_load(4, a, 2 * kGroup);
-    tile_multiply(0, 4, 6);
-    tile_load(7, panel + kLanes, 4 * kPanel);
-    tile_multiply(1, 4, 7);
-    tile_load(5, b, 2 * kGroup);
-    tile_multiply(2, 5, 6);
-    tile_multiply(3, 5, 7);
+    multiply_upper(a, 2 * kGroup, panel, 4 * kPanel);
+    multiply_lower(b, 2 * kGroup);
   }
   store_sums(to);
 }
@@ -292,11 +301,7 @@ inline void tiles_1x1(const uint16_t* a, const uint32_t* panel, long groups, Sha
   for (long g = 0; g < groups; g++, a += kRoundedRows * kGroup, panel += kGroupWords) {
     ahead(panel);
     share.fetch(panel);
-    tile_load(4, a, 2 * kGroup);
-    tile_load(6, panel, 4 * kPanel);
-    tile_multiply(0, 4, 6);
-    tile_load(7, panel + kLanes, 4 * kPanel);
-    tile_multiply(1, 4, 7);
+    multiply_upper(a, 2 * kGroup, panel, 4 * kPanel);
   }
   tile_store(0, to[0].low, 64);
   tile_store(1, to[0].high, 64);

@@ -137,15 +137,8 @@ void multiply(const std::vector<CacheGroup>& groups, long stride, int rows, long
         if (row == 0)
           for (int i = 0; i < kTileSide; i++)
             for (int half = 0; half < 2; half++) __builtin_prefetch(group.next + i * words_stride + 2 * (column + half * kTileSide));
-        tile_load(4, factors, bytes);
-        tile_load(6, words, words_bytes);
-        tile_multiply(0, 4, 6);
-        tile_load(7, words + 2 * kTileSide, words_bytes);
-        tile_multiply(1, 4, 7);
-        if (!both) continue;
-        tile_load(5, factors + kTileSide * stride, bytes);
-        tile_multiply(2, 5, 6);
-        tile_multiply(3, 5, 7);
+        multiply_upper((const uint16_t*)factors, bytes, words, words_bytes);
+        if (both) multiply_lower((const uint16_t*)(factors + kTileSide * stride), bytes);
       }
       tile_store(0, upper, out_bytes);
       tile_store(1, upper + kTileSide, out_bytes);

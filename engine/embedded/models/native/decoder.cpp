@@ -247,10 +247,11 @@ class Decoder {
     thread_local std::vector<float> own;
     thread_local RoundedBuffer own_rounded;
     own.resize((few && !rounds(m) ? tokens : 1) * hidden);
-    Input input{few ? own.data() : normed_.data(), hidden};
+    float* floats = few ? own.data() : normed_.data();
+    Input input{floats, hidden};
     if (rounds(m)) input.rounded = (few ? own_rounded : rounded_).rows(tokens, hidden);
     const auto row = [&](int i) {
-      float* to = input.rounded.values ? own.data() : (float*)input.x + i * hidden;
+      float* to = input.rounded.values ? own.data() : floats + i * hidden;
       normalise(&x_[i * hidden], weight, to);
       if (input.rounded.values) input.rounded.set(i, 0, to, hidden);
     };
@@ -478,8 +479,7 @@ class Decoder {
     for (int begin = 0; begin < a.blocks; begin += a.span) {
       const int end = std::min<int>(begin + a.span, a.blocks);
       a.tiled() ? score_tiles(a, begin, end) : score_panels(a, begin, end);
-      weigh(a.scores.data(), a.stride(), (end - begin) * size, [&](int r) { return a.first + r / group - begin * size + 1; },
-            a.state, a.weights.data(), a.out.data());
+      weigh(a, begin, end);
       a.tiled() ? add_tiles(a, begin, end) : add_panels(a, begin, end);
     }
     const Matrix& reader = model_.layers[layer].out;
@@ -550,12 +550,16 @@ class Decoder {
     multiply<true>(a.groups, a.stride(), a.rows, 2 * a.dim, a.dim, a.out.data(), a.out_width);
   }
 
-  // Scores to weights, for each query `count` of them, `stride` apart; those from `seen(query)` on are of later tokens. out
-  // follows. All queries pass each of the loops before the next: within one query, each would wait for the one before.
-  template <class Seen>
-  void weigh(float* scores, long stride, long count, Seen seen, Weighed& state, Factor* weights, float* out) const {
-    const long out_width = padded(model_.head_dim);
-    const auto seen_by = [&](int r) { return std::clamp<long>(seen(r), 0, count); };
+  // Scores of some blocks to weights; `out` follows. All queries pass each of the loops before the next: within one query, each
+  // would wait for the one before.
+  void weigh(Attention& a, int begin, int end) const {
+    const long stride = a.stride(), count = (end - begin) * a.size, out_width = a.out_width, group = model_.heads / model_.kv_heads;
+    float *scores = a.scores.data(), *out = a.out.data();
+    Factor* weights = a.weights.data();
+    Weighed& state = a.state;
+    const auto seen_by = [&](int r) {  // scores, before those of later tokens
+      return std::clamp<long>(a.first + r / group - begin * a.size + 1, 0, count);
+    };
     const auto vectors = [](long seen) { return (seen + kLanes - 1) / kLanes * kLanes; };
     for (int r = 0; r < state.rows(); r++) {
       float* row = scores + r * stride;
