@@ -27,8 +27,9 @@ def anticipate(device: str) -> None:
 
 
 def preload(config: EngineConfig) -> None:
-    """Import the slow modules that the engine imports when it starts."""
+    """Import the slow modules that the engine needs: those of its own, and those that it imports when it starts."""
     if isinstance(config, EmbeddedConfig) and not transcribes(Path(config.model)):
+        import engine.embedded.engine  # noqa: F401, PLC0415
         from engine.embedded.models.load import import_runner  # noqa: PLC0415
 
         import_runner(config)

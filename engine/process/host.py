@@ -31,6 +31,7 @@ import zmq
 
 from engine.errors import EngineError, EngineFailure, EngineUnavailable
 from engine.kit import logs
+from engine.kit.priority import give_way
 from engine.process import tree, wire
 from engine.process.service import HostedService, Interface, Method, Results
 from engine.process.sockets import LoopSocket, context, remove_socket_file
@@ -339,9 +340,9 @@ class _HostProcess:
         """
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._stop_at_end_of_input, args=(loop,), daemon=True).start()
-        service = self._interface.create(self._config)
         if self._standby == "imports":
-            self._interface.preload(self._config)
+            await give_way(partial(self._interface.preload, self._config))
+        service = self._interface.create(self._config)
         gc.freeze()  # walking them would take 0.2 s
         gc.enable()
         try:

@@ -1,6 +1,7 @@
 // Threads: all run the same function, share out the tasks of each phase, and meet at its end.
 #pragma once
 
+#include <sched.h>
 #include <time.h>
 
 #include <algorithm>
@@ -18,6 +19,42 @@ inline int64_t nanoseconds(clockid_t clock) {
   clock_gettime(clock, &time);
   return time.tv_sec * INT64_C(1000000000) + time.tv_nsec;
 }
+
+// Where the threads of a team ran last. Linux may wake a thread on the core of another one, and leave it there although another
+// core is idle: the two then wait for each other in turns, in every phase.
+class Cores {
+ public:
+  explicit Cores(int threads) : of_(threads) {}
+  // Notes where a thread runs, and moves it if one before it has the same core.
+  void keep_apart(int thread) {
+#if defined(__linux__)
+    const int core = sched_getcpu();
+    if (at(thread) != core) of_[thread].store(core, std::memory_order_relaxed);
+    for (int before = 0; before < thread; before++)
+      if (at(before) == core) return move(thread);
+#endif
+  }
+
+ private:
+  static constexpr int64_t kPause = 250'000;  // nanoseconds between moves of a thread, which the system may undo
+
+  int at(int thread) const { return of_[thread].load(std::memory_order_relaxed); }
+#if defined(__linux__)
+  void move(int thread) {
+    thread_local int64_t moved = 0;
+    const int64_t now = nanoseconds(CLOCK_MONOTONIC);
+    cpu_set_t all, free;
+    if (now - moved < kPause || sched_getaffinity(0, sizeof all, &all)) return;
+    moved = now, free = all;
+    for (int other = 0; other < (int)of_.size(); other++) CPU_CLR(at(other), &free);
+    if (!CPU_COUNT(&free) || sched_setaffinity(0, sizeof free, &free)) return;
+    sched_setaffinity(0, sizeof all, &all);  // it has moved, and may move again
+    of_[thread].store(sched_getcpu(), std::memory_order_relaxed);
+  }
+#endif
+
+  std::vector<std::atomic<int>> of_;
+};
 
 // A thread whose core is busy with other work delays every phase, and so the whole team. So the team tries out whether it
 // works faster with one thread fewer, and later whether with one more.
@@ -62,7 +99,7 @@ class TeamSize {
 
 class Team {
  public:
-  explicit Team(int size) : starts_(size), size_(size) {
+  explicit Team(int size) : starts_(size), cores_(size), size_(size) {
     for (int i = 1; i < size; i++) threads_.emplace_back([this, i] { serve(i); });
   }
   ~Team() {
@@ -87,6 +124,7 @@ class Team {
   // Each thread takes its share of the tasks, in order, then what is left of others' shares.
   template <class Task>
   void each(int& phase, int count, Task task) {
+    cores_.keep_apart(place_);
     std::atomic<int>* taken = &next_[phase++ * starts_.size()];
     for (int turn = 0; turn < running_; turn++) {
       const long share = (place_ + turn) % running_, begin = share * count / running_, end = (share + 1) * count / running_;
@@ -144,6 +182,7 @@ class Team {
   inline static thread_local int place_ = 0;  // of a thread in its team; the one that calls `run` is the first
   std::vector<std::thread> threads_;
   std::vector<Start> starts_;
+  Cores cores_;
   std::vector<std::atomic<int>> next_;
   std::atomic<uint32_t> met_{0};
   std::atomic<int> arrived_{0};

@@ -1,0 +1,50 @@
+"""Work that gives way: the priorities of its thread and its session, during it and afterwards."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SESSION = Path("/proc/self/autogroup")
+SCRIPT = """
+import asyncio, os, threading
+from pathlib import Path
+from engine.kit.priority import give_way
+
+def show():
+    session = Path("/proc/self/autogroup")
+    print(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), session.exists() and session.read_text().split()[-1])
+
+show()
+asyncio.run(give_way(show))
+show()
+"""
+
+
+def shown(leads: bool) -> list[list[str]]:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], start_new_session=leads, capture_output=True, text=True, check=True
+    )
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+def test_the_thread_has_the_lowest_priority_and_the_process_keeps_its_own() -> None:
+    assert [nice for nice, _ in shown(leads=False)] == ["0", "19", "0"]
+
+
+@pytest.mark.skipif(not SESSION.exists(), reason="this system does not weigh sessions")
+def test_a_session_of_its_own_gives_way_until_the_work_is_done() -> None:
+    assert [session for _, session in shown(leads=True)] == ["0", "19", "0"]
+
+
+@pytest.mark.skipif(not SESSION.exists(), reason="this system does not weigh sessions")
+def test_the_session_of_others_keeps_its_priority() -> None:
+    before = SESSION.read_text().split()[-1]
+    assert [session for _, session in shown(leads=False)] == [before] * 3
+
+
+def test_errors_reach_the_caller() -> None:
+    script = "import asyncio; from engine.kit.priority import give_way; asyncio.run(give_way(lambda: 1 / 0))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "ZeroDivisionError" in done.stderr
