@@ -309,7 +309,8 @@ def main() -> None:
             equal = [a == b for rate, plain in pairs for a, b in zip(rate.answers, plain.answers, strict=True)]
             print(
                 f"{workload:10} {streams:7} {mode:7} {speed:6.1f} {statistics.mean(repeats):8.0%} {length:12.2f}"
-                f"  {share}  {statistics.mean(equal):5.0%}  {statistics.median(times):6.2f}  {statistics.median(work):11.2f}  ({min(work):.2f})",
+                f"  {share}  {statistics.mean(equal):5.0%}  {statistics.median(times):6.2f}"
+                f"  {statistics.median(work):11.2f}  ({min(work):.2f})",
                 flush=True,
             )
 

@@ -37,7 +37,7 @@ _STEPS_REMEMBERED = 0.98
 _OVERHEAD = 0.004
 """Most of the time that lookup, or the question whether to ask a model, may take where it leads to nothing, as a share
 of that of steps."""
-_LONGEST_REST = 16
+_LONGEST_REST = 64
 _REINVESTED = 0.1
 """Share of the time saved by drafts that lookup may take before it has to rest: behind an edit, or the end of a
 repetition, it leads to nothing for a few steps."""
@@ -84,11 +84,12 @@ class Cost(NamedTuple):
 
 
 class StepCosts:
-    """Fits a `Cost` to measured steps by least squares; older ones count less."""
+    """Fits a `Cost` to measured steps by least squares; older ones count less. Steps with drafts do not make those
+    without count less: however many there are, it must be known what a step takes without."""
 
     def __init__(self) -> None:
-        self._products: NDArray[np.float64] = np.zeros((3, 3))
-        self._sums: NDArray[np.float64] = np.zeros(3)
+        self._products: NDArray[np.float64] = np.zeros((2, 3, 3))
+        self._sums: NDArray[np.float64] = np.zeros((2, 3))
         self._usual = 0.0
         """Seconds of a step of one row, if a row costs what is assumed."""
         self._fitted: Cost | None = None
@@ -101,14 +102,16 @@ class StepCosts:
         usual = seconds / (1 + _ROW_SHARE * (rows - 1))
         self._usual += (usual - self._usual) * (0.1 if self._usual else 1)
         features = np.array([1.0, rows, drafted])
-        self._products = self._products * _STEPS_REMEMBERED + np.outer(features, features)
-        self._sums = self._sums * _STEPS_REMEMBERED + features * seconds
+        for sums, new in ((self._products, np.outer(features, features)), (self._sums, features * seconds)):
+            sums[int(drafted) :] *= _STEPS_REMEMBERED
+            sums[int(drafted)] += new
         self._fitted = None
 
     def fit(self) -> Cost:
         if self._fitted is None:
             assumed = np.array([(1 - _ROW_SHARE) * self._usual, _ROW_SHARE * self._usual, 0.0])
-            found = np.linalg.solve(self._products + np.diag(_CERTAINTY), self._sums + assumed * _CERTAINTY)
+            products, sums = self._products.sum(0) + np.diag(_CERTAINTY), self._sums.sum(0) + assumed * _CERTAINTY
+            found = np.linalg.solve(products, sums)
             least = 0.001 * self._usual
             self._fitted = Cost(max(float(found[0]), 0.0), max(float(found[1]), least), max(float(found[2]), 0.0))
         return self._fitted
@@ -208,6 +211,8 @@ class Speculator:
         """Seconds that lookup may still take for nothing, as its drafts have saved more."""
         self._rows = 1
         """Number of sequences that the planned step decodes."""
+        self._planning = 0.0
+        """Seconds that planning it took, without those of a model."""
         self._returns = Returns()
         self._asked: dict[Sequence, int] = {}
         """Sequences that a model has drafted for, and how many tokens of that the step computes."""
@@ -220,6 +225,12 @@ class Speculator:
         Drafts follow the tokens that the host knows: one for a sequence with a pending token can only tell whether it
         is worth waiting for that.
         """
+        began = self._clock()
+        planned = self._plan(sequences)
+        self._planning += self._clock() - began
+        return planned
+
+    def _plan(self, sequences: Many[Sequence]) -> bool:
         for sequence in sequences:
             sequence.draft = []
         decoding = [s for s in sequences if s.remaining == 1 and s.status is SequenceStatus.RUNNING]
@@ -263,8 +274,10 @@ class Speculator:
             self.drafter.read(chunks, hidden)
 
     def note_step(self, rows: int, drafted: bool, seconds: float) -> None:
-        """Note how long a step took that computed no prompts."""
-        self._costs.note(rows, drafted, seconds)
+        """Note how long a step took that computed no prompts. What its drafts follow had to be known before they were
+        chosen, so that their choice made it longer."""
+        self._costs.note(rows, drafted, seconds + self._planning if drafted else seconds)
+        self._planning = 0.0
 
     def note_draft(self, sequence: Sequence, length: int, accepted: int) -> None:
         """Count a draft that was computed for a sequence, and how many of its tokens were accepted."""
@@ -362,6 +375,7 @@ class Speculator:
         started = self._clock()
         found = self._model.draft([sequences[i] for i in asked], [limits[i] for i in asked], least)
         spent = self._clock() - started
+        self._planning -= spent
         asked = [index for index, draft in zip(asked, found, strict=True) if draft.tokens]
         for index, draft in zip(asked, filter(_any, found), strict=True):
             drafts[index] = self._followed[sequences[index]].modelled = draft

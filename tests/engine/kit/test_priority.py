@@ -13,8 +13,8 @@ from pathlib import Path
 from engine.kit.priority import give_way
 
 def show():
-    session = Path("/proc/self/autogroup")
-    print(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), session.exists() and session.read_text().split()[-1])
+    session, thread = Path("/proc/self/autogroup"), threading.get_native_id()
+    print(os.getpriority(os.PRIO_PROCESS, thread), session.exists() and session.read_text().split()[-1])
 
 show()
 asyncio.run(give_way(show))

@@ -22,13 +22,13 @@ class Repeating:
         self.right = True
         self.asked = 0
         self.spent = 0.0
-        self._seconds = seconds
-        self._length = length
+        self.seconds = seconds
+        self.length = length
 
     def draft(self, sequences: Many[Sequence], limits: Many[int], least: float = 0.0) -> list[Draft]:
         self.asked += len(sequences)
-        lengths = [min(limit, self._length) for limit in limits]
-        self.spent += self._seconds * sum(lengths)
+        lengths = [min(limit, self.length) for limit in limits]
+        self.spent += self.seconds * sum(lengths)
         kind = 2 if self.free else 7
         return [Draft([1 if self.right else 2] * length, [kind] * length) for length in lengths]
 
@@ -121,6 +121,19 @@ def test_a_draft_ends_where_the_answer_does() -> None:
     assert one.plan([near, last])
     assert (len(near.draft), last.draft) == (2, []), "the token after the draft is the last one"
     assert not speculator(Repeating(), min_speedup=0, context_length=3).plan([decoding("full")])
+
+
+@pytest.mark.parametrize("before", [1, 500])
+def test_choosing_drafts_counts_as_part_of_their_step(before: int) -> None:
+    """However long drafts were worth it, it is known what a step takes without."""
+    drafter = Repeating(length=0)
+    one, sequences = speculator(drafter), [decoding("a")]
+    simulate(one, sequences, 20, row=0.05)
+    drafter.length = 4
+    simulate(one, sequences, before, row=0.05)
+    drafter.seconds = 2.0  # five tokens in 9.25 seconds, one in 1.05
+    simulate(one, sequences, 200, row=0.05)
+    assert simulate(one, sequences, 200, row=0.05)[1] < 40
 
 
 def test_a_costly_drafter_is_used_only_where_it_pays_off() -> None:
