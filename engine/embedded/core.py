@@ -44,12 +44,13 @@ from engine.types import Delta, FinishReason, Handoff, Held, Performance, Prompt
 log = logging.getLogger(__name__)
 
 CPU_PROMPT_TOKENS = 64
-"""Maximum number of prompt tokens in a step on a CPU, for which every decode waits; larger steps are a few percent more
-efficient there."""
+"""Number of prompt tokens in a step on a CPU, for which every decode waits."""
 CPU_PROMPT_TOKENS_ALONE = 256
-"""The same where nothing decodes; still larger steps are hardly more efficient."""
+"""The same where nothing decodes, or many tokens wait, on a fast one; still larger steps are hardly more efficient."""
 CPU_PROMPT_SECONDS = 0.25
 """Maximum duration of a step of more than `CPU_PROMPT_TOKENS`, for which requests that come meanwhile wait."""
+CPU_CROWDED_SECONDS = 0.1
+"""The same beside decodes, while many tokens of prompts wait: they read the weights anew in each step."""
 CPU_REST_AFTER = 512
 """Tokens of a prompt on a CPU after which it leaves half of the time to others."""
 EARLY_TOKENS = 512
@@ -480,12 +481,15 @@ class EngineCore:
         return step
 
     def _size_prompts(self, chunks: list[Chunk], seconds: float) -> None:
-        """Let prompts take as many tokens of a step without decodes as this step could have computed in
-        `CPU_PROMPT_SECONDS`."""
+        """Let prompts take as many tokens of a large step as this step could have computed in the time of such."""
+
+        def affordable(most: float) -> int:
+            return min(max(int(tokens * most / seconds), CPU_PROMPT_TOKENS), CPU_PROMPT_TOKENS_ALONE)
+
         tokens = sum(chunk.length for chunk in chunks)
         if tokens >= CPU_PROMPT_TOKENS:
-            affordable = int(tokens * CPU_PROMPT_SECONDS / seconds)
-            self.scheduler.prompt_tokens_alone = min(max(affordable, CPU_PROMPT_TOKENS), CPU_PROMPT_TOKENS_ALONE)
+            self.scheduler.prompt_tokens_alone = affordable(CPU_PROMPT_SECONDS)
+            self.scheduler.prompt_tokens_crowded = affordable(CPU_CROWDED_SECONDS)
 
     def _run(self, chunks: list[Chunk], started: float) -> _LaunchedStep:
         """Forward and prompt log-probabilities."""

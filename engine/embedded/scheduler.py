@@ -81,6 +81,8 @@ class Scheduler:
         self.preemptions = 0
         self.prompt_tokens_alone = max_prompt_tokens
         """Maximum number of tokens of chunked prompts in a step in which nothing decodes; it may change at any time."""
+        self.prompt_tokens_crowded = max_prompt_tokens
+        """The same beside decodes, while more tokens wait than two such steps take."""
         self._sources = sources
         self._offload = offload
         self._admissions = 0
@@ -238,16 +240,20 @@ class Scheduler:
         """
         if not decoding:
             return min(total, self.prompt_tokens_alone if self._chunked else self._max_prompt_tokens)
-        budget = min(total - decoding, self._max_prompt_tokens)
-        room = self._small_step - decoding
-        if room < 2 * decoding:
-            return budget
+        most, room = self._max_prompt_tokens, self._small_step - decoding
+        crowded = max(most, self.prompt_tokens_crowded)
+        usual = most if room < 2 * decoding else min(most, room)
+        crowds = usual < crowded and self._more_wait(prompts, 2 * crowded)
+        return min(total - decoding, crowded if crowds else usual)
+
+    def _more_wait(self, prompts: list[Sequence], tokens: int) -> bool:
+        """Return whether running and waiting sequences have more than this many tokens of prompts."""
         waiting = sum(sequence.remaining for sequence in prompts)
         for sequence in self.waiting[: len(self._slots)]:
-            if waiting > 2 * self._max_prompt_tokens:
+            if waiting > tokens:
                 break
             waiting += len(sequence.tokens)
-        return budget if waiting > 2 * self._max_prompt_tokens else min(budget, room)
+        return waiting > tokens
 
     def computed(self, chunks: list[Chunk]) -> None:
         """Note that a step has written the keys and values of its chunks: full blocks become reusable, and those

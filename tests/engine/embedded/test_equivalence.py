@@ -110,6 +110,23 @@ def test_a_prompt_takes_more_of_a_step_where_nothing_decodes_and_steps_are_fast(
     assert taken == [engine_core.CPU_PROMPT_TOKENS, 300 - engine_core.CPU_PROMPT_TOKENS]
 
 
+def test_prompts_take_more_of_a_step_beside_decodes_where_many_wait_and_steps_are_fast(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+    for seconds in (0.0, 60.0):
+        monkeypatch.setattr(engine_core, "CPU_CROWDED_SECONDS", seconds)
+        made = make_core(tiny_model, enable_block_reuse=False)
+        add(made, "decoding", list(range(3, 73)))
+        made.step()
+        made.step()
+        for name in ("a", "b", "c"):
+            add(made, name, list(range(3, 303)))
+        made.step()
+        taken.append(made.stats().inflight_batching_stats.num_ctx_tokens)
+    assert taken == [engine_core.CPU_PROMPT_TOKENS, engine_core.CPU_PROMPT_TOKENS_ALONE]
+
+
 @pytest.mark.parametrize("batch", [1, 3, COUNT])
 def test_greedy_equals_generate_at_every_batch_size(
     tiny_model: Path, prompts: list[list[int]], expected: list[list[int]], batch: int

@@ -360,6 +360,20 @@ def test_prompts_take_another_number_of_tokens_where_nothing_decodes() -> None:
     assert long.computed == 40 + 38 + 16
 
 
+def test_prompts_take_another_number_of_tokens_beside_decodes_while_many_wait() -> None:
+    runner = machine(blocks=400, seqs=4, budget=64, prompt_budget=16)
+    runner.scheduler.add(make("decoding", [1, 2], 50))
+    runner.step()
+    runner.scheduler.prompt_tokens_crowded = 32
+    long = make("long", list(range(130)), 2, arrival=1.0)
+    runner.scheduler.add(long)
+    computed = []
+    for _ in range(5):
+        runner.step()
+        computed.append(long.computed)
+    assert computed == [32, 64, 96, 112, 128], "more than 64 tokens wait before the first three steps"
+
+
 def test_a_long_prompt_rests_while_others_decode_as_long() -> None:
     runner = machine(blocks=400, seqs=4, budget=68, prompt_budget=64, rest_after=128)
     decoding, long = make("decoding", [1], 300), make("long", list(range(1000)), 1, arrival=1.0)
