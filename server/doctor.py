@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from engine.checkpoints.conversions import ModelError
@@ -80,6 +81,7 @@ def findings(settings: Settings) -> Iterator[Finding]:
     ranks, machine = 1, survey()
     yield check_python((sys.version_info.major, sys.version_info.minor))
     yield from check_packages(settings, machine)
+    yield from check_bytecode("torch")
     yield check_machine(machine)
     gpus = machine.gpus or ()
     if machine.gpus is None and machine.driver:
@@ -150,6 +152,17 @@ def check_python(version: tuple[int, int]) -> Finding:
     if version < _OLDEST_PYTHON:
         return Finding("problem", text, "install Python {}.{} or newer, or use a container".format(*_OLDEST_PYTHON))
     return Finding("ok", text)
+
+
+def check_bytecode(package: str) -> Iterator[Finding]:
+    """Check that an installed package, which is not imported, does not have to be compiled at each start."""
+    found = find_spec(package)
+    if found is None or found.cached is None or os.path.exists(found.cached):
+        return
+    folder = os.path.dirname(str(found.origin))
+    if sys.dont_write_bytecode or not os.access(folder, os.W_OK):
+        cure = f"run once, as its owner: {sys.executable} -m compileall -q {folder}"
+        yield Finding("warning", f"{package} was installed without bytecode: each start compiles it, for seconds", cure)
 
 
 def check_gpus(gpus: tuple[Gpu, ...], *, needed: bool) -> Iterator[Finding]:

@@ -5,6 +5,7 @@
 # dependencies, and CUDA's compiler. The packages below are added, in the versions of constraints.txt. On that machine:
 #
 #   python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target SITE .whl/*.whl
+#   python3 -m compileall -q -j 0 SITE   # as pip does; also the folder of torch, if `trellis doctor` asks for it
 #   PYTHONPATH=SITE python3 -m benchmarks.gpu
 #
 # flashinfer-python compiles its kernels on first use. It declares nvidia-cutlass-dsl, cuda-tile and

@@ -1,8 +1,10 @@
 """The doctor: what it makes of facts, and one run on this machine."""
 
+import compileall
 import json
 import resource
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,22 @@ def test_every_complaint_has_a_cure() -> None:
 @pytest.mark.parametrize(("version", "level"), [((3, 10), "problem"), ((3, 11), "ok"), ((3, 14), "ok")])
 def test_python(version: tuple[int, int], level: str) -> None:
     assert doctor.check_python(version).level == level
+
+
+def test_bytecode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "compiled_each_time").mkdir()
+    source = tmp_path / "compiled_each_time" / "__init__.py"
+    source.touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    [found] = doctor.check_bytecode("compiled_each_time")
+    assert found.level == "warning" and found.cure.endswith(f"-m compileall -q {source.parent}")
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert not [*doctor.check_bytecode("compiled_each_time")], "the first start writes it"
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    compileall.compile_dir(source.parent, quiet=1)
+    assert not [*doctor.check_bytecode("compiled_each_time")]
+    assert not [*doctor.check_bytecode("no_such_package")]
 
 
 @pytest.mark.parametrize(
