@@ -80,6 +80,8 @@ class _LaunchedStep:
     started: float
     clock: float
     """Start time, by the clock that measures the cost of a step."""
+    waited: bool
+    """Whether it could have been launched before the last one was finished, and was not, to know what drafts follow."""
     rows: list[int] | None = None
     """The first row of each chunk of `sampling`, or None if no chunk has a draft, and so each has one row."""
     drawn: Drawn | None = None
@@ -182,6 +184,7 @@ class EngineCore:
         # On a CPU a step costs its processor time: how long it takes depends on who else uses the processor.
         self._clock = time.process_time if on_cpu else time.monotonic
         self._began = 0.0
+        self._waited = False
         """Beginning of the present step, by that clock."""
         self._finished = 0.0
         """End of the last step, by that clock."""
@@ -343,6 +346,7 @@ class EngineCore:
             outputs += self._plan_drafts()
             self._began = self._clock()
         previous, self._launched = self._launched, None
+        self._waited = self._overlap and previous is None
         launched = self._launch(outputs)
         waits = previous is not None and launched is not None and self._waits(launched)
         if launched is not None and not waits and not self._draw(launched, outputs):
@@ -508,7 +512,7 @@ class EngineCore:
             if any(chunk.draft for chunk in sampling):
                 rows = list(accumulate((chunk.sampled for chunk in sampling[:-1]), initial=0))
             logits = logits[first:] if first else logits
-            return _LaunchedStep(chunks, sampling, slots, logits, started, self._began, rows)
+            return _LaunchedStep(chunks, sampling, slots, logits, started, self._began, self._waited, rows)
 
     def _waits(self, step: _LaunchedStep) -> bool:
         """Return whether tokens that the host has not seen yet are needed to draw those of a step."""
@@ -581,7 +585,8 @@ class EngineCore:
             clock = self._clock()
             if all(chunk.sampled == chunk.length for chunk in step.chunks):
                 rows = sum(chunk.length for chunk in step.chunks)
-                self.speculator.note_step(rows, step.rows is not None, clock - max(step.clock, self._finished))
+                alone = step.waited or step.rows is not None
+                self.speculator.note_step(rows, alone, clock - max(step.clock, self._finished))
             self._finished = clock
         return outputs
 

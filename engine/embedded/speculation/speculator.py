@@ -73,7 +73,8 @@ class Acceptance:
 
 
 class Cost(NamedTuple):
-    """Seconds of a step: `base`, `row` for each row, and `drafted` more if there are drafts in it."""
+    """Seconds of a step: `base`, `row` for each row, and `drafted` more if there are drafts in it, or could have been:
+    such a step waits for the one before."""
 
     base: float
     row: float
@@ -274,8 +275,8 @@ class Speculator:
             self.drafter.read(chunks, hidden)
 
     def note_step(self, rows: int, drafted: bool, seconds: float) -> None:
-        """Note how long a step took that computed no prompts. What its drafts follow had to be known before they were
-        chosen, so that their choice made it longer."""
+        """Note how long a step took that computed no prompts; `drafted` if it waited for what its drafts follow.
+        Choosing them made it longer."""
         self._costs.note(rows, drafted, seconds + self._planning if drafted else seconds)
         self._planning = 0.0
 
@@ -393,7 +394,7 @@ class Speculator:
 
     def _lengths(self, sequences: Many[Sequence], drafts: Many[Draft], rows: int, drafting: float = 0.0) -> list[int]:
         """Return how many tokens of each draft to compute in a step that decodes `rows` sequences; `drafting` are the
-        seconds that it takes to draft each of them."""
+        seconds that it takes to draft each of them. A pending token is no gain: it comes in any case."""
         if not self._min_speedup:
             return [len(draft.tokens) for draft in drafts]
         cost = self._costs.fit()
@@ -402,7 +403,7 @@ class Speculator:
         least = row * rows / max(plain, 1e-9)
         worth: list[tuple[float, int]] = []
         for index, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
-            for probability in self._chances(sequence, draft):
+            for probability in self._chances(sequence, draft)[sequence.pending :]:
                 if probability <= least:
                     break
                 worth.append((probability, index))

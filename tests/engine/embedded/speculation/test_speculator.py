@@ -136,6 +136,17 @@ def test_choosing_drafts_counts_as_part_of_their_step(before: int) -> None:
     assert simulate(one, sequences, 200, row=0.05)[1] < 40
 
 
+def test_a_draft_that_ends_with_the_pending_token_is_not_worth_waiting_for_it() -> None:
+    drafter = Repeating(length=1)
+    one, sequence = speculator(drafter), decoding("a")
+    assert simulate(one, [sequence], 20, row=0.05)[1] >= 19
+    sequence.pending = 1
+    sequence.computed += 1
+    assert not one.plan([sequence])
+    drafter.length = 2
+    assert one.plan([sequence])
+
+
 def test_a_costly_drafter_is_used_only_where_it_pays_off() -> None:
     drafter = Repeating(free=False, seconds=0.05)
     drafter.right = False
