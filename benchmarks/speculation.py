@@ -300,8 +300,9 @@ def main() -> None:
                         print(f"--- {case.prompt}\n--- {tokenizer.decode(answer)}")
         for mode, found in rates.items():
             pairs = list(zip(found, rates["none"], strict=True))
-            times = [plain.seconds / rate.seconds for rate, plain in pairs]
-            work = [plain.processor / rate.processor for rate, plain in pairs]
+            more = [rate.tokens / plain.tokens for rate, plain in pairs]  # on a GPU, where answers differ
+            times = [share * plain.seconds / rate.seconds for share, (rate, plain) in zip(more, pairs, strict=True)]
+            work = [share * plain.processor / rate.processor for share, (rate, plain) in zip(more, pairs, strict=True)]
             speed = statistics.median(rate.tokens / rate.seconds for rate in found)
             length = statistics.median(rate.tokens / rate.steps / streams for rate in found)
             new, right = (now - old for now, old in zip(drafted(cores[mode]), before[mode], strict=True))

@@ -46,11 +46,13 @@ log = logging.getLogger(__name__)
 CPU_PROMPT_TOKENS = 64
 """Number of prompt tokens in a step on a CPU, for which every decode waits."""
 CPU_PROMPT_TOKENS_ALONE = 256
-"""The same where nothing decodes, or many tokens wait, on a fast one; still larger steps are hardly more efficient."""
+"""Maximum number of prompt tokens in a step where nothing decodes, or many tokens wait; still larger steps are hardly
+more efficient."""
 CPU_PROMPT_SECONDS = 0.25
-"""Maximum duration of a step of more than `CPU_PROMPT_TOKENS`, for which requests that come meanwhile wait."""
+"""About the longest duration of a step of more than `CPU_PROMPT_TOKENS` without decodes: requests that come meanwhile
+wait for it."""
 CPU_CROWDED_SECONDS = 0.1
-"""The same beside decodes, while many tokens of prompts wait: they read the weights anew in each step."""
+"""The same beside decodes, while many tokens of prompts wait. Fewer and larger steps read the weights less often."""
 CPU_REST_AFTER = 512
 """Tokens of a prompt on a CPU after which it leaves half of the time to others."""
 EARLY_TOKENS = 512
@@ -79,9 +81,10 @@ class _LaunchedStep:
     """Logits of `sampling`, in order: a row for each token that may be sampled."""
     started: float
     clock: float
-    """Start time, by the clock that measures the cost of a step."""
+    """Start time, by the clock that measures the cost of a step; the choice of drafts is part of it."""
     waited: bool
-    """Whether it could have been launched before the last one was finished, and was not, to know what drafts follow."""
+    """Whether nothing ran when it was prepared, with overlap: often the last step had been finished to know what drafts
+    follow."""
     rows: list[int] | None = None
     """The first row of each chunk of `sampling`, or None if no chunk has a draft, and so each has one row."""
     drawn: Drawn | None = None
@@ -184,8 +187,9 @@ class EngineCore:
         # On a CPU a step costs its processor time: how long it takes depends on who else uses the processor.
         self._clock = time.process_time if on_cpu else time.monotonic
         self._began = 0.0
-        self._waited = False
         """Beginning of the present step, by that clock."""
+        self._waited = False
+        """Whether nothing ran when it was prepared, with overlap."""
         self._finished = 0.0
         """End of the last step, by that clock."""
 
@@ -344,7 +348,7 @@ class EngineCore:
         ran, preemptions = self._launched is not None, self.scheduler.preemptions
         if self.speculator is not None:
             outputs += self._plan_drafts()
-            self._began = self._clock()
+            self._began = self._clock() - self.speculator.planning
         previous, self._launched = self._launched, None
         self._waited = self._overlap and previous is None
         launched = self._launch(outputs)

@@ -63,10 +63,11 @@ class Scheduler:
         sources: abc.Sequence[Source] = (),
         offload: Offload | None = None,
     ) -> None:
-        """A step takes `max_num_tokens`, at most `max_prompt_tokens` of them of prompts if these are chunked. Beside
-        decodes they only fill it up to `small_step` tokens, where that is enough: see `_prompt_budget`. Chunked prompts
-        rest once `rest_after` of their tokens have been computed; with None they never rest. `sources` are asked in
-        this order for prompts that are not in the pools; `offload` is told what has been computed."""
+        """A step takes `max_num_tokens`, at most `max_prompt_tokens` of them of prompts if these are chunked, unless
+        `prompt_tokens_alone` or `prompt_tokens_crowded` says otherwise. Beside decodes they only fill it up to
+        `small_step` tokens, where that is enough: see `_prompt_budget`. Chunked prompts rest once `rest_after` of their
+        tokens have been computed; with None they never rest. `sources` are asked in this order for prompts that are not
+        in the pools; `offload` is told what has been computed."""
         self.blocks = blocks
         self.waiting: list[Sequence] = []
         """Waiting sequences by rank."""
@@ -207,10 +208,10 @@ class Scheduler:
                 chunks.append(Chunk(sequence, start, 1, 1, sequence.admission))
         decodes = len(chunks)
         drafted = self._add_drafts(chunks, total)
-        budget = self._prompt_budget(prompts, decodes + drafted, total)
         long = [sequence for sequence in prompts if self._is_long(sequence)]
         if self._rest > 0 and (decodes or len(long) < len(prompts)):
             prompts = [sequence for sequence in prompts if sequence not in long]
+        budget = self._prompt_budget(prompts, decodes + drafted, total)
         for sequence, left in self._turns(prompts, budget):
             if (
                 sequence.status is SequenceStatus.RUNNING
@@ -234,9 +235,9 @@ class Scheduler:
     def _prompt_budget(self, prompts: list[Sequence], decoding: int, total: int) -> int:
         """Return how many tokens of prompts a step of at most `total` tokens takes beside this many of decodes.
 
-        While no more tokens wait than two large steps take, small steps compute them: these cost hardly more than the
-        decodes alone, which read all weights in any case, and every sequence goes on. That needs twice as many tokens
-        of prompts as of decodes, or more would come than are computed.
+        While no more tokens wait than two large steps take (`prompt_tokens_crowded`), small steps compute them: these
+        cost hardly more than the decodes alone, which read all weights in any case, and every sequence goes on. That
+        needs twice as many tokens of prompts as of decodes, or more would come than are computed.
         """
         if not decoding:
             return min(total, self.prompt_tokens_alone if self._chunked else self._max_prompt_tokens)

@@ -1,7 +1,9 @@
 """Work that runs only where the others leave a core idle."""
 
 import contextlib
+import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,39 +16,40 @@ _NORMAL, _LOWEST = 0, 19
 _SESSION = Path("/proc/self/autogroup")
 """Nice value of this process's session: Linux may weigh sessions before it weighs threads (sched(7), "The autogroup
 feature")."""
-_ATTEMPTS = 50
 _PAUSE_SECONDS = 0.1
-"""The system takes a session's value at most that often."""
+"""The system takes values of sessions no more often."""
+
+log = logging.getLogger(__name__)
 
 
 async def give_way(work: Callable[[], None]) -> None:
-    """Call `work` in a thread of the lowest priority, which the threads that it starts keep.
+    """Call `work` in a thread of the lowest priority. Threads that it starts, such as those of numpy, keep that.
 
     A process that leads a session gives way as a whole, until `work` returns.
     """
 
     def run() -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
-        if os.getsid(0) != os.getpid():
-            return work()
-        _weigh_session(_LOWEST)
+        if sys.platform == "linux":  # elsewhere the id may be that of another process
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+        lowered = os.getsid(0) == os.getpid() and _weigh_session(_LOWEST)
         try:
             work()
         finally:
-            _weigh_session(_NORMAL)
+            if lowered and not _weigh_session(_NORMAL):
+                log.warning("the session of this process keeps the lowest priority: %s cannot be written", _SESSION)
 
     await in_thread(run)
 
 
-def _weigh_session(nice: int) -> None:
-    """Set the session's value, if this system has one."""
-    for _ in range(_ATTEMPTS):
+def _weigh_session(nice: int) -> bool:
+    """Set the session's value; return whether this system has one."""
+    while True:
         try:
             _SESSION.write_text(str(nice))
         except BlockingIOError:
             time.sleep(_PAUSE_SECONDS)
         except OSError:
-            return
+            return False
         else:
-            return
+            return True

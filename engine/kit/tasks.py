@@ -52,7 +52,7 @@ async def in_thread(work: Callable[[], T]) -> T:
     def run() -> None:
         try:
             future.set_result(work())
-        except Exception as error:  # raised where the future is awaited
+        except BaseException as error:  # raised where the future is awaited; an import may leave by SystemExit
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()

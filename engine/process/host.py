@@ -341,7 +341,9 @@ class _HostProcess:
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._stop_at_end_of_input, args=(loop,), daemon=True).start()
         if self._standby == "imports":
-            await give_way(partial(self._interface.preload, self._config))
+            preload = give_way(partial(self._interface.preload, self._config))
+            if not await self._completed(preload):
+                return
         service = self._interface.create(self._config)
         gc.freeze()  # walking them would take 0.2 s
         gc.enable()

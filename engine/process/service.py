@@ -130,7 +130,7 @@ class Interface(Generic[ConfigT, ServiceT]):
     anticipate: Callable[[str], None] = lambda _: None
     """Imports modules in a process that is spawned before its configuration is known; takes a hint at what that is."""
     preload: Callable[[ConfigT], None] = lambda _: None
-    """Imports modules for `start` in a standby process, without taking device memory."""
+    """Imports modules for `create` and `start` in a standby process, without taking device memory."""
     prepare: Callable[[ServiceT], Coroutine[Any, Any, None]] = _prepare_nothing
     """Loads the model in a standby process: all of `start` that is possible while another process serves."""
     successor: Callable[[ConfigT, ServiceT], ConfigT] = lambda config, _: config

@@ -38,6 +38,7 @@ _OVERHEAD = 0.004
 """Most of the time that lookup, or the question whether to ask a model, may take where it leads to nothing, as a share
 of that of steps."""
 _LONGEST_REST = 64
+"""Most steps without a lookup, or without asking a model, for that reason."""
 _REINVESTED = 0.1
 """Share of the time saved by drafts that lookup may take before it has to rest: behind an edit, or the end of a
 repetition, it leads to nothing for a few steps."""
@@ -212,8 +213,10 @@ class Speculator:
         """Seconds that lookup may still take for nothing, as its drafts have saved more."""
         self._rows = 1
         """Number of sequences that the planned step decodes."""
-        self._planning = 0.0
-        """Seconds that planning it took, without those of a model."""
+        self.planning = 0.0
+        """Seconds that the last plan took, without those of a model."""
+        self._drafting = 0.0
+        """Seconds of a model in it."""
         self._returns = Returns()
         self._asked: dict[Sequence, int] = {}
         """Sequences that a model has drafted for, and how many tokens of that the step computes."""
@@ -226,9 +229,9 @@ class Speculator:
         Drafts follow the tokens that the host knows: one for a sequence with a pending token can only tell whether it
         is worth waiting for that.
         """
-        began = self._clock()
+        began, self._drafting = self._clock(), 0.0
         planned = self._plan(sequences)
-        self._planning += self._clock() - began
+        self.planning = self._clock() - began - self._drafting
         return planned
 
     def _plan(self, sequences: Many[Sequence]) -> bool:
@@ -275,10 +278,9 @@ class Speculator:
             self.drafter.read(chunks, hidden)
 
     def note_step(self, rows: int, drafted: bool, seconds: float) -> None:
-        """Note how long a step took that computed no prompts; `drafted` if it waited for what its drafts follow.
-        Choosing them made it longer."""
-        self._costs.note(rows, drafted, seconds + self._planning if drafted else seconds)
-        self._planning = 0.0
+        """Note how long a step took that computed no prompts, and its plan if that ran before it; `drafted` if it
+        waited for what its drafts follow."""
+        self._costs.note(rows, drafted, seconds)
 
     def note_draft(self, sequence: Sequence, length: int, accepted: int) -> None:
         """Count a draft that was computed for a sequence, and how many of its tokens were accepted."""
@@ -353,6 +355,10 @@ class Speculator:
         guesses = [Draft([0] * room, [CLASSES - 1] * room) for room in rooms]
         limits = self._lengths(sequences, guesses, rows, self._returns.seconds)
         worth = any(limits)
+        limits = [
+            min(limit + sequence.pending, room) if limit else 0
+            for sequence, limit, room in zip(sequences, limits, rooms, strict=True)
+        ]
         asked: list[int] = []
         self._unprobed += 1 + self._rested
         for index, sequence in enumerate(sequences):
@@ -361,7 +367,7 @@ class Speculator:
                 continue
             followed.without = 0 if limits[index] else followed.without + 1 + self._rested
             if followed.without >= _PROBE_AFTER and self._unprobed >= _PROBE_AFTER:
-                limits[index], followed.without, self._unprobed = 1, 0, 0
+                limits[index], followed.without, self._unprobed = min(1 + sequence.pending, rooms[index]), 0, 0
             if limits[index]:
                 asked.append(index)
         self._rested = 0
@@ -376,7 +382,7 @@ class Speculator:
         started = self._clock()
         found = self._model.draft([sequences[i] for i in asked], [limits[i] for i in asked], least)
         spent = self._clock() - started
-        self._planning -= spent
+        self._drafting = spent
         asked = [index for index, draft in zip(asked, found, strict=True) if draft.tokens]
         for index, draft in zip(asked, filter(_any, found), strict=True):
             drafts[index] = self._followed[sequences[index]].modelled = draft

@@ -21,34 +21,40 @@ inline int64_t nanoseconds(clockid_t clock) {
 }
 
 // Where the threads of a team ran last. Linux may wake a thread on the core of another one, and leave it there although another
-// core is idle: the two then wait for each other in turns, in every phase.
+// core is idle: the two then wait for each other in turns, in every phase. A core is a logical one here.
 class Cores {
  public:
-  explicit Cores(int threads) : of_(threads) {}
-  // Notes where a thread runs, and moves it if one before it has the same core.
-  void keep_apart(int thread) {
+  explicit Cores(int threads) : of_(threads) {
+    for (auto& core : of_) core = kNone;
+  }
+  // Notes where one of `running` threads runs, and moves it to a core that none of them has if one before it has the same.
+  void keep_apart(int thread, int running) {
 #if defined(__linux__)
     const int core = sched_getcpu();
     if (at(thread) != core) of_[thread].store(core, std::memory_order_relaxed);
-    for (int before = 0; before < thread; before++)
-      if (at(before) == core) return move(thread);
+    for (int before = 0; before < thread && core >= 0; before++)
+      if (at(before) == core) return move(thread, running);
 #endif
   }
 
  private:
+  static constexpr int kNone = -1;
   static constexpr int64_t kPause = 250'000;  // nanoseconds between moves of a thread, which the system may undo
 
   int at(int thread) const { return of_[thread].load(std::memory_order_relaxed); }
 #if defined(__linux__)
-  void move(int thread) {
+  void move(int thread, int running) {
     thread_local int64_t moved = 0;
     const int64_t now = nanoseconds(CLOCK_MONOTONIC);
     cpu_set_t all, free;
-    if (now - moved < kPause || sched_getaffinity(0, sizeof all, &all)) return;
-    moved = now, free = all;
-    for (int other = 0; other < (int)of_.size(); other++) CPU_CLR(at(other), &free);
+    if (now - moved < kPause) return;
+    moved = now;
+    if (sched_getaffinity(0, sizeof all, &all)) return;  // there are more cores than the set has room for
+    free = all;
+    for (int other = 0; other < running; other++)
+      if (at(other) != kNone) CPU_CLR(at(other), &free);
     if (!CPU_COUNT(&free) || sched_setaffinity(0, sizeof free, &free)) return;
-    sched_setaffinity(0, sizeof all, &all);  // it has moved, and may move again
+    sched_setaffinity(0, sizeof all, &all);  // it has moved, and may move again; cores that the process gets later are not for it
     of_[thread].store(sched_getcpu(), std::memory_order_relaxed);
   }
 #endif
@@ -124,7 +130,7 @@ class Team {
   // Each thread takes its share of the tasks, in order, then what is left of others' shares.
   template <class Task>
   void each(int& phase, int count, Task task) {
-    cores_.keep_apart(place_);
+    cores_.keep_apart(place_, running_);
     std::atomic<int>* taken = &next_[phase++ * starts_.size()];
     for (int turn = 0; turn < running_; turn++) {
       const long share = (place_ + turn) % running_, begin = share * count / running_, end = (share + 1) * count / running_;

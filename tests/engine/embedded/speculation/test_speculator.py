@@ -63,7 +63,8 @@ def simulate(
             sequence.tokens += [1] * (right + 1)
             sequence.computed = len(sequence.tokens) - 1
         seconds += cost
-        speculator.note_step(rows, rows > len(sequences), cost)
+        drafts = rows > len(sequences)  # without any, the plan is hidden behind the step before
+        speculator.note_step(rows, drafts, cost + drafts * speculator.planning)
     return tokens / (seconds + drafter.spent), drafted
 
 
