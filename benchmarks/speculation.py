@@ -300,9 +300,9 @@ def main() -> None:
                         print(f"--- {case.prompt}\n--- {tokenizer.decode(answer)}")
         for mode, found in rates.items():
             pairs = list(zip(found, rates["none"], strict=True))
-            more = [rate.tokens / plain.tokens for rate, plain in pairs]  # on a GPU, where answers differ
-            times = [share * plain.seconds / rate.seconds for share, (rate, plain) in zip(more, pairs, strict=True)]
-            work = [share * plain.processor / rate.processor for share, (rate, plain) in zip(more, pairs, strict=True)]
+            # Per token: on a GPU answers may differ, and so their lengths.
+            times = [rate.tokens / rate.seconds * plain.seconds / plain.tokens for rate, plain in pairs]
+            work = [rate.tokens / rate.processor * plain.processor / plain.tokens for rate, plain in pairs]
             speed = statistics.median(rate.tokens / rate.seconds for rate in found)
             length = statistics.median(rate.tokens / rate.steps / streams for rate in found)
             new, right = (now - old for now, old in zip(drafted(cores[mode]), before[mode], strict=True))

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 CPU_PROMPT_TOKENS = 64
 """Number of prompt tokens in a step on a CPU, for which every decode waits."""
-CPU_PROMPT_TOKENS_ALONE = 256
+CPU_MOST_PROMPT_TOKENS = 256
 """Maximum number of prompt tokens in a step where nothing decodes, or many tokens wait; still larger steps are hardly
 more efficient."""
 CPU_PROMPT_SECONDS = 0.25
@@ -82,9 +82,6 @@ class _LaunchedStep:
     started: float
     clock: float
     """Start time, by the clock that measures the cost of a step; the choice of drafts is part of it."""
-    waited: bool
-    """Whether nothing ran when it was prepared, with overlap: often the last step had been finished to know what drafts
-    follow."""
     rows: list[int] | None = None
     """The first row of each chunk of `sampling`, or None if no chunk has a draft, and so each has one row."""
     drawn: Drawn | None = None
@@ -188,8 +185,6 @@ class EngineCore:
         self._clock = time.process_time if on_cpu else time.monotonic
         self._began = 0.0
         """Beginning of the present step, by that clock."""
-        self._waited = False
-        """Whether nothing ran when it was prepared, with overlap."""
         self._finished = 0.0
         """End of the last step, by that clock."""
 
@@ -350,7 +345,6 @@ class EngineCore:
             outputs += self._plan_drafts()
             self._began = self._clock() - self.speculator.planning
         previous, self._launched = self._launched, None
-        self._waited = self._overlap and previous is None
         launched = self._launch(outputs)
         waits = previous is not None and launched is not None and self._waits(launched)
         if launched is not None and not waits and not self._draw(launched, outputs):
@@ -418,7 +412,7 @@ class EngineCore:
 
     def _prompt_seconds(self, config: EmbeddedConfig) -> float:
         """Return the seconds that computing a token of a prompt takes, and leave all blocks empty."""
-        most = CPU_PROMPT_TOKENS_ALONE if self.runner.device.type == "cpu" else config.max_num_tokens
+        most = CPU_MOST_PROMPT_TOKENS if self.runner.device.type == "cpu" else config.max_num_tokens
         room = config.kv_block_size * min(pool.num_blocks for pool in self.blocks.pools)
         count = min(most, room, self.runner.context_length, self.blocks.max_chunk)
         blocks = list(range(-(-count // config.kv_block_size)))
@@ -492,7 +486,7 @@ class EngineCore:
         """Let prompts take as many tokens of a large step as this step could have computed in the time of such."""
 
         def affordable(most: float) -> int:
-            return min(max(int(tokens * most / seconds), CPU_PROMPT_TOKENS), CPU_PROMPT_TOKENS_ALONE)
+            return min(max(int(tokens * most / seconds), CPU_PROMPT_TOKENS), CPU_MOST_PROMPT_TOKENS)
 
         tokens = sum(chunk.length for chunk in chunks)
         if tokens >= CPU_PROMPT_TOKENS:
@@ -516,7 +510,7 @@ class EngineCore:
             if any(chunk.draft for chunk in sampling):
                 rows = list(accumulate((chunk.sampled for chunk in sampling[:-1]), initial=0))
             logits = logits[first:] if first else logits
-            return _LaunchedStep(chunks, sampling, slots, logits, started, self._began, self._waited, rows)
+            return _LaunchedStep(chunks, sampling, slots, logits, started, self._began, rows)
 
     def _waits(self, step: _LaunchedStep) -> bool:
         """Return whether tokens that the host has not seen yet are needed to draw those of a step."""
@@ -589,8 +583,9 @@ class EngineCore:
             clock = self._clock()
             if all(chunk.sampled == chunk.length for chunk in step.chunks):
                 rows = sum(chunk.length for chunk in step.chunks)
-                alone = step.waited or step.rows is not None
-                self.speculator.note_step(rows, alone, clock - max(step.clock, self._finished))
+                # With overlap, a step that began behind the end of the last one waited to know what drafts follow.
+                waited = step.rows is not None or (self._overlap and step.clock >= self._finished)
+                self.speculator.note_step(rows, waited, clock - max(step.clock, self._finished))
             self._finished = clock
         return outputs
 

@@ -215,8 +215,6 @@ class Speculator:
         """Number of sequences that the planned step decodes."""
         self.planning = 0.0
         """Seconds that the last plan took, without those of a model."""
-        self._drafting = 0.0
-        """Seconds of a model in it."""
         self._returns = Returns()
         self._asked: dict[Sequence, int] = {}
         """Sequences that a model has drafted for, and how many tokens of that the step computes."""
@@ -229,9 +227,9 @@ class Speculator:
         Drafts follow the tokens that the host knows: one for a sequence with a pending token can only tell whether it
         is worth waiting for that.
         """
-        began, self._drafting = self._clock(), 0.0
+        self.planning = -self._clock()
         planned = self._plan(sequences)
-        self.planning = self._clock() - began - self._drafting
+        self.planning += self._clock()
         return planned
 
     def _plan(self, sequences: Many[Sequence]) -> bool:
@@ -382,7 +380,7 @@ class Speculator:
         started = self._clock()
         found = self._model.draft([sequences[i] for i in asked], [limits[i] for i in asked], least)
         spent = self._clock() - started
-        self._drafting = spent
+        self.planning -= spent
         asked = [index for index, draft in zip(asked, found, strict=True) if draft.tokens]
         for index, draft in zip(asked, filter(_any, found), strict=True):
             drafts[index] = self._followed[sequences[index]].modelled = draft

@@ -124,7 +124,7 @@ def test_prompts_take_more_of_a_step_beside_decodes_where_many_wait_and_steps_ar
             add(made, name, list(range(3, 303)))
         made.step()
         taken.append(made.stats().inflight_batching_stats.num_ctx_tokens)
-    assert taken == [engine_core.CPU_PROMPT_TOKENS, engine_core.CPU_PROMPT_TOKENS_ALONE]
+    assert taken == [engine_core.CPU_PROMPT_TOKENS, engine_core.CPU_MOST_PROMPT_TOKENS]
 
 
 @pytest.mark.parametrize("batch", [1, 3, COUNT])
