@@ -7,6 +7,7 @@ when it is drafted for: from where it was computed here, or from the last positi
 
 import logging
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from itertools import takewhile
 from pathlib import Path
@@ -34,16 +35,37 @@ _KEPT = 512
 _VIEWS = 8
 """Maximum number of steps whose hidden states are kept in memory for a row of each."""
 _CATCH_UP = 64
-"""Maximum number of positions of a sequence that are read before it is drafted for."""
+"""Maximum number of positions of a sequence that are read at once on a CPU, where each takes its time."""
 
 
-class _Step(NamedTuple):
-    """Hidden states of a step, [tokens, width], and of each sequence, by its admission, the first row there, the
-    position of that, and the number of rows."""
+class _Rows(NamedTuple):
+    """Rows of a step's hidden states that are of one sequence."""
 
-    number: int
-    places: dict[int, tuple[int, int, int]]
-    hidden: torch.Tensor
+    first: int
+    start: int
+    """Position of the first."""
+    count: int
+
+
+class _Step:
+    """Hidden states of a step, [tokens, width]."""
+
+    def __init__(self, number: int, chunks: Many[Chunk], hidden: torch.Tensor) -> None:
+        self.number = number
+        self.hidden = hidden
+        self._chunks = chunks
+        self._rows: dict[int, _Rows] = {}
+        """By admission, once one is asked for: of most steps none is while no drafts are made."""
+
+    def rows_of(self, admission: int) -> _Rows | None:
+        """Return the rows of the sequence with this admission."""
+        if not self._rows:
+            first = 0
+            for chunk in self._chunks:
+                self._rows[chunk.admission] = _Rows(first, chunk.start, chunk.length)
+                first += chunk.length
+            self._chunks = ()
+        return self._rows.get(admission)
 
 
 class HeadReading:
@@ -129,13 +151,11 @@ class Eagle:
 
     def read(self, chunks: Many[Chunk], hidden: torch.Tensor) -> None:
         """See `HiddenStatesReader`."""
-        places, row = dict[int, tuple[int, int, int]](), 0
-        for chunk in chunks:
-            places[chunk.admission] = row, chunk.start, chunk.length
-            row += chunk.length
+        count = sum(chunk.length for chunk in chunks)
         self._number += 1
-        self._rows += row
-        self._steps.append(_Step(self._number, places, hidden[:row] if self._on_cpu else hidden[:row].clone()))
+        self._rows += count
+        kept = hidden[:count] if self._on_cpu else hidden[:count].clone()
+        self._steps.append(_Step(self._number, chunks, kept))
         while self._rows > _KEPT_OF_ALL and len(self._steps) > 1:
             self._rows -= len(self._steps.popleft().hidden)
 
@@ -150,7 +170,7 @@ class Eagle:
             if reader is None:
                 continue
             start, known = reader.end, len(sequence.tokens) - 1
-            count = min(reader.count, known - start, _CATCH_UP)
+            count = min(reader.count, known - start, _CATCH_UP if self._on_cpu else _KEPT)
             if count <= 0:
                 continue
             places.append(index)
@@ -177,17 +197,31 @@ class Eagle:
         seen = 0 if reader is None else reader.step
         if reader is not None and self._steps and self._steps[0].number > seen + 1:
             reader.drop()
-        new = list(takewhile(lambda step: step.number > seen, reversed(self._steps)))
-        for step in reversed(new):
-            if (place := step.places.get(sequence.admission)) is None:
-                continue
-            row, start, length = place
+        for start, hidden in self._runs(sequence.admission, seen):
             if reader is None:
                 reader = self._readers[sequence] = HeadReading(sequence.admission, start, self._size)
-            reader.keep(start, step.hidden[row : row + length])
+            reader.keep(start, hidden)
         if reader is not None:
             reader.step = self._number
         return reader
+
+    def _runs(self, admission: int, seen: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the first position and the hidden states of consecutive positions of a sequence, from steps after
+        `seen`. Many steps of one token each are one run."""
+        start, end, pieces = 0, 0, list[torch.Tensor]()
+        new = list(takewhile(lambda step: step.number > seen, reversed(self._steps)))
+        for step in reversed(new):
+            if (rows := step.rows_of(admission)) is None:
+                continue
+            if pieces and rows.start != end:
+                yield start, _joined(pieces)
+                pieces.clear()
+            if not pieces:
+                start = rows.start
+            end = rows.start + rows.count
+            pieces.append(step.hidden[rows.first : rows.first + rows.count])
+        if pieces:
+            yield start, _joined(pieces)
 
     def _add(self, step: HeadStep, sequence: Sequence, reader: HeadReading, start: int, count: int, limit: int) -> None:
         """Add a sequence's positions to a step. Tables begin with the block of the first position that the head has

@@ -14,9 +14,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.embedded.speculation.drafter import CLASSES, NOTHING, Draft, Drafter, HiddenStatesReader
@@ -31,7 +29,7 @@ _MEMORY_OF_ALL, _MEMORY_OF_ONE = 0.998, 0.95
 """Decay of older observations with each new one of the same class, in the engine and in a sequence."""
 _ROW_SHARE = 0.15
 """Assumed share of a step of one row by which each further row makes it longer."""
-_CERTAINTY: NDArray[np.float64] = np.array([0.5, 20.0, 4.0])
+_CERTAINTY = 0.5, 20.0, 4.0
 """Weights of the assumed costs of a base, a row and a draft: one step of several rows must not overthrow them."""
 _STEPS_REMEMBERED = 0.98
 _OVERHEAD = 0.004
@@ -45,12 +43,15 @@ repetition, it leads to nothing for a few steps."""
 _MOST_SAVED = 4.0
 """Most of the time that is counted as saved, in steps: what once repeated may not do so any more."""
 _PROBE_AFTER = 64
-"""Steps after which a sequence may be drafted for again by a model that was not worth asking, one at a time."""
+"""Steps after which a sequence may be drafted for again by a model that was not worth asking, one at a time; more if
+the last time took more than `_LOST` of these."""
 _NEXT = 0.6
 """Assumed share of right tokens that a model drafts behind right ones."""
 _GAIN_REMEMBERED = 0.95
 _TRIAL = 8
 """Drafts of a model after which it is known whether they pay."""
+_MOST_READING = 8.0
+"""Most of the time that a draft takes, in usual times."""
 _LOST = 0.01
 """Share of the time that a model may take for nothing."""
 _LONGEST_PAUSE = 1024
@@ -85,13 +86,39 @@ class Cost(NamedTuple):
         return self.base + self.row * rows + self.drafted * drafted
 
 
+@dataclass(slots=True)
+class _Steps:
+    """Sums over steps, of which older ones count less."""
+
+    count: float = 0.0
+    rows: float = 0.0
+    squares: float = 0.0
+    """Of rows."""
+    seconds: float = 0.0
+    products: float = 0.0
+    """Of rows and seconds."""
+
+    def fade(self) -> None:
+        self.count *= _STEPS_REMEMBERED
+        self.rows *= _STEPS_REMEMBERED
+        self.squares *= _STEPS_REMEMBERED
+        self.seconds *= _STEPS_REMEMBERED
+        self.products *= _STEPS_REMEMBERED
+
+    def note(self, rows: int, seconds: float) -> None:
+        self.count += 1
+        self.rows += rows
+        self.squares += rows * rows
+        self.seconds += seconds
+        self.products += rows * seconds
+
+
 class StepCosts:
     """Fits a `Cost` to measured steps by least squares; older ones count less. Steps with drafts do not make those
     without count less: however many there are, it must be known what a step takes without."""
 
     def __init__(self) -> None:
-        self._products: NDArray[np.float64] = np.zeros((2, 3, 3))
-        self._sums: NDArray[np.float64] = np.zeros((2, 3))
+        self._plain, self._drafted = _Steps(), _Steps()
         self._usual = 0.0
         """Seconds of a step of one row, if a row costs what is assumed."""
         self._fitted: Cost | None = None
@@ -103,20 +130,37 @@ class StepCosts:
             seconds = min(seconds, 1.5 * self.fit().of(rows, drafted))
         usual = seconds / (1 + _ROW_SHARE * (rows - 1))
         self._usual += (usual - self._usual) * (0.1 if self._usual else 1)
-        features = np.array([1.0, rows, drafted])
-        for sums, new in ((self._products, np.outer(features, features)), (self._sums, features * seconds)):
-            sums[int(drafted) :] *= _STEPS_REMEMBERED
-            sums[int(drafted)] += new
+        self._drafted.fade()
+        if drafted:
+            self._drafted.note(rows, seconds)
+        else:
+            self._plain.fade()
+            self._plain.note(rows, seconds)
         self._fitted = None
 
     def fit(self) -> Cost:
         if self._fitted is None:
-            assumed = np.array([(1 - _ROW_SHARE) * self._usual, _ROW_SHARE * self._usual, 0.0])
-            products, sums = self._products.sum(0) + np.diag(_CERTAINTY), self._sums.sum(0) + assumed * _CERTAINTY
-            found = np.linalg.solve(products, sums)
-            least = 0.001 * self._usual
-            self._fitted = Cost(max(float(found[0]), 0.0), max(float(found[1]), least), max(float(found[2]), 0.0))
+            self._fitted = self._fit()
         return self._fitted
+
+    def _fit(self) -> Cost:
+        """Solve the normal equations: for what drafts cost in terms of the other two, and then for these. In plain
+        arithmetic, since numpy takes twenty times as long for three unknowns."""
+        plain, drafted = self._plain, self._drafted
+        base_weight, row_weight, drafted_weight = _CERTAINTY
+        with_drafts = drafted_weight + drafted.count
+        share, rows_share = drafted.count / with_drafts, drafted.rows / with_drafts
+        count = base_weight + plain.count + drafted.count * (1 - share)
+        rows = plain.rows + drafted.rows * (1 - share)
+        squares = row_weight + plain.squares + drafted.squares - drafted.rows * rows_share
+        seconds = base_weight * (1 - _ROW_SHARE) * self._usual + plain.seconds + drafted.seconds * (1 - share)
+        products = row_weight * _ROW_SHARE * self._usual + plain.products + drafted.products
+        products -= drafted.seconds * rows_share
+        determinant = count * squares - rows * rows
+        base = (seconds * squares - products * rows) / determinant
+        row = (products * count - seconds * rows) / determinant
+        more = (drafted.seconds - base * drafted.count - row * drafted.rows) / with_drafts
+        return Cost(max(base, 0.0), max(row, 0.001 * self._usual), max(more, 0.0))
 
 
 class Returns:
@@ -139,10 +183,12 @@ class Returns:
         return self._pause > 0
 
     def took(self, tokens: int, seconds: float) -> float:
-        """Note the time that drafts took; return it. Much more than usual is reading of text or others' work."""
-        seconds = min(seconds / tokens, 2 * self.seconds) if self.seconds else seconds / tokens
-        self.seconds += (seconds - self.seconds) * (0.1 if seconds > self.seconds > 0 else 0.5)
-        return seconds * tokens
+        """Note the time that drafts took; return what of it counts. Much more than usual is reading of text, which
+        counts, or others' work, which does not."""
+        counted = min(seconds / tokens, _MOST_READING * self.seconds) if self.seconds else seconds / tokens
+        usual = min(counted, 2 * self.seconds) if self.seconds else counted
+        self.seconds += (usual - self.seconds) * (0.1 if usual > self.seconds > 0 else 0.5)
+        return counted * tokens
 
     def note(self, drafts: int, accepted: int, seconds: float, step: float) -> None:
         """Note what a step's drafts brought: accepted tokens, and the seconds that they saved; `step` is what a step
@@ -189,6 +235,7 @@ class Speculator:
         self.drafter = drafter
         self._lookup: Drafter | None = drafter if drafter.free else lookup
         self._model: Drafter | None = None if drafter.free else drafter
+        self._reader = drafter if isinstance(drafter, HiddenStatesReader) else None
         self._clock = clock
         self._drafts = self._draft_tokens = 0
         self._accepted = [0] * most
@@ -209,6 +256,8 @@ class Speculator:
         """Times in a row that it was not worth it."""
         self._unprobed = 0
         """Steps since a sequence was drafted for only to know what that brings."""
+        self._next_probe = _PROBE_AFTER
+        """Number of such steps after which the next one may be."""
         self._saved = 0.0
         """Seconds that lookup may still take for nothing, as its drafts have saved more."""
         self._rows = 1
@@ -235,12 +284,12 @@ class Speculator:
     def _plan(self, sequences: Many[Sequence]) -> bool:
         for sequence in sequences:
             sequence.draft = []
-        decoding = [s for s in sequences if s.remaining == 1 and s.status is SequenceStatus.RUNNING]
         looks = self._lookup is not None and self._rest <= 0
-        asks = self._model is not None and self._unasked <= 0
+        asks = self._model is not None and self._unasked <= 0 and not (self._min_speedup and self._returns.pauses())
         self._rest, self._unasked = max(self._rest - 1, 0), max(self._unasked - 1, 0)
         if not (looks or asks):
             return False
+        decoding = [s for s in sequences if s.remaining == 1 and s.status is SequenceStatus.RUNNING]
         room_of = {sequence: room for sequence in decoding if (room := self._room(sequence)) > 0}
         if not room_of:
             return False
@@ -272,8 +321,8 @@ class Speculator:
 
     def read(self, chunks: Many[Chunk], hidden: torch.Tensor) -> None:
         """Pass a step's hidden states on to the drafter."""
-        if isinstance(self.drafter, HiddenStatesReader):
-            self.drafter.read(chunks, hidden)
+        if self._reader is not None:
+            self._reader.read(chunks, hidden)
 
     def note_step(self, rows: int, drafted: bool, seconds: float) -> None:
         """Note how long a step took that computed no prompts, and its plan if that ran before it; `drafted` if it
@@ -346,8 +395,6 @@ class Speculator:
         """Have a model draft where that is worth it if it is sure, or was not tried for long, unless earlier text
         promises more; put that into `drafts` and return its indices."""
         assert self._model is not None
-        if self._min_speedup and self._returns.pauses():
-            return []
         started = time.thread_time()
         cost = self._costs.fit()
         guesses = [Draft([0] * room, [CLASSES - 1] * room) for room in rooms]
@@ -357,15 +404,16 @@ class Speculator:
             min(limit + sequence.pending, room) if limit else 0
             for sequence, limit, room in zip(sequences, limits, rooms, strict=True)
         ]
-        asked: list[int] = []
+        asked, probes = list[int](), False
         self._unprobed += 1 + self._rested
         for index, sequence in enumerate(sequences):
             followed = self._followed[sequence]
             if sum(self._chances(sequence, drafts[index])) > self._returns.accepted:
                 continue
             followed.without = 0 if limits[index] else followed.without + 1 + self._rested
-            if followed.without >= _PROBE_AFTER and self._unprobed >= _PROBE_AFTER:
+            if followed.without >= _PROBE_AFTER and self._unprobed >= self._next_probe:
                 limits[index], followed.without, self._unprobed = min(1 + sequence.pending, rooms[index]), 0, 0
+                probes = True
             if limits[index]:
                 asked.append(index)
         self._rested = 0
@@ -381,6 +429,8 @@ class Speculator:
         found = self._model.draft([sequences[i] for i in asked], [limits[i] for i in asked], least)
         spent = self._clock() - started
         self.planning -= spent
+        if probes:
+            self._next_probe = max(_PROBE_AFTER, int(spent / max(_LOST * cost.of(rows, False), 1e-9)))
         asked = [index for index, draft in zip(asked, found, strict=True) if draft.tokens]
         for index, draft in zip(asked, filter(_any, found), strict=True):
             drafts[index] = self._followed[sequences[index]].modelled = draft
