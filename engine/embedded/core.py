@@ -6,10 +6,12 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection
+from collections.abc import Sequence as Many
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from operator import eq
 from pathlib import Path
 
 import torch
@@ -523,7 +525,7 @@ class EngineCore:
             with torch.inference_mode():
                 if states:
                     step.drawn = self._sampler.draw(step.logits, states, step.slots, step.rows)
-                    if self._overlap:
+                    if self._overlap and step.rows is None:  # else its tokens are known before the next step
                         self.runner.remember(step.slots, step.drawn.tokens)
                 else:
                     step.drawn = Drawn(torch.empty(0, dtype=torch.int64, device=step.logits.device))
@@ -608,14 +610,16 @@ class EngineCore:
                 if sequence.request.prefill_only and not chunk.current:
                     continue
                 found = taken.setdefault(sequence, _Taken())
+                if drawn.ahead is not None:
+                    tokens = _behind_right(chunk.draft, drawn.ahead, rows[index])
                 count, found.finish, found.stop = sequence.take(tokens, eos_token_ids, context_length)
+                drafted = chunk.draft[len(found.tokens) : len(found.tokens) + count]
+                right = sum(map(eq, drafted, tokens))
+                found.accepted += right
                 found.tokens += tokens[:count]
                 found.logprobs += logprobs[:count]
-                place = len(found.tokens) - 1
-                if 0 <= place < len(chunk.draft) and chunk.draft[place] == tokens[0]:
-                    found.accepted += 1
-                    if found.finish is None and not sequence.sampler.error:
-                        going_on.append((chunk, rows[index] + 1))
+                if 0 < right == count and found.finish is None and not sequence.sampler.error:
+                    going_on.append((chunk, rows[index] + 1))
             if not going_on:
                 return taken
             chunks, rows = [chunk for chunk, _ in going_on], [row for _, row in going_on]
@@ -758,6 +762,16 @@ class EngineCore:
         for sequence in alive:
             self._drop(sequence)
         return [(sequence.request.request_id, error()) for sequence in alive]
+
+
+def _behind_right(draft: Many[int], drawn: Many[int], row: int) -> tuple[int, ...]:
+    """Return the tokens drawn from a row on, as far as a draft is right, and the one that follows."""
+    end = row
+    for token in draft:
+        if drawn[end] != token:
+            break
+        end += 1
+    return tuple(drawn[row : end + 1])
 
 
 def _report_prompts(reported: list[PromptRows], logits: torch.Tensor) -> int:

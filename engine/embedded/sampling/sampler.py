@@ -111,6 +111,10 @@ class Sampler:
 class Drawn:
     """A token for each row, int64 [rows] on the device, and log-probabilities for some. `results` waits for them."""
 
+    ahead: list[int] | None = None
+    """Tokens of all rows of a step with drafts, each drawn as if the draft before it were right; None if those behind
+    the first of a sequence have yet to be drawn. Known after `results`."""
+
     def __init__(self, tokens: torch.Tensor, reports: Sequence[tuple[Sequence[int], Report]] = ()) -> None:
         """`reports`: for some rows each."""
         self.tokens = tokens
@@ -130,6 +134,19 @@ class Drawn:
             found = report.entries([tokens[row] for row in rows])
             entries |= {row: (entry,) for row, entry in zip(rows, found, strict=True)}
         return [Sampled((token,), entries.get(row, ())) for row, token in enumerate(tokens)]
+
+
+class DrawnAhead(Drawn):
+    """A token for every row of a step with drafts, of which `rows` are the first of each sequence."""
+
+    def __init__(self, tokens: torch.Tensor, rows: Sequence[int]) -> None:
+        super().__init__(tokens)
+        self._rows = rows
+
+    def results(self) -> list[Sampled]:
+        found = super().results()
+        self.ahead = self._on_host.tolist()
+        return [found[row] for row in self._rows]
 
 
 def pick(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

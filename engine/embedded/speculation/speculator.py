@@ -29,8 +29,6 @@ _MEMORY_OF_ALL, _MEMORY_OF_ONE = 0.998, 0.95
 """Decay of older observations with each new one of the same class, in the engine and in a sequence."""
 _ROW_SHARE = 0.15
 """Assumed share of a step of one row by which each further row makes it longer."""
-_CERTAINTY = 0.5, 20.0, 4.0
-"""Weights of the assumed costs of a base, a row and a draft: one step of several rows must not overthrow them."""
 _STEPS_REMEMBERED = 0.98
 _OVERHEAD = 0.004
 """Most of the time that lookup, or the question whether to ask a model, may take where it leads to nothing, as a share
@@ -74,93 +72,79 @@ class Acceptance:
         return (self._right[kind] + _ASSUMED * otherwise) / (self._seen[kind] + _ASSUMED)
 
 
-class Cost(NamedTuple):
-    """Seconds of a step: `base`, `row` for each row, and `drafted` more if there are drafts in it, or could have been:
-    such a step waits for the one before."""
+class Line(NamedTuple):
+    """Seconds of a step: `base`, and `row` for each row."""
 
     base: float
     row: float
-    drafted: float
 
-    def of(self, rows: int, drafted: bool) -> float:
-        return self.base + self.row * rows + self.drafted * drafted
+    def at(self, rows: int) -> float:
+        return self.base + self.row * rows
 
 
-@dataclass(slots=True)
-class _Steps:
-    """Sums over steps, of which older ones count less."""
+class Steps:
+    """Fits a `Line` to measured steps by least squares; older ones count less."""
 
-    count: float = 0.0
-    rows: float = 0.0
-    squares: float = 0.0
-    """Of rows."""
-    seconds: float = 0.0
-    products: float = 0.0
-    """Of rows and seconds."""
-
-    def fade(self) -> None:
-        self.count *= _STEPS_REMEMBERED
-        self.rows *= _STEPS_REMEMBERED
-        self.squares *= _STEPS_REMEMBERED
-        self.seconds *= _STEPS_REMEMBERED
-        self.products *= _STEPS_REMEMBERED
+    def __init__(self) -> None:
+        self._count = self._rows = self._squares = self._seconds = self._products = 0.0
+        """Sums over steps, of 1, rows, rows squared, seconds, and rows times seconds."""
 
     def note(self, rows: int, seconds: float) -> None:
-        self.count += 1
-        self.rows += rows
-        self.squares += rows * rows
-        self.seconds += seconds
-        self.products += rows * seconds
+        self._count = self._count * _STEPS_REMEMBERED + 1
+        self._rows = self._rows * _STEPS_REMEMBERED + rows
+        self._squares = self._squares * _STEPS_REMEMBERED + rows * rows
+        self._seconds = self._seconds * _STEPS_REMEMBERED + seconds
+        self._products = self._products * _STEPS_REMEMBERED + rows * seconds
+
+    def fit(self, assumed: Line) -> Line:
+        """Return the line; `assumed` counts as `_CERTAINTY` says. In plain arithmetic, as numpy takes longer."""
+        count, squares = self._count + _CERTAINTY.base, self._squares + _CERTAINTY.row
+        seconds = self._seconds + _CERTAINTY.base * assumed.base
+        products = self._products + _CERTAINTY.row * assumed.row
+        determinant = count * squares - self._rows * self._rows
+        base = (seconds * squares - products * self._rows) / determinant
+        row = (products * count - seconds * self._rows) / determinant
+        return Line(max(base, 0.0), max(row, 0.0))
+
+
+class Costs(NamedTuple):
+    """What steps take without drafts, and if there are drafts in them, or could have been: such a step waits for the
+    one before, and the host has more to do for each row."""
+
+    plain: Line
+    drafted: Line
 
 
 class StepCosts:
-    """Fits a `Cost` to measured steps by least squares; older ones count less. Steps with drafts do not make those
-    without count less: however many there are, it must be known what a step takes without."""
+    """Measures what steps take, and remembers it of both kinds: however many have drafts, it must be known what a step
+    takes without."""
 
     def __init__(self) -> None:
-        self._plain, self._drafted = _Steps(), _Steps()
+        self._plain, self._drafted = Steps(), Steps()
         self._usual = 0.0
         """Seconds of a step of one row, if a row costs what is assumed."""
-        self._fitted: Cost | None = None
+        self._fitted: Costs | None = None
 
     def note(self, rows: int, drafted: bool, seconds: float) -> None:
         """Note a step without prompts. One that took much longer than expected, as when others use the processor,
         counts as half as long again."""
         if self._usual:
-            seconds = min(seconds, 1.5 * self.fit().of(rows, drafted))
+            costs = self.fit()
+            seconds = min(seconds, 1.5 * (costs.drafted if drafted else costs.plain).at(rows))
         usual = seconds / (1 + _ROW_SHARE * (rows - 1))
         self._usual += (usual - self._usual) * (0.1 if self._usual else 1)
-        self._drafted.fade()
-        if drafted:
-            self._drafted.note(rows, seconds)
-        else:
-            self._plain.fade()
-            self._plain.note(rows, seconds)
+        (self._drafted if drafted else self._plain).note(rows, seconds)
         self._fitted = None
 
-    def fit(self) -> Cost:
+    def fit(self) -> Costs:
         if self._fitted is None:
-            self._fitted = self._fit()
+            plain = self._plain.fit(Line((1 - _ROW_SHARE) * self._usual, _ROW_SHARE * self._usual))
+            self._fitted = Costs(plain, self._drafted.fit(plain))
         return self._fitted
 
-    def _fit(self) -> Cost:
-        """Solve the normal equations: for what drafts cost in terms of the other two, and then for these. In plain
-        arithmetic, since numpy takes twenty times as long for three unknowns."""
-        plain, drafted = self._plain, self._drafted
-        base_weight, row_weight, drafted_weight = _CERTAINTY
-        with_drafts = drafted_weight + drafted.count
-        share, rows_share = drafted.count / with_drafts, drafted.rows / with_drafts
-        count = base_weight + plain.count + drafted.count * (1 - share)
-        rows = plain.rows + drafted.rows * (1 - share)
-        squares = row_weight + plain.squares + drafted.squares - drafted.rows * rows_share
-        seconds = base_weight * (1 - _ROW_SHARE) * self._usual + plain.seconds + drafted.seconds * (1 - share)
-        products = row_weight * _ROW_SHARE * self._usual + plain.products + drafted.products
-        products -= drafted.seconds * rows_share
-        determinant = count * squares - rows * rows
-        base = (seconds * squares - products * rows) / determinant
-        row = (products * count - seconds * rows) / determinant
-        more = (drafted.seconds - base * drafted.count - row * drafted.rows) / with_drafts
-        return Cost(max(base, 0.0), max(row, 0.001 * self._usual), max(more, 0.0))
+
+_CERTAINTY = Line(0.5, 20.0)
+"""Weights of the assumed costs: one step of several rows must not overthrow them."""
 
 
 class Returns:
@@ -313,7 +297,7 @@ class Speculator:
         # What follows a token that is under way is not computed.
         self._asked = {sequences[i]: 0 if sequences[i].pending else lengths[i] for i in asked}
         looked += time.thread_time() - started
-        if looks and not any(lengths) and (usual := self._costs.fit().of(rows, False)):
+        if looks and not any(lengths) and (usual := self._costs.fit().plain.at(rows)):
             self._saved -= looked
             if self._saved < 0:
                 self._rest, self._saved = min(int(looked / (_OVERHEAD * usual)), _LONGEST_REST), 0.0
@@ -334,9 +318,9 @@ class Speculator:
         self._drafts += 1
         self._draft_tokens += length
         if sequence not in self._asked:  # else a model drafted, and lookup has saved nothing
-            cost = self._costs.fit()
-            usual = cost.of(self._rows, False)
-            saved = max(accepted * usual / self._rows - cost.row * length, 0.0)
+            costs = self._costs.fit()
+            usual = costs.plain.at(self._rows)
+            saved = max(accepted * usual / self._rows - costs.drafted.row * length, 0.0)
             self._saved = min(self._saved + _REINVESTED * saved, _MOST_SAVED * usual)
         for place in range(accepted):
             self._accepted[place] += 1
@@ -383,12 +367,14 @@ class Speculator:
         """Note what the last drafts of a model have brought."""
         if not self._asked:
             return
-        cost, accepted = self._costs.fit(), 0
+        costs, accepted = self._costs.fit(), 0
         for sequence, length in self._asked.items():
             if (followed := self._followed.get(sequence)) is not None:
                 accepted += min(length, len(sequence.tokens) - followed.known - 1)
-        saved = accepted * cost.of(rows, False) / rows - cost.row * sum(self._asked.values())
-        self._returns.note(len(self._asked), accepted, saved - self._spent, cost.of(rows, False))
+        usual, longer = costs.plain.at(rows), 0.0
+        if computed := sum(self._asked.values()):
+            longer = costs.drafted.at(rows + computed) - usual
+        self._returns.note(len(self._asked), accepted, accepted * usual / rows - longer - self._spent, usual)
         self._asked, self._spent = {}, 0.0
 
     def _ask(self, sequences: Many[Sequence], rooms: Many[int], drafts: list[Draft], rows: int) -> list[int]:
@@ -396,7 +382,7 @@ class Speculator:
         promises more; put that into `drafts` and return its indices."""
         assert self._model is not None
         started = time.thread_time()
-        cost = self._costs.fit()
+        costs = self._costs.fit()
         guesses = [Draft([0] * room, [CLASSES - 1] * room) for room in rooms]
         limits = self._lengths(sequences, guesses, rows, self._returns.seconds)
         worth = any(limits)
@@ -419,18 +405,18 @@ class Speculator:
         self._rested = 0
         self._in_vain = 0 if worth else self._in_vain + 1
         if not asked:
-            if self._min_speedup and self._in_vain > _TRIAL and (usual := cost.of(rows, False)):
+            if self._min_speedup and self._in_vain > _TRIAL and (usual := costs.plain.at(rows)):
                 looked = time.thread_time() - started
                 self._unasked = self._rested = min(int(looked / (_OVERHEAD * usual)), _LONGEST_REST)
             return []
-        rate = (rows + self._returns.accepted * len(asked)) / max(cost.of(rows + len(asked), True), 1e-9)
-        least = (cost.row + self._returns.seconds) * rate / _NEXT if self._min_speedup else 0.0
+        rate = (rows + self._returns.accepted * len(asked)) / max(costs.drafted.at(rows + len(asked)), 1e-9)
+        least = (costs.drafted.row + self._returns.seconds) * rate / _NEXT if self._min_speedup else 0.0
         started = self._clock()
         found = self._model.draft([sequences[i] for i in asked], [limits[i] for i in asked], least)
         spent = self._clock() - started
         self.planning -= spent
         if probes:
-            self._next_probe = max(_PROBE_AFTER, int(spent / max(_LOST * cost.of(rows, False), 1e-9)))
+            self._next_probe = max(_PROBE_AFTER, int(spent / max(_LOST * costs.plain.at(rows), 1e-9)))
         asked = [index for index, draft in zip(asked, found, strict=True) if draft.tokens]
         for index, draft in zip(asked, filter(_any, found), strict=True):
             drafts[index] = self._followed[sequences[index]].modelled = draft
@@ -451,9 +437,9 @@ class Speculator:
         seconds that it takes to draft each of them. A pending token is no gain: it comes in any case."""
         if not self._min_speedup:
             return [len(draft.tokens) for draft in drafts]
-        cost = self._costs.fit()
-        lengths, row = [0] * len(drafts), cost.row + drafting
-        plain, tokens, seconds = cost.of(rows, False), float(rows), cost.of(rows, True)
+        costs = self._costs.fit()
+        lengths, row = [0] * len(drafts), costs.drafted.row + drafting
+        plain, tokens, seconds = costs.plain.at(rows), float(rows), costs.drafted.at(rows)
         least = row * rows / max(plain, 1e-9)
         worth: list[tuple[float, int]] = []
         for index, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):

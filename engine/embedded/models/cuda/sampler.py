@@ -19,7 +19,7 @@ from engine.embedded.grammar.compiler import fill_bitmask, new_bitmask
 from engine.embedded.models.cuda import sampling_kernels
 from engine.embedded.models.cuda.sampling_kernels import AN_END, COUNTED, FIELDS, IN_PROMPT, REPORT, TOP, Kernels
 from engine.embedded.models.devices import to_device
-from engine.embedded.sampling.sampler import Drawn, Report, Sampler, to_host
+from engine.embedded.sampling.sampler import Drawn, DrawnAhead, Report, Sampler, to_host
 from engine.embedded.sampling.state import SamplerState
 
 _NEVER = float("-inf")
@@ -125,6 +125,8 @@ class CudaSampler(Sampler):
     ) -> Drawn:
         results = self.results
         if rows is not None:
+            if not any(state.by_host or state.sampling.logprobs is not None for state in states):
+                return DrawnAhead(results.tokens, rows)
             known = self._known(states)
             if known is not None and not any(state.by_host or (state.sampling.logprobs or 0) > TOP for state in states):
                 tokens, reports = known.tokens[rows], known.reports[rows]

@@ -187,7 +187,7 @@ def test_costs_are_fitted_and_one_slow_step_does_not_overthrow_them() -> None:
     costs = StepCosts()
     for rows in (1, 4, 9, 17) * 20:
         costs.note(rows, rows > 1, 10 + 2 * rows + 5 * (rows > 1))
-    cost = costs.fit()
-    assert cost.of(1, False) == pytest.approx(12, rel=0.2) and cost.of(12, True) == pytest.approx(39, rel=0.2)
+    fitted = costs.fit()
+    assert fitted.plain.at(1) == pytest.approx(12, rel=0.2) and fitted.drafted.at(12) == pytest.approx(39, rel=0.2)
     costs.note(4, True, 1000.0)
-    assert costs.fit().of(12, True) == pytest.approx(39, rel=0.2)
+    assert costs.fit().drafted.at(12) == pytest.approx(39, rel=0.2)
