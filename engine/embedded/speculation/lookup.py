@@ -15,6 +15,8 @@ from engine.embedded.speculation.drafter import NOTHING, Draft, class_of_match
 
 _LONGEST = 32
 """Tokens by which matches are compared."""
+_FEW = 16
+"""Matches up to which each is compared by itself: numpy takes longer for so few."""
 _PREDICTED = 8
 """Length of match that the beginning of a prediction counts as, before any of it has come true."""
 
@@ -72,17 +74,30 @@ class KnownText:
         if end < self._least:
             return
         follows = np.flatnonzero(text[:end] == text[end]) + 1
-        length = 1 if len(follows) else 0
-        while 0 < length < _LONGEST:
+        length = 1
+        while len(follows) and (length < self._least or len(follows) > _FEW):
             longer = follows[follows > length]
             longer = longer[text[longer - length - 1] == text[end - length]]
-            if not len(longer):
+            if length == _LONGEST or (length >= self._least and not len(longer)):
                 break
             follows, length = longer, length + 1
-        if length >= self._least:
-            place = int(np.searchsorted(follows, self._left))
-            self._next = int(follows[place if place < len(follows) else -1])
-            self._length = length
+        if not len(follows):
+            return
+        if len(follows) <= _FEW:
+            lengths = [self._length_before(place, length) for place in follows.tolist()]
+            length = max(lengths)
+            follows = follows[[index for index, found in enumerate(lengths) if found == length]]
+        place = int(np.searchsorted(follows, self._left))
+        self._next = int(follows[place if place < len(follows) else -1])
+        self._length = length
+
+    def _length_before(self, place: int, least: int) -> int:
+        """Return how many tokens before a place are also the end of the text, of which `least` are known to be."""
+        text, end, most = self._tokens, len(self._tokens) - 1, min(_LONGEST, place)
+        length = least
+        while length < most and text[place - 1 - length] == text[end - length]:
+            length += 1
+        return length
 
 
 class Lookup:

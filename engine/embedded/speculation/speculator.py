@@ -33,7 +33,7 @@ _STEPS_REMEMBERED = 0.98
 _OVERHEAD = 0.004
 """Most of the time that lookup, or the question whether to ask a model, may take where it leads to nothing, as a share
 of that of steps."""
-_LONGEST_REST = 64
+_LONGEST_REST = 256
 """Most steps without a lookup, or without asking a model, for that reason."""
 _REINVESTED = 0.1
 """Share of the time saved by drafts that lookup may take before it has to rest: behind an edit, or the end of a
