@@ -129,13 +129,14 @@ class FixedMask:
 class _Replayed:
     """In the place of a CUDA graph: computes again, into the same memory."""
 
-    def __init__(self, compute: Callable[[], tuple[torch.Tensor | None, ...]]) -> None:
+    def __init__(self, compute: Callable[[], tuple[torch.Tensor | None, ...] | None]) -> None:
+        """`compute` returns nothing if it writes to memory of its own."""
         self._compute = compute
-        self.outputs = compute()
+        self.outputs = compute() or ()
 
     @torch.inference_mode()
     def replay(self) -> None:
-        for held, new in zip(self.outputs, self._compute(), strict=True):
+        for held, new in zip(self.outputs, self._compute() or (), strict=True):
             if held is not None:  # hidden states, of which most models keep none
                 assert new is not None
                 held.copy_(new)
@@ -145,7 +146,7 @@ class _Replayed:
 
 
 def _capture(
-    compute: Callable[[], tuple[torch.Tensor | None, ...]], pool: None
+    compute: Callable[[], tuple[torch.Tensor | None, ...] | None], pool: None
 ) -> tuple[_Replayed, tuple[torch.Tensor | None, ...]]:
     """In the place of `engine.embedded.models.cuda.graphs.capture`."""
     graph = _Replayed(compute)
@@ -159,7 +160,7 @@ def cuda_runner(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
     All values are float32, also the results of fast products of eight bits.
     """
     assert not ON_GPU
-    from engine.embedded.models.cuda import attention, runner  # noqa: PLC0415
+    from engine.embedded.models.cuda import attention, head, runner  # noqa: PLC0415
 
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
     monkeypatch.setattr(runner, "FlashInferKernels", fake_flashinfer.Kernels)
@@ -174,9 +175,10 @@ def cuda_runner(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
     monkeypatch.setattr(decode_attention, "_PROGRAMS", 4)
     monkeypatch.setattr(group_attention, "PROGRAMS", 4)
     monkeypatch.setattr(runner, "dtype_of", lambda *_: torch.bfloat16)  # of the model's check alone
-    monkeypatch.setattr(runner, "capture", _capture)
+    for module in (runner, head):
+        monkeypatch.setattr(module, "capture", _capture)
+        monkeypatch.setattr(module, "warn_of_compilation", lambda: None)
     monkeypatch.setattr(runner, "_compile_first", lambda _: None)  # nothing is compiled here
-    monkeypatch.setattr(runner, "warn_of_compilation", lambda: None)
     monkeypatch.setattr(
         sampler, "to_host", torch.clone
     )  # from the device that is a copy: the next step may write where these are

@@ -44,7 +44,7 @@ class _Rows(NamedTuple):
     first: int
     start: int
     """Position of the first."""
-    count: int
+    length: int
 
 
 class _Step:
@@ -218,8 +218,8 @@ class Eagle:
                 pieces.clear()
             if not pieces:
                 start = rows.start
-            end = rows.start + rows.count
-            pieces.append(step.hidden[rows.first : rows.first + rows.count])
+            end = rows.start + rows.length
+            pieces.append(step.hidden[rows.first : rows.first + rows.length])
         if pieces:
             yield start, _joined(pieces)
 

@@ -29,6 +29,7 @@ from engine.embedded.models.cuda.compiling import (
 from engine.embedded.models.cuda.decoder import LlamaDecoder, check_kind, trial
 from engine.embedded.models.cuda.flashinfer_kernels import FlashInferKernels
 from engine.embedded.models.cuda.graphs import capture
+from engine.embedded.models.cuda.head import CudaHead
 from engine.embedded.models.cuda.prefixes import LEAST_SEQUENCES
 from engine.embedded.models.cuda.releasable import ReleasableWeights
 from engine.embedded.models.cuda.sampler import CudaSampler, RowDraws
@@ -40,6 +41,7 @@ from engine.embedded.models.devices import (
     dtype_of,
     to_device,
 )
+from engine.embedded.models.heads import HeadRunner
 from engine.embedded.models.paged import PagedRunner
 from engine.embedded.models.runner import StepInput
 from engine.embedded.models.shared_weights import SharedWeights, TensorLayout
@@ -206,10 +208,22 @@ class CudaRunner(PagedRunner):
             self.sampler.results = self.sampler.run(logits[-count:], targets[drawn], positions[drawn], tokens[drawn])
         return logits
 
-    def load_head(self, head: EagleHead, spare_blocks: int) -> TorchHead:
-        """See `ModelRunner`: torch's operations, outside of the graphs of steps."""
-        blocks = self.groups[0].num_blocks + spare_blocks
-        return TorchHead(head, self._decoder.embed, self._decoder.output, blocks, self.cache.block_size)
+    def load_head(self, head: EagleHead, spare_blocks: int) -> HeadRunner:
+        """See `ModelRunner`: torch's operations where the kernels do not fit."""
+        blocks, size = self.groups[0].num_blocks + spare_blocks, self.cache.block_size
+        if head.facts.head_dim & (head.facts.head_dim - 1):
+            return TorchHead(head, self._decoder.embed, self._decoder.output, blocks, size)
+        return CudaHead(
+            head,
+            self._decoder.embed,
+            self._decoder.output,
+            blocks=blocks,
+            block_size=size,
+            positions=self.context_length,
+            most_tokens=self._config.speculative_tokens,
+            batch=self._config.max_batch_size,
+            graphs=self._config.enable_cuda_graphs,
+        )
 
     def remember(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
         """Keep tokens that the sampler did not draw: it keeps its own."""

@@ -1,0 +1,84 @@
+"""The GPU's EAGLE-3 head without a GPU: it drafts what torch's operations do."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("test_gpu_head runs it on the GPU", allow_module_level=True)
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from engine.checkpoints.eagle import EagleHead, read_eagle_head
+from engine.checkpoints.facts import read_model_facts
+from engine.embedded.models.cuda.head import CudaHead
+from engine.embedded.models.heads import HeadDraft, HeadStep
+from tests.engine.embedded.models.cuda.test_cuda_model import run
+from tests.support.cuda import cuda_runner, interpreter, save  # noqa: F401 - fixtures
+from tests.support.eagle import MOST, Both, write_head
+
+pytestmark = pytest.mark.usefixtures("cuda_runner")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("llama"), 0.15)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["", "norm before residual"])
+def head(tmp_path_factory: pytest.TempPathFactory, folder: Path, request: pytest.FixtureRequest) -> EagleHead:
+    path = tmp_path_factory.mktemp("head")
+    write_head(path, norm_before_residual=request.param)
+    return read_eagle_head(path, read_model_facts(folder))
+
+
+def compare(pairs: list[tuple[HeadDraft, HeadDraft]]) -> int:
+    """Compare drafts; return the number of tokens."""
+    for expected, found in pairs:
+        assert found.tokens == expected.tokens
+        assert found.probabilities == pytest.approx(expected.probabilities, rel=1e-3)
+    return sum(len(found.tokens) for _, found in pairs)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_drafts_are_those_of_plain_operations(head: EagleHead, graphs: bool) -> None:
+    """Of several sequences, some of whose tables begin behind their first blocks, again and again."""
+    both, rng = Both(head, graphs=graphs), random.Random(5)
+    both.ends, both.skipped = [0, 9, 22, 5, 13], [0, 2, 4, 0, 1]
+    seen = 0
+    for round_ in range(8):
+        chosen = rng.sample(range(5), rng.choice([1, 2, 3, 5]))
+        asked = [(index, rng.choice([1, 1, 2, 5]), rng.randrange(MOST + 1)) for index in chosen]
+        asked[0] = (*asked[0][:2], asked[0][2] if round_ % 2 else MOST)
+        seen += compare(both.draft(asked, rng.choice([0.0, 0.0, 1e-3])))
+    assert seen > 30
+
+
+def test_a_longer_draft_beside_it_leaves_the_blocks_of_others(head: EagleHead) -> None:
+    """The tokens of a short draft are computed as far as those of a long one: behind its table, where that of another
+    sequence was before."""
+    both = Both(head)
+    compare(both.draft([(0, 14, 1), (1, 3, 1)]))
+    compare(both.draft([(2, 7, 1), (3, 1, MOST)]))
+    compare(both.draft([(0, 1, MOST), (1, 1, 1)]))
+
+
+def test_a_head_changes_nothing(folder: Path, head: EagleHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With steps prepared ahead, and further tokens of drafts taken at once."""
+    prompts = [[5, 9, 4, 30, 7], [8, 8, 8]]
+    asked = {"speculative": "eagle3", "speculative_model": str(head.folder), "speculative_min_speedup": 0.0}
+    asked |= {"speculative_tokens": 3, "speculative_min_match": 1000}
+    drafted = list[int]()
+    draft = CudaHead.draft
+
+    def note(self: CudaHead, step: HeadStep, limits: list[int], least: float) -> Any:
+        drafted.extend(limits)
+        return draft(self, step, limits, least)
+
+    monkeypatch.setattr(CudaHead, "draft", note)
+    sampling = [{"max_tokens": 12}, {"max_tokens": 12, "temperature": 1.0, "seed": 3, "logprobs": 1}]
+    plain = run(folder, prompts, sampling)
+    found = run(folder, prompts, sampling, **asked)
+    assert found.tokens == plain.tokens and sum(drafted) > 10
