@@ -36,6 +36,7 @@ from engine.embedded.sampling.sampler import Drawn, Sampler, prompt_logprobs
 from engine.embedded.scheduler import Scheduler
 from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.embedded.speculation.create import create_speculator
+from engine.embedded.speculation.speculator import Speculator
 from engine.embedded.step import Chunk, PromptRows, lacking_embeddings, note_pending, prompt_rows, step_input
 from engine.errors import EngineError, EngineFailure, EngineUnavailable
 from engine.kv_events import KvEvent
@@ -103,15 +104,21 @@ class _Taken:
     accepted: int = 0
 
 
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
     """The model runner and the speculator. A standby engine loads them while another engine serves."""
 
-    def __init__(self, config: EmbeddedConfig) -> None:
-        self.runner = load_runner(config)
+    runner: ModelRunner
+    speculator: Speculator | None
+    """Chooses drafts; None without speculation."""
+
+    @classmethod
+    def load(cls, config: EmbeddedConfig) -> "LoadedModel":
+        runner = load_runner(config)
         try:
-            self.speculator = create_speculator(config, self.runner)
+            return cls(runner, create_speculator(config, runner))
         except Exception:
-            self.runner.close()
+            runner.close()
             raise
 
 
@@ -121,10 +128,9 @@ class EngineCore:
     def __init__(
         self, config: EmbeddedConfig, publish: Callable[[KvEvent], None], loaded: LoadedModel | None = None
     ) -> None:
-        loaded = loaded or LoadedModel(config)
+        loaded = loaded or LoadedModel.load(config)
         self.runner = loaded.runner
         self.speculator = loaded.speculator
-        """Chooses drafts; None without speculation."""
         self._folders = [folder for folder in (config.model, config.speculative_model) if folder]
         self._files = self._state_of_files() if config.sleep is not None else []
         self._reads_files = False
@@ -525,7 +531,7 @@ class EngineCore:
             with torch.inference_mode():
                 if states:
                     step.drawn = self._sampler.draw(step.logits, states, step.slots, step.rows)
-                    if self._overlap and step.rows is None:  # else its tokens are known before the next step
+                    if self._overlap and step.rows is None:  # else the host has its tokens before the next step
                         self.runner.remember(step.slots, step.drawn.tokens)
                 else:
                     step.drawn = Drawn(torch.empty(0, dtype=torch.int64, device=step.logits.device))
@@ -587,7 +593,7 @@ class EngineCore:
                 rows = sum(chunk.length for chunk in step.chunks)
                 # With overlap, a step that began behind the end of the last one waited to know what drafts follow.
                 waited = step.rows is not None or (self._overlap and step.clock >= self._finished)
-                self.speculator.note_step(rows, waited, clock - max(step.clock, self._finished))
+                self.speculator.note_step(len(step.chunks), rows, waited, clock - max(step.clock, self._finished))
             self._finished = clock
         return outputs
 
@@ -765,7 +771,7 @@ class EngineCore:
 
 
 def _behind_right(draft: Many[int], drawn: Many[int], row: int) -> tuple[int, ...]:
-    """Return the tokens drawn from a row on, as far as a draft is right, and the one that follows."""
+    """Return the tokens drawn from a row on for as long as the draft is right, and the first one behind that."""
     end = row
     for token in draft:
         if drawn[end] != token:

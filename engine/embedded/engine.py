@@ -276,7 +276,7 @@ class EmbeddedEngine(ThreadedEngine[EngineCore]):
             began = time.monotonic()
             log.info("loading the model in %s", self._config.model)
             torch.set_num_threads(compute_threads(self._config.threads))
-            model = LoadedModel(self._config)
+            model = LoadedModel.load(self._config)
             seconds = time.monotonic() - began
             self._settle(loaded, None)
             awaited = ready

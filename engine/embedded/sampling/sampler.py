@@ -112,8 +112,8 @@ class Drawn:
     """A token for each row, int64 [rows] on the device, and log-probabilities for some. `results` waits for them."""
 
     ahead: list[int] | None = None
-    """Tokens of all rows of a step with drafts, each drawn as if the draft before it were right; None if those behind
-    the first of a sequence have yet to be drawn. Known after `results`."""
+    """Tokens of all rows of a step with drafts, each drawn as if the draft before it were right; None if only the first
+    of each sequence has been drawn. Known after `results`."""
 
     def __init__(self, tokens: torch.Tensor, reports: Sequence[tuple[Sequence[int], Report]] = ()) -> None:
         """`reports`: for some rows each."""

@@ -29,13 +29,16 @@ from engine.errors import EngineFailure
 log = logging.getLogger(__name__)
 
 _KEPT_OF_ALL = 1024
-"""Number of hidden states up to which those of steps are kept for sequences that are not drafted for."""
+"""Number of hidden states up to which those of steps are kept for sequences that are not drafted for, and about the
+most that are read at once."""
 _KEPT = 512
 """Maximum number of hidden states of a sequence that wait to be read."""
 _VIEWS = 8
 """Maximum number of steps whose hidden states are kept in memory for a row of each."""
+_LEAST_READ = 8
+"""Number of positions of each sequence that may be read at once, however many sequences there are."""
 _CATCH_UP = 64
-"""Maximum number of positions of a sequence that are read at once on a CPU, where each takes its time."""
+"""Maximum number of positions of a sequence that are read at once on a CPU, where each takes long."""
 
 
 class _Rows(NamedTuple):
@@ -53,18 +56,18 @@ class _Step:
     def __init__(self, number: int, chunks: Many[Chunk], hidden: torch.Tensor) -> None:
         self.number = number
         self.hidden = hidden
-        self._chunks = chunks
+        self._chunks = [(chunk.admission, chunk.start, chunk.length) for chunk in chunks]
         self._rows: dict[int, _Rows] = {}
-        """By admission, once one is asked for: of most steps none is while no drafts are made."""
+        """By admission; filled when one is first asked for, which of most steps none is while nothing is drafted."""
 
     def rows_of(self, admission: int) -> _Rows | None:
         """Return the rows of the sequence with this admission."""
         if not self._rows:
             first = 0
-            for chunk in self._chunks:
-                self._rows[chunk.admission] = _Rows(first, chunk.start, chunk.length)
-                first += chunk.length
-            self._chunks = ()
+            for known, start, length in self._chunks:
+                self._rows[known] = _Rows(first, start, length)
+                first += length
+            self._chunks = []
         return self._rows.get(admission)
 
 
@@ -165,12 +168,13 @@ class Eagle:
         drafts, places, most = [NOTHING] * len(sequences), list[int](), list[int]()
         step = HeadStep([], [], [], [], [], torch.empty(0))
         inputs: list[torch.Tensor] = []
+        most_read = _CATCH_UP if self._on_cpu else max(_KEPT_OF_ALL // len(sequences), _LEAST_READ)
         for index, (sequence, limit) in enumerate(zip(sequences, limits, strict=True)):
             reader = self._reading(sequence)
             if reader is None:
                 continue
             start, known = reader.end, len(sequence.tokens) - 1
-            count = min(reader.count, known - start, _CATCH_UP if self._on_cpu else _KEPT)
+            count = min(reader.count, known - start, most_read)
             if count <= 0:
                 continue
             places.append(index)

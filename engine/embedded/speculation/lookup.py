@@ -16,7 +16,7 @@ from engine.embedded.speculation.drafter import NOTHING, Draft, class_of_match
 _LONGEST = 32
 """Tokens by which matches are compared."""
 _FEW = 16
-"""Matches up to which each is compared by itself: numpy takes longer for so few."""
+"""Number of matches up to which they are compared one by one: NumPy takes longer for so few."""
 _PREDICTED = 8
 """Length of match that the beginning of a prediction counts as, before any of it has come true."""
 
@@ -81,7 +81,7 @@ class KnownText:
             if length == _LONGEST or (length >= self._least and not len(longer)):
                 break
             follows, length = longer, length + 1
-        if not len(follows):
+        if not len(follows) or length < self._least:
             return
         if len(follows) <= _FEW:
             lengths = [self._length_before(place, length) for place in follows.tolist()]
@@ -92,7 +92,7 @@ class KnownText:
         self._length = length
 
     def _length_before(self, place: int, least: int) -> int:
-        """Return how many tokens before a place are also the end of the text, of which `least` are known to be."""
+        """Return how many tokens before a place are also the end of the text, `least` of which are known to be."""
         text, end, most = self._tokens, len(self._tokens) - 1, min(_LONGEST, place)
         length = least
         while length < most and text[place - 1 - length] == text[end - length]:

@@ -29,7 +29,8 @@ _MEMORY_OF_ALL, _MEMORY_OF_ONE = 0.998, 0.95
 """Decay of older observations with each new one of the same class, in the engine and in a sequence."""
 _ROW_SHARE = 0.15
 """Assumed share of a step of one row by which each further row makes it longer."""
-_STEPS_REMEMBERED = 0.98
+_STEPS_REMEMBERED, _OTHERS_REMEMBERED = 0.96, 0.999
+"""Decay of older steps with each new one, and of those with drafts with each one without."""
 _OVERHEAD = 0.004
 """Most of the time that lookup, or the question whether to ask a model, may take where it leads to nothing, as a share
 of that of steps."""
@@ -41,15 +42,15 @@ repetition, it leads to nothing for a few steps."""
 _MOST_SAVED = 4.0
 """Most of the time that is counted as saved, in steps: what once repeated may not do so any more."""
 _PROBE_AFTER = 64
-"""Steps after which a sequence may be drafted for again by a model that was not worth asking, one at a time; more if
-the last time took more than `_LOST` of these."""
+"""Steps after which a sequence may be drafted for again by a model that was not worth asking, one at a time; later if
+the last one took more than the share `_LOST` of their time."""
 _NEXT = 0.6
 """Assumed share of right tokens that a model drafts behind right ones."""
 _GAIN_REMEMBERED = 0.95
 _TRIAL = 8
 """Drafts of a model after which it is known whether they pay."""
 _MOST_READING = 8.0
-"""Most of the time that a draft takes, in usual times."""
+"""Most that counts of the time of a draft, as a multiple of the usual time."""
 _LOST = 0.01
 """Share of the time that a model may take for nothing."""
 _LONGEST_PAUSE = 1024
@@ -90,11 +91,23 @@ class Steps:
         """Sums over steps, of 1, rows, rows squared, seconds, and rows times seconds."""
 
     def note(self, rows: int, seconds: float) -> None:
-        self._count = self._count * _STEPS_REMEMBERED + 1
-        self._rows = self._rows * _STEPS_REMEMBERED + rows
-        self._squares = self._squares * _STEPS_REMEMBERED + rows * rows
-        self._seconds = self._seconds * _STEPS_REMEMBERED + seconds
-        self._products = self._products * _STEPS_REMEMBERED + rows * seconds
+        self._fade(_STEPS_REMEMBERED)
+        self._count += 1
+        self._rows += rows
+        self._squares += rows * rows
+        self._seconds += seconds
+        self._products += rows * seconds
+
+    def age(self) -> None:
+        """Note a step of the other kind."""
+        self._fade(_OTHERS_REMEMBERED)
+
+    def _fade(self, share: float) -> None:
+        self._count *= share
+        self._rows *= share
+        self._squares *= share
+        self._seconds *= share
+        self._products *= share
 
     def fit(self, assumed: Line) -> Line:
         """Return the line; `assumed` counts as `_CERTAINTY` says. In plain arithmetic, as numpy takes longer."""
@@ -104,36 +117,46 @@ class Steps:
         determinant = count * squares - self._rows * self._rows
         base = (seconds * squares - products * self._rows) / determinant
         row = (products * count - seconds * self._rows) / determinant
-        return Line(max(base, 0.0), max(row, 0.0))
+        return Line(max(base, 0.0), max(row, 0.001 * assumed.row))
 
 
 class Costs(NamedTuple):
-    """What steps take without drafts, and if there are drafts in them, or could have been: such a step waits for the
-    one before, and the host has more to do for each row."""
+    """What steps take without drafts, and with drafts or where drafts were waited for: such a step begins when the one
+    before has ended, and the host has more to do for each row."""
 
     plain: Line
     drafted: Line
 
 
 class StepCosts:
-    """Measures what steps take, and remembers it of both kinds: however many have drafts, it must be known what a step
-    takes without."""
+    """Measures what steps of some number of sequences take, those with drafts apart: however many there are, it must be
+    known what a step takes without. What drafts cost is forgotten in the end where none are computed, so that they are
+    tried again."""
 
     def __init__(self) -> None:
         self._plain, self._drafted = Steps(), Steps()
         self._usual = 0.0
-        """Seconds of a step of one row, if a row costs what is assumed."""
+        """Seconds of a step of one row without drafts, if a row costs what is assumed."""
+        self._excess = [1.0, 1.0]
+        """How much longer than expected the last step took, without drafts and with."""
         self._fitted: Costs | None = None
 
     def note(self, rows: int, drafted: bool, seconds: float) -> None:
-        """Note a step without prompts. One that took much longer than expected, as when others use the processor,
-        counts as half as long again."""
+        """Note a step without prompts. If it took much longer than expected, as when others use the processor, it
+        counts as half as long again, or as much longer as the one before it took."""
         if self._usual:
             costs = self.fit()
-            seconds = min(seconds, 1.5 * (costs.drafted if drafted else costs.plain).at(rows))
-        usual = seconds / (1 + _ROW_SHARE * (rows - 1))
-        self._usual += (usual - self._usual) * (0.1 if self._usual else 1)
-        (self._drafted if drafted else self._plain).note(rows, seconds)
+            expected = (costs.drafted if drafted else costs.plain).at(rows)
+            most = expected * max(1.5, self._excess[drafted])
+            self._excess[drafted] = seconds / max(expected, 1e-9)
+            seconds = min(seconds, most)
+        if drafted:
+            self._drafted.note(rows, seconds)
+        else:
+            self._plain.note(rows, seconds)
+            self._drafted.age()
+            usual = seconds / (1 + _ROW_SHARE * (rows - 1))
+            self._usual += (usual - self._usual) * (0.1 if self._usual else 1)
         self._fitted = None
 
     def fit(self) -> Costs:
@@ -167,8 +190,8 @@ class Returns:
         return self._pause > 0
 
     def took(self, tokens: int, seconds: float) -> float:
-        """Note the time that drafts took; return what of it counts. Much more than usual is reading of text, which
-        counts, or others' work, which does not."""
+        """Note the time that drafts took; return the part that counts. Reading text takes longer than usual, and
+        counts; so do others at the processor, for whose sake that has a limit."""
         counted = min(seconds / tokens, _MOST_READING * self.seconds) if self.seconds else seconds / tokens
         usual = min(counted, 2 * self.seconds) if self.seconds else counted
         self.seconds += (usual - self.seconds) * (0.1 if usual > self.seconds > 0 else 0.5)
@@ -228,7 +251,8 @@ class Speculator:
         self._min_speedup = min_speedup
         self._context_length = context_length
         self._acceptance = Acceptance(_MEMORY_OF_ALL)
-        self._costs = StepCosts()
+        self._costs: dict[int, StepCosts] = {}
+        """By the number of sequences in a step, as a power of two: each has work of its own on the host."""
         self._followed: dict[Sequence, _Followed] = {}
         self._rest = 0
         """Steps for which nothing is looked up, as it would take too long for nothing."""
@@ -241,7 +265,7 @@ class Speculator:
         self._unprobed = 0
         """Steps since a sequence was drafted for only to know what that brings."""
         self._next_probe = _PROBE_AFTER
-        """Number of such steps after which the next one may be."""
+        """Number of such steps after which another one may be drafted for in this way."""
         self._saved = 0.0
         """Seconds that lookup may still take for nothing, as its drafts have saved more."""
         self._rows = 1
@@ -268,6 +292,8 @@ class Speculator:
     def _plan(self, sequences: Many[Sequence]) -> bool:
         for sequence in sequences:
             sequence.draft = []
+        if self._asked:
+            self._settle(self._rows)
         looks = self._lookup is not None and self._rest <= 0
         asks = self._model is not None and self._unasked <= 0 and not (self._min_speedup and self._returns.pauses())
         self._rest, self._unasked = max(self._rest - 1, 0), max(self._unasked - 1, 0)
@@ -279,7 +305,6 @@ class Speculator:
             return False
         sequences, rooms, rows = list(room_of), list(room_of.values()), len(decoding)
         self._rows = rows
-        self._settle(rows)
         started = time.thread_time()
         for sequence in sequences:
             self._judge(sequence)
@@ -297,7 +322,7 @@ class Speculator:
         # What follows a token that is under way is not computed.
         self._asked = {sequences[i]: 0 if sequences[i].pending else lengths[i] for i in asked}
         looked += time.thread_time() - started
-        if looks and not any(lengths) and (usual := self._costs.fit().plain.at(rows)):
+        if looks and not any(lengths) and (usual := self._costs_of(rows).fit().plain.at(rows)):
             self._saved -= looked
             if self._saved < 0:
                 self._rest, self._saved = min(int(looked / (_OVERHEAD * usual)), _LONGEST_REST), 0.0
@@ -308,17 +333,17 @@ class Speculator:
         if self._reader is not None:
             self._reader.read(chunks, hidden)
 
-    def note_step(self, rows: int, drafted: bool, seconds: float) -> None:
-        """Note how long a step took that computed no prompts, and its plan if that ran before it; `drafted` if it
-        waited for what its drafts follow."""
-        self._costs.note(rows, drafted, seconds)
+    def note_step(self, sequences: int, rows: int, drafted: bool, seconds: float) -> None:
+        """Note how long a step of some sequences took that computed no prompts, and its plan if that ran before it;
+        `drafted` if it waited for what its drafts follow."""
+        self._costs_of(sequences).note(rows, drafted, seconds)
 
     def note_draft(self, sequence: Sequence, length: int, accepted: int) -> None:
         """Count a draft that was computed for a sequence, and how many of its tokens were accepted."""
         self._drafts += 1
         self._draft_tokens += length
         if sequence not in self._asked:  # else a model drafted, and lookup has saved nothing
-            costs = self._costs.fit()
+            costs = self._costs_of(self._rows).fit()
             usual = costs.plain.at(self._rows)
             saved = max(accepted * usual / self._rows - costs.drafted.row * length, 0.0)
             self._saved = min(self._saved + _REINVESTED * saved, _MOST_SAVED * usual)
@@ -340,6 +365,9 @@ class Speculator:
         for drafter in (self._lookup, self._model):
             if drafter is not None:
                 drafter.forget(sequence)
+
+    def _costs_of(self, sequences: int) -> StepCosts:
+        return self._costs.setdefault(sequences.bit_length(), StepCosts())
 
     def _room(self, sequence: Sequence) -> int:
         """Return how many drafted tokens a sequence can have: with one more, they must not go beyond its end."""
@@ -364,10 +392,8 @@ class Speculator:
         followed.known = len(sequence.tokens)
 
     def _settle(self, rows: int) -> None:
-        """Note what the last drafts of a model have brought."""
-        if not self._asked:
-            return
-        costs, accepted = self._costs.fit(), 0
+        """Note what the last drafts of a model have brought in a step of this many sequences."""
+        costs, accepted = self._costs_of(rows).fit(), 0
         for sequence, length in self._asked.items():
             if (followed := self._followed.get(sequence)) is not None:
                 accepted += min(length, len(sequence.tokens) - followed.known - 1)
@@ -382,7 +408,7 @@ class Speculator:
         promises more; put that into `drafts` and return its indices."""
         assert self._model is not None
         started = time.thread_time()
-        costs = self._costs.fit()
+        costs = self._costs_of(rows).fit()
         guesses = [Draft([0] * room, [CLASSES - 1] * room) for room in rooms]
         limits = self._lengths(sequences, guesses, rows, self._returns.seconds)
         worth = any(limits)
@@ -415,8 +441,8 @@ class Speculator:
         found = self._model.draft([sequences[i] for i in asked], [limits[i] for i in asked], least)
         spent = self._clock() - started
         self.planning -= spent
-        if probes:
-            self._next_probe = max(_PROBE_AFTER, int(spent / max(_LOST * costs.plain.at(rows), 1e-9)))
+        if probes and (usual := costs.plain.at(rows)):
+            self._next_probe = min(max(int(spent / (_LOST * usual)), _PROBE_AFTER), _LONGEST_PAUSE)
         asked = [index for index, draft in zip(asked, found, strict=True) if draft.tokens]
         for index, draft in zip(asked, filter(_any, found), strict=True):
             drafts[index] = self._followed[sequences[index]].modelled = draft
@@ -437,7 +463,7 @@ class Speculator:
         seconds that it takes to draft each of them. A pending token is no gain: it comes in any case."""
         if not self._min_speedup:
             return [len(draft.tokens) for draft in drafts]
-        costs = self._costs.fit()
+        costs = self._costs_of(rows).fit()
         lengths, row = [0] * len(drafts), costs.drafted.row + drafting
         plain, tokens, seconds = costs.plain.at(rows), float(rows), costs.drafted.at(rows)
         least = row * rows / max(plain, 1e-9)

@@ -1,7 +1,7 @@
 """An EAGLE-3 head on a GPU: the decoder's kernels, and a CUDA graph for each further token of drafts.
 
 What follows a token is found on the device, so the host waits once for several of them. A sequence's positions are
-computed side by side, each as if it were a decode: a head reads a few of them at a time.
+computed side by side, each as a decode would be: mostly there are a few.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ from engine.embedded.models.devices import to_device
 from engine.embedded.models.heads import HeadDraft, HeadStep, load_tensors, places_of
 from engine.embedded.models.rotary import frequencies
 from engine.errors import EngineFailure
+from engine.kit.collector import uncollected
 
 _AT_ONCE = 4
-"""Tokens of drafts that are computed before the host looks which of them are likely enough to go on."""
+"""Number of tokens that are drafted before the host looks whether to go on."""
 _MOST_READ = 512
-"""Positions up to which kernels are loaded before a request needs them."""
+"""Number of positions up to which kernels are compiled in advance."""
+_WIDTH = 16
+"""Widths of block tables are multiples of this: Triton would compile a kernel for others."""
 
 
 class CudaHead:
-    """A `HeadRunner` for heads whose dimension is a power of two."""
+    """A `HeadRunner` for EAGLE-3 heads whose attention heads have a power of two of dimensions."""
 
     def __init__(
         self, head: EagleHead, embed: Callable[[torch.Tensor], torch.Tensor], output: torch.Tensor, *, blocks: int,
@@ -70,7 +73,7 @@ class CudaHead:
         self._warm_up(min(most_tokens, 2), min(positions, _MOST_READ))
         pool: Any = None
         for chain in reversed(self._chains if graphs else []):
-            with torch.inference_mode():
+            with torch.inference_mode(), uncollected():
                 chain.begin()
                 chain.graph, _ = capture(partial(self._follow, chain), pool)
             pool = chain.graph.pool()
@@ -84,10 +87,11 @@ class CudaHead:
         owners = np.arange(count).repeat(step.lengths)
         last = np.cumsum(step.lengths) - 1
         positions, places = np.array(step.positions), np.array(places_of(step))
-        chain.begin(positions[last] + 1, places[last] + 1, step.tables, most)
+        width = chain.begin(positions[last] + 1, places[last] + 1, step.tables, most)
         packed = to_device(np.stack((step.tokens, positions, places, owners)), torch.int32, self._device)
         hidden = functional.linear(step.inputs.to(self._dtype), self._fc)
-        found = self._compute(packed[0], hidden, packed[1], packed[2], chain.tables.index_select(0, packed[3]))
+        tables = chain.tables[:, :width].index_select(0, packed[3])
+        found = self._compute(packed[0], hidden, packed[1], packed[2], tables)
         self._choose(chain, found.index_select(0, to_device(last, torch.int64, self._device)), count)
         drafts = [HeadDraft([], []) for _ in limits]
         known, end = 0, min(most, _AT_ONCE)
@@ -158,7 +162,9 @@ class CudaHead:
             flat, ones = [0] * size, [1] * size
             step = HeadStep(flat, flat, flat, ones, [[self._spare]] * size, inputs.expand(size, -1))
             self.draft(step, [tokens] * size, 0.0)
-        for count in (1 << bits for bits in range(1, positions.bit_length())):
+        for count in (count for bits in range(positions.bit_length()) for count in (2 << bits, 3 << bits)):
+            if count > positions:
+                break
             blocks = [self._spare] * -(-count // self._size)
             step = HeadStep([0] * count, [0] * count, [0], [count], [blocks], inputs.expand(count, -1))
             self.draft(step, [1], 0.0)
@@ -180,7 +186,7 @@ class _Chain:
         self.positions, self.places = torch.zeros((2, size), dtype=torch.int32, device=device)
         """Position of that token, and its place in the table."""
         self._block_size, self._spare = block_size, spare
-        width = self._width(-(-positions // block_size), most) + 1  # tables may begin within a block of drafts
+        width = self._width(-(-positions // block_size) + 1, most)
         self.tables = torch.full((size, width), spare, dtype=torch.int32, device=device)
         self.found = torch.zeros((most, 2, size), device=device)
         """Tokens, as floats, and their probabilities: one row after another."""
@@ -188,9 +194,10 @@ class _Chain:
         self.number = torch.zeros(1, dtype=torch.int64, device=device)
         """Number of rows found."""
 
-    def begin(self, positions: Any = (), places: Any = (), tables: Sequence[list[int]] = (), most: int = 0) -> None:
-        """Begin drafts of `most` tokens at these positions and places of the sequences' tables. What is computed
-        behind a table, or for no sequence, is written to the spare block."""
+    def begin(self, positions: Any = (), places: Any = (), tables: Sequence[list[int]] = (), most: int = 0) -> int:
+        """Begin drafts of `most` tokens at these positions and places of the sequences' tables; return the width of
+        tables up to which they matter. Positions behind a table, and rows without a sequence, are written to the spare
+        block."""
         width = self._width(max(map(len, tables), default=1), most)
         packed = np.zeros((self.size, 2 + width), dtype=np.int32)
         packed[:, 2:] = self._spare
@@ -203,7 +210,8 @@ class _Chain:
         self.places.copy_(given[:, 1])
         self.tables[:, :width].copy_(given[:, 2:])
         self.number.zero_()
+        return width
 
     def _width(self, blocks: int, most: int) -> int:
-        """Return the number of blocks that a table and `most` tokens behind it take."""
-        return blocks + -(-most // self._block_size)
+        """Return the width of a table of so many blocks, and `most` tokens behind them."""
+        return -(-(blocks + -(-most // self._block_size)) // _WIDTH) * _WIDTH

@@ -209,7 +209,7 @@ class CudaRunner(PagedRunner):
         return logits
 
     def load_head(self, head: EagleHead, spare_blocks: int) -> HeadRunner:
-        """See `ModelRunner`: torch's operations where the kernels do not fit."""
+        """See `ModelRunner`: a head by kernels, or by torch's operations where those do not fit."""
         blocks, size = self.groups[0].num_blocks + spare_blocks, self.cache.block_size
         if head.facts.head_dim & (head.facts.head_dim - 1):
             return TorchHead(head, self._decoder.embed, self._decoder.output, blocks, size)

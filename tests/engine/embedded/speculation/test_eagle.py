@@ -1,5 +1,6 @@
 """An EAGLE-3 head drafts for the model whose hidden states it reads."""
 
+import gc
 import json
 import random
 from collections.abc import Iterator
@@ -196,6 +197,15 @@ def test_a_head_changes_nothing(
         stats = core.stats().spec_decoding_stats
         assert stats is not None and stats.num_drafts > 100
         assert (stats.num_accepted_tokens > 50) == (path is repeater)
+
+
+def test_sequences_that_have_ended_are_not_kept(folder: Path, head_folder: Path) -> None:
+    """Their hidden states may be, while nothing is drafted."""
+    asked = {"speculative": "eagle3", "speculative_model": str(head_folder), "speculative_min_speedup": 1000.0}
+    core = EngineCore(config_of(folder, speculative_tokens=DEPTH, **asked), lambda _: None)
+    answers(core)
+    gc.collect()
+    assert not [kept for kept in gc.get_objects() if isinstance(kept, Sequence)]
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def simulate(
             sequence.computed = len(sequence.tokens) - 1
         seconds += cost
         drafts = rows > len(sequences)  # without any, the plan is hidden behind the step before
-        speculator.note_step(rows, drafts, cost + drafts * speculator.planning)
+        speculator.note_step(len(sequences), rows, drafts, cost + drafts * speculator.planning)
     return tokens / (seconds + drafter.spent), drafted
 
 
@@ -135,6 +135,28 @@ def test_choosing_drafts_counts_as_part_of_their_step(before: int) -> None:
     drafter.seconds = 2.0  # five tokens in 9.25 seconds, one in 1.05
     simulate(one, sequences, 200, row=0.05)
     assert simulate(one, sequences, 200, row=0.05)[1] < 40
+
+
+def test_what_drafts_cost_many_sequences_they_do_not_cost_one() -> None:
+    drafter = Repeating()
+    one, sequences = speculator(drafter), [decoding("a")]
+    assert simulate(one, [decoding(str(index)) for index in range(64)], 50, row=0.1, base=1000.0)[1] > 1000
+    drafter.length = 0
+    simulate(one, sequences, 300, row=0.05)
+    drafter.length = 8
+    assert simulate(one, sequences, 100, row=0.05)[1] > 500
+
+
+def test_what_drafts_cost_once_is_forgotten() -> None:
+    drafter = Repeating()
+    one, sequences = speculator(drafter), [decoding("a")]
+    simulate(one, sequences, 500, row=0.05)
+    drafter.seconds = 2.0
+    assert simulate(one, sequences, 100, row=0.05)[1] < 400, "a few dozen steps show it"
+    drafter.seconds = 0.0
+    assert simulate(one, sequences, 100, row=0.05)[1] < 100
+    simulate(one, sequences, 10_000, row=0.05)
+    assert simulate(one, sequences, 20, row=0.05)[1] > 100
 
 
 def test_a_draft_that_ends_with_the_pending_token_is_not_worth_waiting_for_it() -> None:

@@ -56,9 +56,10 @@ def test_drafts_are_those_of_plain_operations(head: EagleHead, graphs: bool) -> 
     assert seen > 30
 
 
-def test_a_longer_draft_beside_it_leaves_the_blocks_of_others(head: EagleHead) -> None:
+def test_a_longer_draft_beside_it_leaves_the_blocks_of_others(head: EagleHead, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of a short draft are computed as far as those of a long one: behind its table, where that of another
     sequence was before."""
+    monkeypatch.setattr("engine.embedded.models.cuda.head._WIDTH", 1)
     both = Both(head)
     compare(both.draft([(0, 14, 1), (1, 3, 1)]))
     compare(both.draft([(2, 7, 1), (3, 1, MOST)]))
