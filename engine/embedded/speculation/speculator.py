@@ -83,6 +83,10 @@ class Line(NamedTuple):
         return self.base + self.row * rows
 
 
+_CERTAINTY = Line(0.5, 20.0)
+"""Weights of the assumed costs: one step of several rows must not overthrow them."""
+
+
 class Steps:
     """Fits a `Line` to measured steps by least squares; older ones count less."""
 
@@ -164,10 +168,6 @@ class StepCosts:
             plain = self._plain.fit(Line((1 - _ROW_SHARE) * self._usual, _ROW_SHARE * self._usual))
             self._fitted = Costs(plain, self._drafted.fit(plain))
         return self._fitted
-
-
-_CERTAINTY = Line(0.5, 20.0)
-"""Weights of the assumed costs: one step of several rows must not overthrow them."""
 
 
 class Returns:
