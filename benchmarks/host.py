@@ -1,4 +1,4 @@
-"""What the host adds to the steps of a fast GPU, and whether speculation pays there, without a GPU.
+"""How long the host takes for a step, and whether speculation pays on a fast GPU. No GPU is needed.
 
     python -m benchmarks.host [--modes ngram suffix eagle3] [--streams 1 16 64] [--step 0.5] [--row 4] [--repeats 8]
 
@@ -30,7 +30,7 @@ from engine.embedded.kv.layout import Attends, LayerGroup
 from engine.embedded.kv.memory import KvMemory
 from engine.embedded.models.heads import HeadDraft, HeadStep
 from engine.embedded.models.runner import PendingTokens, StepInput
-from engine.embedded.sampling.sampler import Drawn, DrawnAhead, Sampled, Sampler
+from engine.embedded.sampling.sampler import Drawn, Sampled, Sampler
 from engine.embedded.speculation.create import create_speculator
 from engine.types import GenerateRequest, SamplingParams
 from server.settings import Settings
@@ -69,7 +69,7 @@ class ImaginedSampler(Sampler):
         return _Later(self._runner, rows)
 
 
-class _Later(DrawnAhead):
+class _Later(Drawn):
     """The tokens of the runner's last step, once that is done."""
 
     def __init__(self, runner: "ImaginedRunner", rows: Many[int] | None) -> None:
@@ -212,11 +212,9 @@ def main() -> None:
             for mode, core in cores.items():
                 rates[mode].append(run(core, text, streams, f"{workload} {streams} {repeat}"))
         for mode, found in rates.items():
-            speeds = [rate.tokens / rate.seconds for rate in found]
-            plain = [rate.tokens / rate.seconds for rate in rates["none"]]
-            times = [speed / other for speed, other in zip(speeds, plain, strict=True)]
+            times = [rate.speed / plain.speed for rate, plain in zip(found, rates["none"], strict=True)]
             print(
-                f"{workload:8} {streams:8}  {mode:7} {statistics.median(speeds):8.0f}"
+                f"{workload:8} {streams:8}  {mode:7} {statistics.median(rate.speed for rate in found):8.0f}"
                 f" {statistics.median(rate.tokens / rate.steps / streams for rate in found):12.2f}"
                 f" {statistics.median(rate.seconds / rate.steps for rate in found) * 1e3:8.3f}"
                 f" {statistics.median(times):7.2f}  ({min(times):.2f})",

@@ -148,6 +148,11 @@ class Rate(NamedTuple):
     steps: int
     tokens: int
 
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
 
 def cases(workload: str, streams: int, repeat: int) -> list[Case]:
     """Return the requests of a run, no two of which are the same."""
@@ -301,9 +306,9 @@ def main() -> None:
         for mode, found in rates.items():
             pairs = list(zip(found, rates["none"], strict=True))
             # Per token: on a GPU answers may differ, and so their lengths.
-            times = [rate.tokens / rate.seconds * plain.seconds / plain.tokens for rate, plain in pairs]
+            times = [rate.speed / plain.speed for rate, plain in pairs]
             work = [rate.tokens / rate.processor * plain.processor / plain.tokens for rate, plain in pairs]
-            speed = statistics.median(rate.tokens / rate.seconds for rate in found)
+            speed = statistics.median(rate.speed for rate in found)
             length = statistics.median(rate.tokens / rate.steps / streams for rate in found)
             new, right = (now - old for now, old in zip(drafted(cores[mode]), before[mode], strict=True))
             share = f"{right / new:8.0%}" if new else "       -"

@@ -101,7 +101,7 @@ def main() -> None:
                         rates[mode].append(rate)
             for mode, found in rates.items():
                 times = [plain.seconds / rate.seconds for rate, plain in zip(found, rates["none"], strict=True)]
-                speed = statistics.median(rate.tokens / rate.seconds for rate in found)
+                speed = statistics.median(rate.speed for rate in found)
                 length = statistics.median(rate.tokens / rate.steps / streams for rate in found)
                 new, right = (now - old for now, old in zip(drafted(cores[mode]), before[mode], strict=True))
                 share = f"{right / new:8.0%}" if new else "       -"

@@ -8,6 +8,7 @@ from safetensors import safe_open
 
 from engine.checkpoints.eagle import EagleHead
 from engine.checkpoints.headers import read_headers
+from engine.embedded.models.rotary import frequencies
 from engine.errors import EngineFailure
 
 
@@ -55,6 +56,14 @@ def load_tensors(head: EagleHead) -> dict[str, torch.Tensor]:
     found["d2t"] = drafted = places + found["d2t"].long() if "d2t" in found else places
     if not 0 <= int(drafted.min()) <= int(drafted.max()) < head.facts.vocab_size:
         raise EngineFailure(f"d2t in {stored[head.names['d2t']].path} names tokens that the model does not have")
+    return found
+
+
+def rotary_of(head: EagleHead) -> torch.Tensor:
+    """Return the frequencies of a head's rotary positions. Raises EngineFailure if it scales them in an unknown way."""
+    found = frequencies(head.facts)
+    if found is None:
+        raise EngineFailure(f"the scaled rotary positions in {head.folder} are unknown")
     return found
 
 

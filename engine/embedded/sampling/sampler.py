@@ -124,9 +124,7 @@ class Drawn:
 
     def results(self) -> list[Sampled]:
         """Return the sampled tokens of each sequence, in the order of rows."""
-        if self._done is not None:
-            self._done.synchronize()
-        tokens: list[int] = self._on_host.tolist()
+        tokens = self._arrived()
         if not self._reports:
             return [Sampled((token,)) for token in tokens]
         entries: dict[int, tuple[TokenLogprobs]] = {}
@@ -134,6 +132,13 @@ class Drawn:
             found = report.entries([tokens[row] for row in rows])
             entries |= {row: (entry,) for row, entry in zip(rows, found, strict=True)}
         return [Sampled((token,), entries.get(row, ())) for row, token in enumerate(tokens)]
+
+    def _arrived(self) -> list[int]:
+        """Wait for the tokens and return them."""
+        if self._done is not None:
+            self._done.synchronize()
+        tokens: list[int] = self._on_host.tolist()
+        return tokens
 
 
 class DrawnAhead(Drawn):
@@ -144,9 +149,8 @@ class DrawnAhead(Drawn):
         self._rows = rows
 
     def results(self) -> list[Sampled]:
-        found = super().results()
-        self.ahead = self._on_host.tolist()
-        return [found[row] for row in self._rows]
+        self.ahead = self._arrived()
+        return [Sampled((self.ahead[row],)) for row in self._rows]
 
 
 def pick(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -125,8 +125,8 @@ class Steps:
 
 
 class Costs(NamedTuple):
-    """What steps take without drafts, and with drafts or where drafts were waited for: such a step begins when the one
-    before has ended, and the host has more to do for each row."""
+    """What steps take without drafts and with drafts. Those that could have had drafts count among the latter: they,
+    too, begin only when the step before has ended."""
 
     plain: Line
     drafted: Line
@@ -293,7 +293,7 @@ class Speculator:
         for sequence in sequences:
             sequence.draft = []
         if self._asked:
-            self._settle(self._rows)
+            self._settle()
         looks = self._lookup is not None and self._rest <= 0
         asks = self._model is not None and self._unasked <= 0 and not (self._min_speedup and self._returns.pauses())
         self._rest, self._unasked = max(self._rest - 1, 0), max(self._unasked - 1, 0)
@@ -391,9 +391,10 @@ class Speculator:
         followed.found = followed.modelled = NOTHING
         followed.known = len(sequence.tokens)
 
-    def _settle(self, rows: int) -> None:
-        """Note what the last drafts of a model have brought in a step of this many sequences."""
-        costs, accepted = self._costs_of(rows).fit(), 0
+    def _settle(self) -> None:
+        """Note what the last drafts of a model have brought."""
+        rows, accepted = self._rows, 0
+        costs = self._costs_of(rows).fit()
         for sequence, length in self._asked.items():
             if (followed := self._followed.get(sequence)) is not None:
                 accepted += min(length, len(sequence.tokens) - followed.known - 1)

@@ -109,7 +109,7 @@ class LlamaDecoder:
         self._embedding[self.vocabulary :].zero_()
         self._norm: Norm = empty(config.hidden), config.epsilon
         self._head = self._embedding[: self.vocabulary] if self._tied else empty(self.vocabulary, config.hidden)
-        self._rotations = rotations(config, device)
+        self._rotations = rotations(config.frequencies, config.context_length, device)
         width = config.heads * config.head_dim
         self._fetch = not width & (width - 1)
         self._products: Products = PlainProducts(self._fetch, device)
@@ -278,8 +278,7 @@ def _linears(index: int) -> dict[str, list[str]]:
     return {name: [f"model.layers.{index}.{part}.weight" for part in parts] for name, parts in _JOINED.items()}
 
 
-def rotations(config: LlamaConfig, device: torch.device) -> torch.Tensor:
-    """Return the cosines of half a head, then the sines, for every position: float32 [positions, head_dim]."""
-    positions = torch.arange(config.context_length, device=device, dtype=torch.float32)
-    angles = positions[:, None] * config.frequencies.to(device)
+def rotations(frequencies: torch.Tensor, positions: int, device: torch.device) -> torch.Tensor:
+    """Return the cosines of half a head, then the sines, for so many positions: float32 [positions, head_dim]."""
+    angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * frequencies.to(device)
     return torch.cat((angles.cos(), angles.sin()), -1)

@@ -20,11 +20,10 @@ from engine.embedded.kv.cache import KvCache
 from engine.embedded.models.cuda import kernels
 from engine.embedded.models.cuda.compiling import expect_compilation, warn_of_compilation
 from engine.embedded.models.cuda.decode_attention import DecodeAttention
+from engine.embedded.models.cuda.decoder import rotations
 from engine.embedded.models.cuda.graphs import capture
 from engine.embedded.models.devices import to_device
-from engine.embedded.models.heads import HeadDraft, HeadStep, load_tensors, places_of
-from engine.embedded.models.rotary import frequencies
-from engine.errors import EngineFailure
+from engine.embedded.models.heads import HeadDraft, HeadStep, load_tensors, places_of, rotary_of
 from engine.kit.collector import uncollected
 
 _AT_ONCE = 4
@@ -45,9 +44,6 @@ class CudaHead:
         """`embed` returns the target's embeddings of token ids; `output` has its output rows, for a head without its
         own. Sequences end before `positions`, and their drafts have up to `most_tokens`. Raises EngineFailure."""
         facts, tensors = head.facts, load_tensors(head)
-        rotary = frequencies(facts)
-        if rotary is None:
-            raise EngineFailure(f"the scaled rotary positions in {head.folder} are unknown")
         self._device, self._dtype, self._embed = output.device, output.dtype, embed
         self._drafted = tensors.pop("d2t").to(self._device)
 
@@ -60,8 +56,7 @@ class CudaHead:
         norms = "input_layernorm", "hidden_norm", "post_attention_layernorm", "norm"
         self._norms = {name: (joined(name), facts.number("rms_norm_eps")) for name in norms}
         self._norm_before_residual = head.norm_before_residual
-        angles = torch.arange(positions + most_tokens, dtype=torch.float32)[:, None] * rotary
-        self._rotations = torch.cat((angles.cos(), angles.sin()), -1).to(self._device)
+        self._rotations = rotations(rotary_of(head), positions + most_tokens, self._device)
         self._heads = facts.heads, facts.kv_heads, facts.head_dim
         self._size, self._spare = block_size, blocks
         shape = blocks + 1, 1, 2, block_size, facts.kv_heads, facts.head_dim
@@ -171,7 +166,7 @@ class CudaHead:
 
 
 class _Chain:
-    """What is known of the drafts of up to `size` sequences: the memory that a graph reads and writes."""
+    """Drafts of up to `size` sequences, in the memory that a graph reads and writes."""
 
     def __init__(self, size: int, positions: int, most: int, block_size: int, spare: int, like: torch.Tensor) -> None:
         """Sequences end before `positions`, and have drafts of `most` tokens. `spare`: a block that no sequence has;

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from engine.checkpoints.eagle import EagleHead
-from engine.embedded.models.heads import HeadDraft, HeadStep, load_tensors
+from engine.embedded.models.heads import HeadDraft, HeadStep, load_tensors, rotary_of
 from engine.embedded.models.native.structures import (
     BLOCK,
     BLOCK_BYTES,
@@ -21,7 +21,6 @@ from engine.embedded.models.native.structures import (
     NativeStep,
 )
 from engine.embedded.models.native.weights import zeros
-from engine.embedded.models.rotary import frequencies
 from engine.errors import EngineFailure
 
 _TAIL = 64
@@ -37,10 +36,7 @@ class NativeHead:
     ) -> None:  # fmt: skip
         """`output`: the target's output rows, for a head without its own. Raises EngineFailure."""
         facts, tensors = head.facts, load_tensors(head)
-        rotary = frequencies(facts)
-        if rotary is None:
-            raise EngineFailure(f"the scaled rotary positions in {head.folder} are unknown")
-        self._code, self._frequencies = code, rotary.numpy()
+        self._code, self._frequencies = code, rotary_of(head).numpy()
         self._hidden = facts.hidden_size
         self._drafted = tensors["d2t"].to(torch.int32).numpy()
         self._kept: list[torch.Tensor] = []

@@ -9,9 +9,7 @@ from torch.nn import functional
 
 from engine.checkpoints.eagle import EagleHead
 from engine.embedded.models.devices import to_device
-from engine.embedded.models.heads import HeadDraft, HeadStep, likeliest, load_tensors, places_of
-from engine.embedded.models.rotary import frequencies
-from engine.errors import EngineFailure
+from engine.embedded.models.heads import HeadDraft, HeadStep, likeliest, load_tensors, places_of, rotary_of
 
 
 class TorchHead:
@@ -24,11 +22,8 @@ class TorchHead:
         """`embed` returns the target's embeddings of token ids; `output` has its output rows, for a head without its
         own. Raises EngineFailure."""
         facts, tensors = head.facts, load_tensors(head)
-        rotary = frequencies(facts)
-        if rotary is None:
-            raise EngineFailure(f"the scaled rotary positions in {head.folder} are unknown")
         self._device, dtype = output.device, output.dtype
-        self._embed, self._frequencies = embed, rotary.to(self._device)
+        self._embed, self._frequencies = embed, rotary_of(head).to(self._device)
         self._drafted = tensors.pop("d2t").to(self._device)
         self._weights = {name: tensor.to(self._device, dtype) for name, tensor in tensors.items()}
         if "lm_head" not in self._weights:

@@ -102,7 +102,8 @@ def test_rotations_are_those_of_transformers(rope: dict[str, Any], tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps(config))
     positions = torch.arange(100)
     cos, sin = LlamaRotaryEmbedding(load_config(str(tmp_path))[0])(torch.zeros(1), positions.unsqueeze(0))
-    found = decoder.rotations(read_config(tmp_path, 100), torch.device("cpu"))
+    shape = read_config(tmp_path, 100)
+    found = decoder.rotations(shape.frequencies, shape.context_length, torch.device("cpu"))
     assert torch.equal(found, torch.cat((cos[0, :, :64], sin[0, :, :64]), -1))
 
 

@@ -44,7 +44,7 @@ def compare(pairs: list[tuple[HeadDraft, HeadDraft]]) -> int:
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_drafts_are_those_of_plain_operations(head: EagleHead, graphs: bool) -> None:
-    """Of several sequences, some of whose tables begin behind their first blocks, again and again."""
+    """Several sequences are drafted for again and again. The tables of some lack their first blocks."""
     both, rng = Both(head, graphs=graphs), random.Random(5)
     both.ends, both.skipped = [0, 9, 22, 5, 13], [0, 2, 4, 0, 1]
     seen = 0
