@@ -138,6 +138,7 @@ FAMILIES = {
     "llama": Family(compiled=True, defaults=_LLAMA),
     "mistral": Family(compiled=True, defaults=_MISTRAL, window=4096),
     "qwen2": Family(compiled=True),
+    "qwen3": Family(compiled=True, defaults={"head_dim": 128}),
     "qwen2_vl_text": Family(defaults=_QWEN2_VL),
     "qwen2_5_vl_text": Family(defaults=_QWEN2_VL),
     "llava": Family(

@@ -20,6 +20,7 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 64, "vocab_size": VOCAB, "draft_vocab_size": 48,
     "eagle_aux_hidden_state_layer_ids": [0, 1, 1],
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 def write_head(path: Path, **changed: Any) -> None:

@@ -19,12 +19,15 @@ from engine.checkpoints.facts import ModelFacts, read_model_facts
 from engine.checkpoints.headers import check_headers, check_shapes, place, read_headers
 from engine.embedded.kv.layout import Attends
 from engine.embedded.models.devices import UnsupportedModelError
-from engine.embedded.models.rotary import frequencies
+from engine.embedded.models.rotary import Rotary, rotary_of
 from engine.errors import EngineFailure
 from engine.kit.checks import ImageTokens
 
 _BIASED = "qwen2"
 """The model type whose query, key and value projections have biases."""
+
+_NORMED = "qwen3"
+"""The model type that normalises each head of queries and of keys."""
 
 _FREQUENCIES = "rotary_emb.inv_freq"
 """Part of the names of tensors that old files contain although they follow from the configuration."""
@@ -47,12 +50,14 @@ class LlamaConfig:
     context_length: int
     """Maximum number of tokens of a sequence: the model's, or a smaller one that was asked for."""
     epsilon: float
-    frequencies: torch.Tensor
-    """Frequencies of the rotary position embedding, float32 [head_dim / 2]."""
+    rotary: Rotary
     eos_token_ids: tuple[int, ...]
     tied: bool
     """Whether the output head shares its weights with the embedding."""
     biased: bool
+    """Whether the projections of queries, keys and values have biases."""
+    head_norms: bool
+    """Whether each head of queries and of keys is normalised before it is turned."""
     facts: ModelFacts
     takes_images: ImageTokens | None
 
@@ -79,6 +84,8 @@ class LlamaConfig:
             layer |= {
                 f"self_attn.{name}_proj.bias": (size,) for name, size in zip("qkv", (queries, keys, keys), strict=True)
             }
+        if self.head_norms:
+            layer |= {f"self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
         embedding = (self.vocab_size, self.hidden)
         return {
             "model.embed_tokens.weight": embedding,
@@ -98,7 +105,7 @@ def read_config(folder: Path, max_seq_len: int = 0) -> LlamaConfig:
         _check(facts)
         context_length = min(max_seq_len or facts.context_length, facts.context_length)
         _check_window(facts, context_length)
-        if (rotary := frequencies(facts)) is None:
+        if (rotary := rotary_of(facts)) is None:
             raise UnsupportedModelError("the fast path does not know these scaled rotary positions")
         return LlamaConfig(
             layers=facts.layers,
@@ -110,10 +117,11 @@ def read_config(folder: Path, max_seq_len: int = 0) -> LlamaConfig:
             vocab_size=facts.vocab_size,
             context_length=context_length,
             epsilon=facts.number("rms_norm_eps"),
-            frequencies=rotary,
+            rotary=rotary,
             eos_token_ids=facts.eos_token_ids,
             tied=facts.tied,
             biased=facts.text_type == _BIASED,
+            head_norms=facts.text_type == _NORMED,
             facts=facts,
             takes_images=facts.image_tokens,
         )

@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from engine.checkpoints.eagle import EagleHead
 from engine.checkpoints.headers import read_headers
-from engine.embedded.models.rotary import frequencies
+from engine.embedded.models.rotary import Rotary, rotary_of
 from engine.errors import EngineFailure
 
 
@@ -59,9 +59,9 @@ def load_tensors(head: EagleHead) -> dict[str, torch.Tensor]:
     return found
 
 
-def rotary_of(head: EagleHead) -> torch.Tensor:
-    """Return the frequencies of a head's rotary positions. Raises EngineFailure if it scales them in an unknown way."""
-    found = frequencies(head.facts)
+def head_rotary(head: EagleHead) -> Rotary:
+    """Return a head's rotary positions. Raises EngineFailure if it scales them in an unknown way."""
+    found = rotary_of(head.facts)
     if found is None:
         raise EngineFailure(f"the scaled rotary positions in {head.folder} are unknown")
     return found

@@ -147,7 +147,7 @@ def test_all_who_read_a_folder_read_the_same(folder: Path) -> None:
     assert here == (facts.vocab_size, facts.context_length, facts.eos_token_ids, facts.layers, facts.hidden_size)
     sizes = (compiled.heads, compiled.kv_heads, compiled.head_dim)
     assert sizes == (facts.heads, facts.kv_heads, facts.head_dim)
-    assert float(compiled.frequencies[1]) == pytest.approx(facts.rope_theta ** (-2 / facts.head_dim))
+    assert float(compiled.rotary.frequencies[1]) == pytest.approx(facts.rope_theta ** (-2 / facts.head_dim))
     assert compiled.takes_images == facts.image_tokens
 
 

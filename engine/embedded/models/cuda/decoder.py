@@ -15,6 +15,7 @@ from engine.embedded.models.cuda.attention import AttentionStep, CudaAttention
 from engine.embedded.models.cuda.fp8 import Fp8Products
 from engine.embedded.models.cuda.weights import Norm, PlainProducts, Products, Weight
 from engine.embedded.models.devices import UnsupportedModelError
+from engine.embedded.models.rotary import Rotary
 
 _HEAD_TILE = (8, 1024, 4)
 _TRIAL = [1, 8, 130]
@@ -39,6 +40,10 @@ class _JoinedLayer:
     out: Weight
     gate_up: Weight
     down: Weight
+    bias: torch.Tensor | None = None
+    """Of queries, keys and values, joined."""
+    head_norms: Norm | None = None
+    """Weights [2, head_dim], of each head of queries and of keys."""
 
     def __init__(self, index: int, shapes: Shapes, epsilon: float, products: Products, empty: Empty) -> None:
         norm, mlp_norm = _norms(index)
@@ -47,6 +52,11 @@ class _JoinedLayer:
         for name, parts in _linears(index).items():
             values = empty(sum(shapes[part][0] for part in parts), shapes[parts[0]][1])
             setattr(self, name, products.weight(name, values))
+        biases, head_norms = _biases(index), _head_norms(index)
+        if biases[0] in shapes:
+            self.bias = empty(sum(shapes[name][0] for name in biases))
+        if head_norms[0] in shapes:
+            self.head_norms = empty(len(head_norms), *shapes[head_norms[0]]), epsilon
 
     def parts(self, index: int, shapes: Shapes) -> dict[str, torch.Tensor]:
         """Return views of the weights by their names in a checkpoint."""
@@ -55,6 +65,11 @@ class _JoinedLayer:
             weight: Weight = getattr(self, name)
             split = torch.split(weight.values, [shapes[part][0] for part in parts])
             found |= zip(parts, split, strict=True)
+        if self.bias is not None:
+            biases = _biases(index)
+            found |= zip(biases, torch.split(self.bias, [shapes[name][0] for name in biases]), strict=True)
+        if self.head_norms is not None:
+            found |= zip(_head_norms(index), self.head_norms[0], strict=True)
         return found
 
     def convert(self, products: Products) -> None:
@@ -66,6 +81,10 @@ class _JoinedLayer:
     def move(self, place: Place) -> None:
         self.norm = place(self.norm[0]), self.norm[1]
         self.mlp_norm = place(self.mlp_norm[0]), self.mlp_norm[1]
+        if self.bias is not None:
+            self.bias = place(self.bias)
+        if self.head_norms is not None:
+            self.head_norms = place(self.head_norms[0]), self.head_norms[1]
         for name in _JOINED:
             weight: Weight = getattr(self, name)
             scales = None if weight.scales is None else place(weight.scales)
@@ -109,7 +128,7 @@ class LlamaDecoder:
         self._embedding[self.vocabulary :].zero_()
         self._norm: Norm = empty(config.hidden), config.epsilon
         self._head = self._embedding[: self.vocabulary] if self._tied else empty(self.vocabulary, config.hidden)
-        self._rotations = rotations(config.frequencies, config.context_length, device)
+        self._rotations = rotations(config.rotary, config.context_length, device)
         width = config.heads * config.head_dim
         self._fetch = not width & (width - 1)
         self._products: Products = PlainProducts(self._fetch, device)
@@ -133,8 +152,8 @@ class LlamaDecoder:
     def randomise(self) -> None:
         """Fill the weights with random numbers, the same ones each time."""
         generator = torch.Generator(self._embedding.device).manual_seed(0)
-        for tensor in self.parts.values():
-            if tensor.ndim > 1:
+        for name, tensor in self.parts.items():
+            if tensor.ndim > 1 or name.endswith(".bias"):
                 tensor.normal_(0, _SPREAD, generator=generator)
             else:
                 tensor.fill_(1)
@@ -216,16 +235,16 @@ class LlamaDecoder:
         step: AttentionStep,
     ) -> torch.Tensor:
         heads, kv_heads, dim = self.heads
-        keys, values = attention.layer(index)
-        query = kernels.rotate_and_store(qkv, self.heads, self._rotations, positions, step.rows, keys, values)
+        layer, (keys, values) = self._layers[index], attention.layer(index)
+        query = kernels.rotate_and_store(
+            qkv, self.heads, self._rotations, positions, step.rows, keys, values, layer.bias, layer.head_norms
+        )
         key, value = qkv.view(len(qkv), -1, dim)[:, heads:].split(kv_heads, 1)  # type: ignore[no-untyped-call]
         return attention(step, index, query, key, value).flatten(1)
 
 
 def check_kind(config: LlamaConfig) -> None:
     """Raise UnsupportedModelError for a model that `LlamaDecoder` does not compute."""
-    if config.biased:
-        raise UnsupportedModelError(f"the kernels add no biases, which {config.facts.text_type} has")
     if config.head_dim & (config.head_dim - 1):
         raise UnsupportedModelError(f"the kernels are for heads of a power of two, not of {config.head_dim}")
     shapes = config.shapes
@@ -273,12 +292,22 @@ def _norms(index: int) -> tuple[str, str]:
     return f"model.layers.{index}.input_layernorm.weight", f"model.layers.{index}.post_attention_layernorm.weight"
 
 
+def _biases(index: int) -> list[str]:
+    """Return the names of a layer's biases in a checkpoint."""
+    return [f"model.layers.{index}.self_attn.{name}_proj.bias" for name in "qkv"]
+
+
+def _head_norms(index: int) -> list[str]:
+    """Return the names of the norms of a layer's heads in a checkpoint."""
+    return [f"model.layers.{index}.self_attn.{name}_norm.weight" for name in "qk"]
+
+
 def _linears(index: int) -> dict[str, list[str]]:
     """Return the names of a layer's linears in a checkpoint, by those of their products."""
     return {name: [f"model.layers.{index}.{part}.weight" for part in parts] for name, parts in _JOINED.items()}
 
 
-def rotations(frequencies: torch.Tensor, positions: int, device: torch.device) -> torch.Tensor:
+def rotations(rotary: Rotary, positions: int, device: torch.device) -> torch.Tensor:
     """Return the cosines of half a head, then the sines, for so many positions: float32 [positions, head_dim]."""
-    angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * frequencies.to(device)
-    return torch.cat((angles.cos(), angles.sin()), -1)
+    angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * rotary.frequencies.to(device)
+    return torch.cat((angles.cos(), angles.sin()), -1) * rotary.attention_factor

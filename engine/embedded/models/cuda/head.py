@@ -23,7 +23,7 @@ from engine.embedded.models.cuda.decode_attention import DecodeAttention
 from engine.embedded.models.cuda.decoder import rotations
 from engine.embedded.models.cuda.graphs import capture
 from engine.embedded.models.devices import to_device
-from engine.embedded.models.heads import HeadDraft, HeadStep, load_tensors, places_of, rotary_of
+from engine.embedded.models.heads import HeadDraft, HeadStep, head_rotary, load_tensors, places_of
 from engine.kit.collector import uncollected
 
 _AT_ONCE = 4
@@ -56,7 +56,7 @@ class CudaHead:
         norms = "input_layernorm", "hidden_norm", "post_attention_layernorm", "norm"
         self._norms = {name: (joined(name), facts.number("rms_norm_eps")) for name in norms}
         self._norm_before_residual = head.norm_before_residual
-        self._rotations = rotations(rotary_of(head), positions + most_tokens, self._device)
+        self._rotations = rotations(head_rotary(head), positions + most_tokens, self._device)
         self._heads = facts.heads, facts.kv_heads, facts.head_dim
         self._size, self._spare = block_size, blocks
         shape = blocks + 1, 1, 2, block_size, facts.kv_heads, facts.head_dim

@@ -67,13 +67,20 @@ def _clamped(value):
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])  # they follow any number of tokens in a step's inputs
 def _rotate_and_store(
-    qkv, query, rotations, positions, slots, keys, values,
+    qkv, query, rotations, positions, slots, keys, values, bias, norms, epsilon,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
-    FP8: tl.constexpr,
+    FP8: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), (tl.program_id(1) * GROUP + tl.arange(0, GROUP))[:, None]
     half = tl.arange(0, HALF)[None, :]
     is_query, is_key, exists = head < HEADS, head < HEADS + KV_HEADS, head < HEADS + 2 * KV_HEADS
+    if BIAS:
+        shift = bias + head * DIM + half
+        low_bias = tl.load(shift, exists, 0.0).to(tl.float32)
+        high_bias = tl.load(shift + HALF, exists, 0.0).to(tl.float32)
+    if NORM:
+        weights = norms + tl.where(is_query, 0, DIM) + half
+        low_weight, high_weight = tl.load(weights).to(tl.float32), tl.load(weights + HALF).to(tl.float32)
     gdc_wait()
     position = tl.load(positions + row).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64) * (KV_HEADS * DIM)
@@ -82,11 +89,20 @@ def _rotate_and_store(
     source = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * DIM + half
     low, high = tl.load(source, exists, 0.0), tl.load(source + HALF, exists, 0.0)
     gdc_launch_dependents()
+    if BIAS:
+        low = (low.to(tl.float32) + low_bias).to(low.dtype)
+        high = (high.to(tl.float32) + high_bias).to(high.dtype)
     first, second = low.to(tl.float32), high.to(tl.float32)
+    if NORM:
+        squares = tl.sum(first * first + second * second, 1)[:, None]
+        scale = tl.rsqrt(squares / DIM + epsilon)
+        first = ((first * scale).to(low.dtype).to(tl.float32) * low_weight).to(low.dtype).to(tl.float32)
+        second = ((second * scale).to(high.dtype).to(tl.float32) * high_weight).to(high.dtype).to(tl.float32)
     low = tl.where(is_key, (first * cos - second * sin).to(low.dtype), low)
     high = tl.where(is_key, (second * cos + first * sin).to(high.dtype), high)
-    tl.store(source, low, is_key & (head >= HEADS))
-    tl.store(source + HALF, high, is_key & (head >= HEADS))
+    changed = exists if BIAS else is_key
+    tl.store(source, low, changed & (head >= HEADS))
+    tl.store(source + HALF, high, changed & (head >= HEADS))
     to_query = query + (row * HEADS + head) * DIM + half
     to_keys = keys + slot + (head - HEADS) * DIM + half
     to_values = values + slot + (head - HEADS - KV_HEADS) * DIM + half
@@ -111,15 +127,19 @@ def rotate_and_store(
     slots: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    norms: tuple[torch.Tensor, float] | None = None,
 ) -> torch.Tensor:
-    """Apply the rotary embedding and write the step's keys and values into their cache rows; the rotated keys also stay
-    in `qkv`.
+    """Apply the rotary embedding and write the step's keys and values into their cache rows; keys and values also stay
+    in `qkv` as they are then.
 
     `qkv` [rows, (heads + 2 kv_heads) * dim]; `heads` is (heads, kv_heads, dim); `rotations` float32 [positions, dim]
     has the cosines of half a head, then the sines; `slots` [rows] counts cache rows of kv_heads * dim values from the
     first of `keys` and of `values`, whose strides are those of one row; they may be float8_e4m3fn, where larger values
-    become ±448. Returns the queries, [rows, heads, dim].
+    become ±448. `bias` [(heads + 2 kv_heads) * dim] is added first. `norms`, weights [2, dim] for queries and for keys
+    and an epsilon, normalise each of their heads before it turns. Returns the queries, [rows, heads, dim].
     """
+    weights, epsilon = norms or (qkv, 0.0)
     count, kv_count, dim = heads
     query = qkv.new_empty((len(qkv), count, dim))
     group, fp8 = 8, keys.dtype == torch.float8_e4m3fn
@@ -131,12 +151,17 @@ def rotate_and_store(
         slots,
         keys,
         values,
+        qkv if bias is None else bias,
+        weights,
+        epsilon,
         count,
         kv_count,
         dim,
         dim // 2,
         group,
         fp8,
+        bias is not None,
+        norms is not None,
         num_warps=4,
         launch_pdl=True,
     )

@@ -54,7 +54,7 @@ struct Matrix {
 };
 struct Layer {
   Matrix qkv, out, gate_up, down;  // gate_up: a panel of gate, one of up, and so on
-  const float *attention_norm, *mlp_norm;
+  const float *attention_norm, *mlp_norm, *query_norm, *key_norm;  // the last two, of each head, may be null
 };
 struct Model {
   const Layer* layers;
@@ -92,6 +92,7 @@ struct Drafting {
   int32_t* tokens;           // [chunks][most]
   float* probabilities;      // [chunks][most]
   int64_t most;
+  float attention_factor;  // of cosines and sines
   float least;  // no token follows those that are all right with this probability or a lower one
 };
 
@@ -157,7 +158,8 @@ class Decoder {
         std::memmove(&states[going * hidden], step.hidden + step.rows[i] * hidden, hidden * sizeof(float));
         for (long d = 0; d < half; d++) {
           const float angle = (drafting.positions[owner] + place + 1) * drafting.frequencies[d];
-          cos[going * half + d] = std::cos(angle), sin[going * half + d] = std::sin(angle);
+          cos[going * half + d] = std::cos(angle) * drafting.attention_factor;
+          sin[going * half + d] = std::sin(angle) * drafting.attention_factor;
         }
         chunks[going] = {going, 1, chunk.start + chunk.length, chunk.table};
         owners[going] = owner, tokens[going] = drafting.names[best], embeddings[going] = &states[going * hidden];
@@ -280,8 +282,8 @@ class Decoder {
     }
   }
 
-  void normalise(const float* x, const float* weight, float* out) const {
-    const long size = model_.embedding.inputs;
+  void normalise(const float* x, const float* weight, float* out) const { normalise(x, weight, out, model_.embedding.inputs); }
+  void normalise(const float* x, const float* weight, float* out, long size) const {
     const float factor = 1.0f / std::sqrt(total(x, size, [](auto v) { return v * v; }) / size + model_.epsilon);
     long i = 0;
     for (; i + kLanes <= size; i += kLanes) save(out + i, load<Vec>(x + i) * factor * load<Vec>(weight + i));
@@ -397,7 +399,8 @@ class Decoder {
     return keys(layer, chunk, block, head + model_.kv_heads);
   }
 
-  // One key head's part of some rows: the queries that share it turn in place, the key turns on its way into the cache.
+  // One key head's part of some rows: the queries that share it, and the key on its way into the cache, are normalised if the
+  // model does that, and turn in place.
   void rotate_and_write(int layer, const Queries& queries, long head) {
     const Chunk& chunk = step_->chunks[queries.chunk];
     const long dim = model_.head_dim, half = dim / 2, size = model_.block_size, group = model_.heads / model_.kv_heads;
@@ -406,15 +409,16 @@ class Decoder {
       float* at = qkv_.data() + row * (model_.heads + 2 * model_.kv_heads) * dim;
       float *key = at + (model_.heads + head) * dim, *value = key + model_.kv_heads * dim;
       const float *cos = step_->cos + row * half, *sin = step_->sin + row * half;
-      const auto turn = [&](float* of) {
+      const auto turn = [&](float* of, const float* norm) {
+        if (norm) normalise(of, norm, of, dim);
         for (long d = 0; d < half; d++) {
           const float a = of[d], b = of[d + half];
           of[d] = a * cos[d] - b * sin[d];
           of[d + half] = b * cos[d] + a * sin[d];
         }
       };
-      for (long g = 0; g < group; g++) turn(at + (head * group + g) * dim);
-      turn(key);
+      for (long g = 0; g < group; g++) turn(at + (head * group + g) * dim, model_.layers[layer].query_norm);
+      turn(key, model_.layers[layer].key_norm);
       const int position = chunk.start + i, block = position / size, slot = position % size;
       Cached* to = keys(layer, chunk, block, head) + slot * kPerWord;
       for (long d = 0; d < dim; d++) to[d / kPerWord * size * kPerWord + d % kPerWord] = cached(key[d]);

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from engine.checkpoints.eagle import EagleHead
-from engine.embedded.models.heads import HeadDraft, HeadStep, load_tensors, rotary_of
+from engine.embedded.models.heads import HeadDraft, HeadStep, head_rotary, load_tensors
 from engine.embedded.models.native.structures import (
     BLOCK,
     BLOCK_BYTES,
@@ -36,7 +36,7 @@ class NativeHead:
     ) -> None:  # fmt: skip
         """`output`: the target's output rows, for a head without its own. Raises EngineFailure."""
         facts, tensors = head.facts, load_tensors(head)
-        self._code, self._frequencies = code, rotary_of(head).numpy()
+        self._code, self._rotary = code, head_rotary(head)
         self._hidden = facts.hidden_size
         self._drafted = tensors["d2t"].to(torch.int32).numpy()
         self._kept: list[torch.Tensor] = []
@@ -76,8 +76,7 @@ class NativeHead:
     def draft(self, step: HeadStep, limits: Sequence[int], least: float) -> list[HeadDraft]:
         """See `HeadRunner`."""
         count, sequences, most = len(step.tokens), len(limits), max(max(limits), 1)
-        angles = np.array(step.positions, np.float32)[:, None] * self._frequencies
-        cos, sin = np.cos(angles), np.sin(angles)
+        cos, sin = self._rotary.turns(step.positions)
         places: list[tuple[int, int, int, int]] = []
         tables: list[int] = []
         row = 0
@@ -101,8 +100,9 @@ class NativeHead:
                 count, sequences, sequences,
             ),
             NativeDrafting(
-                self._drafted.ctypes.data, self._frequencies.ctypes.data, last.ctypes.data, most_tokens.ctypes.data,
-                tokens.ctypes.data, probabilities.ctypes.data, most, least,
+                self._drafted.ctypes.data, self._rotary.frequencies.data_ptr(), last.ctypes.data,
+                most_tokens.ctypes.data, tokens.ctypes.data, probabilities.ctypes.data, most,
+                self._rotary.attention_factor, least,
             ),
         )  # fmt: skip
         return [

@@ -84,7 +84,6 @@ class NativeRunner(PendingTokens):
         self._cache = whole = (shared_zeros if config.kv_transfer else zeros)((math.prod(blocks) + _TAIL,), cached)
         cache = whole[:-_TAIL].view(blocks)
         self.memory = KvMemory("blocks of heads", shape.attends, [cache])
-        self._frequencies = shape.frequencies.numpy()
         self._most_threads = threads = compute_threads(config.threads)
         self._decoder = code.decoder_new(self._weights.describe(cache, config.kv_block_size), threads)
         self._forward, self._threads = code.decoder_forward, code.decoder_threads
@@ -111,9 +110,7 @@ class NativeRunner(PendingTokens):
 
     def forward(self, step: StepInput) -> torch.Tensor:
         tokens = np.array(self.token_ids(step), np.int32)
-        # By numpy: torch's own start threads for a few values, which take turns with those of the decoder.
-        angles = np.array(step.positions, np.float32)[:, None] * self._frequencies
-        cos, sin = np.cos(angles), np.sin(angles)
+        cos, sin = self._shape.rotary.turns(step.positions)
         places: list[tuple[int, int, int, int]] = []
         tables: list[int] = []
         row = 0

@@ -26,7 +26,7 @@ class NativeMatrix(Structure):
 class NativeLayer(Structure):
     _fields_ = [
         *((name, NativeMatrix) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, c_void_p) for name in ("attention_norm", "mlp_norm")),
+        *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
     ]
 
 
@@ -68,5 +68,5 @@ class NativeDrafting(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("names", "frequencies", "positions", "limits", "tokens", "probabilities")),
         ("most", c_int64),
-        ("least", c_float),
+        *((name, c_float) for name in ("attention_factor", "least")),
     ]

@@ -124,6 +124,8 @@ class Weights:
             **{field: self._matrix(names) for field, names in joined.items()},
             attention_norm=self._vector(f"{prefix}input_layernorm.weight"),
             mlp_norm=self._vector(f"{prefix}post_attention_layernorm.weight"),
+            query_norm=self._optional_vector(f"{prefix}self_attn.q_norm.weight"),
+            key_norm=self._optional_vector(f"{prefix}self_attn.k_norm.weight"),
         )
 
     def _matrix(self, names: list[str]) -> NativeMatrix:
@@ -189,6 +191,9 @@ class Weights:
 
     def _vector(self, name: str) -> int:
         return self._keep(self._floats(name))
+
+    def _optional_vector(self, name: str) -> int | None:
+        return self._vector(name) if name in self._shapes else None
 
     def _floats(self, name: str) -> torch.Tensor:
         values = self._checkpoint.floats(name)

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from engine.checkpoints.eagle import EagleHead
 from engine.embedded.models.devices import to_device
-from engine.embedded.models.heads import HeadDraft, HeadStep, likeliest, load_tensors, places_of, rotary_of
+from engine.embedded.models.heads import HeadDraft, HeadStep, head_rotary, likeliest, load_tensors, places_of
 
 
 class TorchHead:
@@ -23,7 +23,8 @@ class TorchHead:
         own. Raises EngineFailure."""
         facts, tensors = head.facts, load_tensors(head)
         self._device, dtype = output.device, output.dtype
-        self._embed, self._frequencies = embed, rotary_of(head).to(self._device)
+        self._embed, self._rotary = embed, head_rotary(head)
+        self._frequencies = self._rotary.frequencies.to(self._device)
         self._drafted = tensors.pop("d2t").to(self._device)
         self._weights = {name: tensor.to(self._device, dtype) for name, tensor in tensors.items()}
         if "lm_head" not in self._weights:
@@ -107,7 +108,7 @@ class TorchHead:
 
     def _turned(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         angles = (positions[:, None] * self._frequencies)[:, None]
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        cos, sin = ((turn * self._rotary.attention_factor).to(x.dtype) for turn in (angles.cos(), angles.sin()))
         low, high = x.view(len(x), -1, self._dim).chunk(2, -1)
         return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
 

@@ -36,6 +36,10 @@ SCALINGS: list[dict[str, Any]] = [
         "long_factor": [1.0 + index / 7 for index in range(64)],
         "original_max_position_embeddings": 64,
     },
+    {"rope_type": "yarn", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 32, "truncate": False},
+    {"rope_type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 1.0, "beta_fast": 16, "beta_slow": None},
+    {"rope_type": "yarn", "factor": 4, "attention_factor": 1.5, "mscale": 0.7, "original_max_position_embeddings": 64},
 ]
 
 
@@ -63,14 +67,30 @@ def test_what_config_json_leaves_out_has_transformers_defaults(kind: str, eos: d
     assert (config.vocab_size, config.context_length) == (completed.vocab_size, completed.context_length)
     assert (config.intermediate, config.epsilon) == (hf_config.intermediate_size, hf_config.rms_norm_eps)
     assert (config.eos_token_ids, config.tied) == (completed.eos_token_ids, completed.tied)
-    assert torch.equal(config.frequencies, LlamaRotaryEmbedding(hf_config).inv_freq)
+    assert torch.equal(config.rotary.frequencies, LlamaRotaryEmbedding(hf_config).inv_freq)
 
 
 @pytest.mark.parametrize("rope", SCALINGS, ids=lambda rope: rope.get("rope_type", "default"))
 def test_frequencies_are_those_of_transformers_to_the_bit(rope: dict[str, Any], tmp_path: Path) -> None:
     scaled = {"rope_parameters": {"rope_theta": 5e5, **rope}, "head_dim": 128, "model_type": "llama"}
     config = read_config(write(tmp_path, {**SIZES, **scaled}))
-    assert torch.equal(config.frequencies, LlamaRotaryEmbedding(load_config(str(tmp_path))[0]).inv_freq)
+    reference = LlamaRotaryEmbedding(load_config(str(tmp_path))[0])
+    assert torch.equal(config.rotary.frequencies, reference.inv_freq)
+    cos, sin = (part[0, :, :64] for part in reference(torch.zeros(1), torch.tensor([[0, 1, 70, 127]])))
+    found = (torch.from_numpy(part) for part in config.rotary.turns([0, 1, 70, 127]))
+    for turn, expected in zip(found, (cos, sin), strict=True):
+        torch.testing.assert_close(turn, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"factor": None}, {"beta_fast": -1}, {"mscale": -1}, {"attention_factor": "1"}, {"rope_theta": 1}],
+)
+def test_wrong_numbers_of_yarn_are_not_guessed(wrong: dict[str, Any], tmp_path: Path) -> None:
+    rope = {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0, **wrong}
+    write(tmp_path, {**SIZES, "model_type": "llama", "rope_parameters": rope})
+    with pytest.raises(UnsupportedModelError, match="does not know these scaled rotary positions"):
+        read_config(tmp_path)
 
 
 def test_a_window_that_no_sequence_fills_is_none(tmp_path: Path) -> None:

@@ -179,6 +179,32 @@ def test_a_head_computes_what_it_was_trained_to(
     assert found.probabilities == pytest.approx(probabilities, abs=1e-3)
 
 
+def test_scaled_positions_are_turned_alike_by_compiled_code_and_by_torch(
+    folder: Path, head: Head, drafted: torch.Tensor, tmp_path: Path
+) -> None:
+    """Of weights that 8 bits hold: positions that are read, and those that are drafted."""
+    stored = head.state_dict().items()
+    tensors = {name: int8(tensor).contiguous() if tensor.dim() == 2 else tensor for name, tensor in stored}
+    output = torch.randn((len(drafted), HIDDEN), generator=torch.Generator().manual_seed(2))
+    save_file(tensors | {"d2t": drafted - torch.arange(len(drafted)), "lm_head.weight": int8(output)},
+              tmp_path / "model.safetensors")  # fmt: skip
+    features = torch.randn((20, 3 * HIDDEN), generator=torch.Generator().manual_seed(3))
+    step = HeadStep(PROMPTS[1][:20], list(range(40, 60)), [0], [20], [[1, 2, 3, 4]], features)
+    found = []
+    for scaling in ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, None):
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"rope_scaling": scaling}))
+        for attention in ("auto", "sdpa"):
+            asked = {"speculative": "eagle3", "speculative_model": str(tmp_path), "attention": attention}
+            loaded = load_runner(config_of(folder, **asked)).load_head(
+                read_eagle_head(tmp_path, read_model_facts(folder)), spare_blocks=4
+            )
+            found += loaded.draft(step, [DEPTH], 0.0)
+    (compiled, plain), (unscaled, _) = found[:2], found[2:]
+    assert compiled.tokens == plain.tokens
+    assert compiled.probabilities == pytest.approx(plain.probabilities, rel=1e-3)
+    assert compiled.probabilities != pytest.approx(unscaled.probabilities, rel=1e-2)
+
+
 @pytest.mark.parametrize("options", [{"num_blocks": 22}, {"attention": "sdpa", "overlap_scheduler": "on"}])
 def test_a_head_changes_nothing(
     folder: Path,

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
+from engine.checkpoints.families import FAMILIES
 from engine.config import EmbeddedConfig, SleepConfig
 from engine.embedded.engine import EmbeddedEngine
 from engine.errors import EngineFailure
@@ -27,15 +28,28 @@ pytestmark = [
 OUTPUT = 24
 
 
-def save(path: Path, spread: float, positions: int = 2048) -> Path:
-    config = LlamaConfig(
-        hidden_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024,
-        vocab_size=2048,
-        max_position_embeddings=positions, initializer_range=spread, tie_word_embeddings=False, eos_token_id=1,
-        bos_token_id=0,
-    )  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"hidden_size": 896, "num_attention_heads": 14},
+    "qwen3": {"head_dim": 64, "num_attention_heads": 12},
+    "yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+}
+
+
+def save(path: Path, spread: float, kind: str = "llama", **options: Any) -> Path:
+    sizes = {
+        "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 1024, "vocab_size": 2048, "max_position_embeddings": 2048, "initializer_range": spread,
+        "tie_word_embeddings": False, "eos_token_id": 1, "bos_token_id": 0,
+    }  # fmt: skip
+    model_type = kind if kind in FAMILIES else "llama"
+    config = AutoConfig.for_model(model_type, **{**sizes, **KINDS[kind], **options})
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith((".bias", "q_norm.weight", "k_norm.weight")):  # zeros and ones in a new model
+            parameter.data += torch.randn_like(parameter) * 0.2
+    model.to(torch.bfloat16).save_pretrained(path)
     return path
 
 
@@ -98,8 +112,17 @@ async def outputs(
 
 
 async def test_tokens_are_those_of_float32_but_for_near_ties(folder: Path, prompts: list[list[int]]) -> None:
+    await assert_near(folder, prompts)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "llama"])
+async def test_other_kinds_answer_as_in_float32(tmp_path: Path, prompts: list[list[int]], kind: str) -> None:
+    await assert_near(save(tmp_path, 0.08, kind), prompts)
+
+
+async def assert_near(folder: Path, prompts: list[list[int]]) -> None:
     found = await outputs(folder, prompts)
-    reference = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
     agreeing = total = 0
     with torch.inference_mode():
         for prompt, output in zip(prompts, found, strict=True):
@@ -180,7 +203,7 @@ async def test_steps_that_sample_nothing_are_waited_for(tmp_path: Path) -> None:
 
     Otherwise the host would overwrite plans that the device has yet to read.
     """
-    folder, rng = save(tmp_path, 0.08, 1 << 15), random.Random(1)
+    folder, rng = save(tmp_path, 0.08, max_position_embeddings=1 << 15), random.Random(1)
     prompt = [rng.randrange(2, 2048) for _ in range(30_000)]
     # Without graphs a start waits for FlashInfer, so that all runs use the same kernels.
     options = {"max_num_tokens": 512, "enable_block_reuse": False, "enable_cuda_graphs": False}

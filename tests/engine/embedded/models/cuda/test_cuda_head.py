@@ -17,7 +17,7 @@ from engine.embedded.models.cuda.head import CudaHead
 from engine.embedded.models.heads import HeadDraft, HeadStep
 from tests.engine.embedded.models.cuda.test_cuda_model import run
 from tests.support.cuda import cuda_runner, interpreter, save  # noqa: F401 - fixtures
-from tests.support.eagle import MOST, Both, write_head
+from tests.support.eagle import MOST, YARN, Both, write_head
 
 pytestmark = pytest.mark.usefixtures("cuda_runner")
 
@@ -27,10 +27,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("llama"), 0.15)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["", "norm before residual"])
+@pytest.fixture(scope="module", params=[{}, {"norm_before_residual": True}, {"rope_scaling": YARN}], ids=str)
 def head(tmp_path_factory: pytest.TempPathFactory, folder: Path, request: pytest.FixtureRequest) -> EagleHead:
     path = tmp_path_factory.mktemp("head")
-    write_head(path, norm_before_residual=request.param)
+    write_head(path, **request.param)
     return read_eagle_head(path, read_model_facts(folder))
 
 

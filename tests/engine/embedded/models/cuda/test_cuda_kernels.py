@@ -293,17 +293,25 @@ def dense(
     ).transpose(0, 1)
 
 
-def test_rotation_and_the_cache() -> None:
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_rotation_and_the_cache(biased: bool, normed: bool) -> None:
     heads, kv_heads, dim, size, layers = 4, 2, 16, 8, 2
     qkv, rotations = random(5, (heads + 2 * kv_heads) * dim), torch.randn(40, dim, device=DEVICE)
     original, positions = qkv.clone(), torch.randint(0, 40, (5,), dtype=torch.int32, device=DEVICE)
     cache = torch.zeros(7, layers, 2, size, kv_heads, dim, device=DEVICE, dtype=DTYPE)
     blocks, offsets = torch.tensor([0, 0, 1, 6, 2], device=DEVICE), torch.tensor([3, 7, 1, 5, 0], device=DEVICE)
     slots = blocks * (layers * 2 * size) + offsets
+    bias, weights = random(qkv.shape[1]) if biased else None, random(2, dim)
+    norms = (weights, 1e-3) if normed else None
     query = kernels.rotate_and_store(
-        qkv, (heads, kv_heads, dim), rotations, positions, slots, cache[:, 1, 0], cache[:, 1, 1]
+        qkv, (heads, kv_heads, dim), rotations, positions, slots, cache[:, 1, 0], cache[:, 1, 1], bias, norms
     )
-    parts = original.view(5, -1, dim).float()
+    parts = (original if bias is None else original + bias).view(5, -1, dim).float()
+    if normed:
+        scale = (parts.square().mean(-1, keepdim=True) + 1e-3).rsqrt()
+        own = weights.float().repeat_interleave(torch.tensor([heads, kv_heads], device=DEVICE), 0)
+        parts[:, : heads + kv_heads] = (parts * scale)[:, : heads + kv_heads] * own
     cos, sin = rotations[positions.long(), None, : dim // 2], rotations[positions.long(), None, dim // 2 :]
     low, high = parts[..., : dim // 2], parts[..., dim // 2 :]
     turned: Any = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)

@@ -49,6 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
     "mistral": {"sliding_window": None, "num_key_value_heads": 4},
     "qwen2": {"tie_word_embeddings": True, "num_key_value_heads": 1},
+    "qwen3": {"head_dim": 64},
 }
 
 
@@ -207,7 +208,7 @@ ODD_SIZES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("sizes", ODD_SIZES)
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_sizes_need_not_fill_vectors(tmp_path: Path, sizes: str, kind: str, level: str) -> None:
     """No size is refused at one level and taken at another.
 
@@ -301,6 +302,7 @@ SCALED: list[dict[str, Any]] = [
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     },
+    {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
 ]
 
 
@@ -323,10 +325,10 @@ def test_scaled_positions_are_those_of_transformers(rope: dict[str, Any], tmp_pa
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"model_type": "qwen3"}, "the model type qwen3"),
+        ({"model_type": "gemma3_text"}, "the model type gemma3_text"),
         ({"model_type": "mistral", "sliding_window": 64}, "sliding windows"),
         ({"hidden_act": "gelu"}, "the activation gelu"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "scaled rotary positions"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "scaled rotary positions"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partly rotated heads"),
         ({"quantization_config": {"bits": 4}}, "quantised weights"),
         ({"head_dim": 33}, "heads of an odd size"),
