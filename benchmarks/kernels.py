@@ -164,7 +164,7 @@ def gemvs(fp8: bool) -> None:
 
 def few_tiles(rows: int, fp8: bool) -> None:
     """Print the three fastest tiles of our own products of few rows, for each product."""
-    from engine.embedded.models.cuda.compiling import compiled_side_by_side
+    from engine.embedded.models.cuda.compiling import compile_first
     from engine.embedded.models.cuda.products import Product
 
     product, width = Product(torch.device("cuda")), 1 if fp8 else 2
@@ -196,9 +196,7 @@ def few_tiles(rows: int, fp8: bool) -> None:
             and 90 <= wide // block_n * splits <= 600
             and stages * block_k * width * (block_n * (1 + gated) + max(16, rows)) < 215_000
         ]
-        with compiled_side_by_side():
-            for tile in tiles:
-                own(tile, *pairs[0])
+        compile_first(lambda: [own(tile, *pairs[0]) for tile in tiles])
         results = sorted((timed(lambda: [own(tile, *pair) for pair in pairs]), tile) for tile in tiles)
         for seconds, tile in results[:3]:
             say(f"{'fp8 ' * fp8}product {name} rows={rows} tile={tile}", seconds, COPIES * n * k * width)

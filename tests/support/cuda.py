@@ -178,7 +178,7 @@ def cuda_runner(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
     for module in (runner, head):
         monkeypatch.setattr(module, "capture", _capture)
         monkeypatch.setattr(module, "warn_of_compilation", lambda: None)
-    monkeypatch.setattr(runner, "_compile_first", lambda _: None)  # nothing is compiled here
+        monkeypatch.setattr(module, "compile_first", lambda _: None)  # nothing is compiled here
     monkeypatch.setattr(
         sampler, "to_host", torch.clone
     )  # from the device that is a copy: the next step may write where these are

@@ -2,10 +2,9 @@
 
 # mypy: ignore-errors
 
-import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import triton
@@ -34,12 +33,10 @@ def warn_of_compilation() -> None:
     triton.knobs.runtime.jit_post_compile_hook = _warn
 
 
-@contextlib.contextmanager
-def compiled_side_by_side() -> Iterator[None]:
-    """Have every kernel that is launched compiled and not run; at the end all of them are compiled.
+def compile_first(compute: Callable[[], object]) -> None:
+    """Compile the kernels of a computation side by side, without running them: what it computes means nothing.
 
-    A compiler works for a second on each, on one core, and a first start needs dozens. What is computed meanwhile means
-    nothing.
+    A compiler works for a second on each, on one core, and a first start needs dozens.
     """
     launch = JITFunction.run
 
@@ -50,7 +47,7 @@ def compiled_side_by_side() -> Iterator[None]:
     with ThreadPoolExecutor(threads, "triton") as pool, triton.AsyncCompileMode(pool):
         JITFunction.run = compile_alone
         try:
-            yield
+            compute()
         finally:
             JITFunction.run = launch
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from engine.checkpoints.eagle import EagleHead
 from engine.embedded.kv.cache import KvCache
 from engine.embedded.models.cuda import kernels
-from engine.embedded.models.cuda.compiling import expect_compilation, warn_of_compilation
+from engine.embedded.models.cuda.compiling import compile_first, expect_compilation, warn_of_compilation
 from engine.embedded.models.cuda.decode_attention import DecodeAttention
 from engine.embedded.models.cuda.decoder import rotations
 from engine.embedded.models.cuda.graphs import capture
@@ -65,7 +65,9 @@ class CudaHead:
         sizes = [1 << bits for bits in range((batch - 1).bit_length() + 1)]
         self._chains = [_Chain(size, positions, most_tokens, block_size, blocks, self._fc) for size in sizes]
         expect_compilation()
-        self._warm_up(min(most_tokens, 2), min(positions, _MOST_READ))
+        warm_up = partial(self._warm_up, min(most_tokens, 2), min(positions, _MOST_READ))
+        compile_first(warm_up)
+        warm_up()
         pool: Any = None
         for chain in reversed(self._chains if graphs else []):
             with torch.inference_mode(), uncollected():

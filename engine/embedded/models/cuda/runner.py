@@ -21,7 +21,7 @@ from engine.embedded.kv.layout import Attends
 from engine.embedded.models.checkpoint import Checkpoint, LlamaConfig, read_config
 from engine.embedded.models.cuda.attention import AttentionStep, CudaAttention
 from engine.embedded.models.cuda.compiling import (
-    compiled_side_by_side,
+    compile_first,
     expect_compilation,
     is_bare,
     warn_of_compilation,
@@ -301,7 +301,7 @@ class CudaRunner(PagedRunner):
         return decoder
 
     def _try_out(self, decoder: LlamaDecoder) -> torch.Tensor:
-        _compile_first(lambda: trial(decoder, self.cache_dtype, self.device))
+        compile_first(lambda: trial(decoder, self.cache_dtype, self.device))
         return trial(decoder, self.cache_dtype, self.device)
 
     def _release_weights(self, level: int) -> None:
@@ -471,7 +471,7 @@ class CudaRunner(PagedRunner):
                     self._run_whole(self._inputs(None, size, kind), size, kind)
             self.sampler.warm_up(self.dtype, self._spare_slot)
 
-        _compile_first(compute)
+        compile_first(compute)
 
     def _capture(self, largest: int, batch: int) -> None:
         """Capture a graph for each kind and size, the largest first, so that the others find its memory."""
@@ -503,12 +503,6 @@ class CudaRunner(PagedRunner):
             (beside, self._beside_graphs, _beside_sizes(_chunk_sizes(largest))),
             (cascade, self._cascade_graphs, _cascade_sizes(batch)),
         ]
-
-
-def _compile_first(compute: Callable[[], object]) -> None:
-    """Compile the kernels of a computation side by side, without running them."""
-    with compiled_side_by_side():
-        compute()
 
 
 def _fill(decoder: LlamaDecoder, checkpoint: Checkpoint | None) -> None:

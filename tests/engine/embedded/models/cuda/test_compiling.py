@@ -16,7 +16,7 @@ from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from engine.embedded.models.cuda.compiling import (  # noqa: E402
-    compiled_side_by_side,
+    compile_first,
     expect_compilation,
     is_bare,
     warn_of_compilation,
@@ -105,10 +105,7 @@ def test_kernels_are_compiled_side_by_side_and_not_run(gpu: Driver, monkeypatch:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
     kernel.device_caches[0]  # makes the compiler an attribute
     monkeypatch.setattr(kernel, "compile", compile_both)
-    with compiled_side_by_side():
-        compute(16)
-        compute(32)
-        compute(16)
+    compile_first(lambda: [compute(size) for size in (16, 32, 16)])
     assert gpu.launched == 0 and JITFunction.run is together
     monkeypatch.setattr(kernel, "compile", None)
     compute(16)
