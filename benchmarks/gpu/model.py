@@ -21,7 +21,8 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Shape of a Llama. `spread` is the standard deviation of random weights, so that attention is not uniform."""
+    """Shape of a model of the Llama kind. `spread` is the standard deviation of random weights, large enough that
+    attention is not uniform."""
 
     hidden: int
     layers: int
@@ -31,6 +32,7 @@ class Shape:
     vocabulary: int = 49152
     max_position: int = 131072
     spread: float = 0.05
+    model_type: str = "llama"
 
     @property
     def head_dim(self) -> int:
@@ -46,6 +48,8 @@ TAME = 0.02
 Larger spreads amplify rounding errors, those of eight-bit weights up to the size of bugs."""
 SHAPES = {
     "llama-8b": LLAMA_8B,
+    "qwen2.5-7b": Shape(3584, 28, 28, 4, 18944, vocabulary=152064, max_position=32768, model_type="qwen2"),
+    "qwen3-8b": Shape(4096, 36, 32, 8, 12288, vocabulary=151936, max_position=40960, model_type="qwen3"),
     "small": SMALL,
     "tiny": Shape(64, 2, 4, 2, 128, vocabulary=1024, max_position=2048, spread=0.2),
 }
@@ -95,8 +99,8 @@ def main() -> None:
 
 def _config(shape: Shape) -> dict[str, object]:
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [f"{shape.model_type.capitalize()}ForCausalLM"],
+        "model_type": shape.model_type,
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,

@@ -30,6 +30,7 @@ from benchmarks.gpu.worker import (
 from benchmarks.report import Cell
 from benchmarks.servers import ROOT, Spec, fake, serving
 from engine.config import EmbeddedConfig
+from engine.embedded.models.checkpoint import read_config
 from engine.types import Logprob
 from multimodal.text.tokenizer import Tokenizer
 from server.bench.summary import Summary
@@ -77,6 +78,14 @@ def test_a_folder_without_weights_has_the_shape_and_a_tokenizer_whose_words_are_
     assert min(ids) >= FIRST_WORD
     assert all(len(tokenizer.decode([token])) == 5 for token in [*ids, FIRST_WORD, LLAMA_8B.vocabulary - 1])
     assert tokenizer.decode(tokenizer.encode("naïve")) == "naïve"
+
+
+@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.model_type != "llama"])
+def test_shapes_of_other_kinds_are_computed_by_compiled_code(name: str, tmp_path: Path) -> None:
+    """`read_config` refuses others."""
+    write_folder(tmp_path, shape := SHAPES[name])
+    read = read_config(tmp_path)
+    assert (read.biased, read.head_norms) == (shape.model_type == "qwen2", shape.model_type == "qwen3")
 
 
 def test_clients_share_the_streams_and_merge_what_they_saw(tmp_path: Path) -> None:
