@@ -166,9 +166,10 @@ class ModelFacts:
 
     @property
     def rope(self) -> dict[str, Any]:
-        """Parameters of the rotary embedding, `rope_theta` among them, from old and new files alike."""
+        """Parameters of the rotary embedding, `rope_theta` among them, from old and new files alike. As in
+        transformers, the older `rope_scaling` counts more, as model cards tell people to add it."""
         theta = {"rope_theta": self.text["rope_theta"]} if "rope_theta" in self.text else {}
-        for key in ("rope_parameters", "rope_scaling"):
+        for key in ("rope_scaling", "rope_parameters"):
             if self.text.get(key):
                 return theta | self._mapping(self.text[key], key)
         return theta

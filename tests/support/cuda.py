@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support import fake_flashinfer
 
@@ -39,15 +39,24 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def save(path: Path, spread: float, *, tied: bool = False) -> Path:
-    config = LlamaConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64,
-        vocab_size=64,
-        max_position_embeddings=32, initializer_range=spread, tie_word_embeddings=tied, eos_token_id=1, bos_token_id=0,
+def save(path: Path, spread: float, *, tied: bool = False, kind: str = "llama") -> Path:
+    config = AutoConfig.for_model(
+        kind, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        intermediate_size=64, vocab_size=64, max_position_embeddings=32, initializer_range=spread,
+        tie_word_embeddings=tied, eos_token_id=1, bos_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(path)
+    model = AutoModelForCausalLM.from_config(config)
+    vary(model)
+    model.save_pretrained(path)
     return path
+
+
+def vary(model: torch.nn.Module) -> None:
+    """Change biases and norms of heads, which are zeros and ones in a new model."""
+    for name, parameter in model.named_parameters():
+        if name.endswith((".bias", "q_norm.weight", "k_norm.weight")):
+            parameter.data += torch.randn_like(parameter) * 0.2
 
 
 def _to_fp8(values: Any) -> Any:

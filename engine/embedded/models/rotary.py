@@ -1,4 +1,4 @@
-"""Rotary positions, plain and scaled ones, to the bit as transformers computes them (modeling_rope_utils.py)."""
+"""Rotary positions, plain and scaled ones. Frequencies are to the bit those of transformers, modeling_rope_utils.py."""
 
 import math
 from collections.abc import Sequence
@@ -33,7 +33,17 @@ class Rotary(NamedTuple):
 def rotary_of(facts: ModelFacts) -> Rotary | None:
     """Return a model's rotary positions; None if it scales them in a way that is not known here, or by wrong
     numbers."""
+    try:
+        found = _rotary(facts)
+    except (ValueError, OverflowError, ZeroDivisionError):  # of numbers that are out of all proportion
+        return None
+    return found if found and found.frequencies.isfinite().all() and _positive(found.attention_factor) else None
+
+
+def _rotary(facts: ModelFacts) -> Rotary | None:
     rope = facts.rope
+    if any(isinstance(value, dict) for value in rope.values()):  # other parameters for each type of layer
+        return None
     pairs = torch.arange(0, facts.head_dim, 2).float() / facts.head_dim
     powers = torch.pow(facts.rope_theta, pairs)
     plain = powers.reciprocal()
@@ -69,43 +79,39 @@ def _llama3(plain: torch.Tensor, rope: dict[str, Any]) -> Rotary | None:
     return Rotary(stretched)
 
 
-_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0, "attention_factor": 0.0}
-"""Defaults of numbers that YaRN's parameters may leave out; 0 stands for none."""
-
-
 def _yarn(powers: torch.Tensor, facts: ModelFacts) -> Rotary | None:
-    """As `_llama3`, with a ramp over dimensions between those that turn `beta_fast` and `beta_slow` times in the
-    original context (arXiv:2309.00071)."""
-    rope = {key: value for key, value in facts.rope.items() if value is not None}
-    rope = {**_YARN, "original_max_position_embeddings": facts.context_length} | rope
-    if "original_max_position_embeddings" in facts.text:  # which counts more, as in transformers
-        rope["original_max_position_embeddings"] = facts.text["original_max_position_embeddings"]
-    optional = [name for name in ("mscale", "mscale_all_dim", "attention_factor") if rope[name] != 0]
-    numbers = _numbers(rope, "factor", "beta_fast", "beta_slow", "original_max_position_embeddings", *optional)
-    if not numbers or facts.rope_theta <= 1:
+    """Dimensions that turn fewer than `beta_slow` times in the original context are stretched by `factor`, those that
+    turn more than `beta_fast` times are not, and those between them partly (arXiv:2309.00071)."""
+    given = {key: value for key, value in facts.rope.items() if value is not None}
+    rope: dict[str, Any] = {"beta_fast": 32, "beta_slow": 1} | given
+    original = "original_max_position_embeddings"
+    if original in facts.text:  # this counts more, as in transformers
+        rope[original] = facts.text[original]
+    elif original not in rope:
+        rope[original] = facts.context_length
+    optional = [name for name in ("mscale", "mscale_all_dim", "attention_factor") if name in rope]
+    if not (numbers := _numbers(rope, "factor", "beta_fast", "beta_slow", original, *optional)):
         return None
     factor, fast, slow, context = numbers[:4]
 
-    def turning(times: float) -> float:
-        """Return the dimension, counted in pairs, whose waves turn so often in the original context."""
-        return facts.head_dim * math.log(context / (times * 2 * math.pi)) / (2 * math.log(facts.rope_theta))
+    def dimension(turns: float) -> float:
+        """Return the pair of dimensions that turns so often in the original context."""
+        return facts.head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(facts.rope_theta))
 
-    def scale(by: float = 1.0) -> float:
-        return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
+    def mscale(weight: float = 1.0) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    low, high = turning(fast), turning(slow)
-    if rope.get("truncate", True):
+    low, high = dimension(fast), dimension(slow)
+    if facts.rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, facts.head_dim - 1)
-    high += 0.001 if low == high else 0
-    kept = 1 - ((torch.arange(len(powers), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    if "attention_factor" in optional:
-        attention_factor = float(rope["attention_factor"])
-    elif len(optional) == 2:
-        attention_factor = scale(rope["mscale"]) / scale(rope["mscale_all_dim"])
-    else:
-        attention_factor = scale()
-    return Rotary((1.0 / (factor * powers)) * (1 - kept) + 1.0 / powers * kept, attention_factor)
+    kept = 1 - ((torch.arange(len(powers)).float() - low) / (high - low or 0.001)).clamp(0, 1)
+    frequencies = (1.0 / (factor * powers)) * (1 - kept) + 1.0 / powers * kept
+    if "attention_factor" in rope:
+        return Rotary(frequencies, rope["attention_factor"])
+    if "mscale" in rope and "mscale_all_dim" in rope:
+        return Rotary(frequencies, mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"]))
+    return Rotary(frequencies, mscale())
 
 
 def _numbers(rope: dict[str, Any], *names: str) -> list[float]:

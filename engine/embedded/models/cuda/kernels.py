@@ -130,14 +130,14 @@ def rotate_and_store(
     bias: torch.Tensor | None = None,
     norms: tuple[torch.Tensor, float] | None = None,
 ) -> torch.Tensor:
-    """Apply the rotary embedding and write the step's keys and values into their cache rows; keys and values also stay
-    in `qkv` as they are then.
+    """Apply the rotary embedding and write the step's keys and values into their cache rows. `qkv` has them too
+    afterwards; its queries mean nothing then.
 
     `qkv` [rows, (heads + 2 kv_heads) * dim]; `heads` is (heads, kv_heads, dim); `rotations` float32 [positions, dim]
     has the cosines of half a head, then the sines; `slots` [rows] counts cache rows of kv_heads * dim values from the
     first of `keys` and of `values`, whose strides are those of one row; they may be float8_e4m3fn, where larger values
-    become ±448. `bias` [(heads + 2 kv_heads) * dim] is added first. `norms`, weights [2, dim] for queries and for keys
-    and an epsilon, normalise each of their heads before it turns. Returns the queries, [rows, heads, dim].
+    become ±448. `bias` [(heads + 2 kv_heads) * dim] is added first. With `norms`, weights [2, dim] for queries and for
+    keys and an epsilon, each head of these is normalised before it turns. Returns the queries, [rows, heads, dim].
     """
     weights, epsilon = norms or (qkv, 0.0)
     count, kv_count, dim = heads

@@ -549,6 +549,10 @@ def _check(config: EmbeddedConfig) -> LlamaConfig:
         raise UnsupportedModelError(f"products of fp8 are bfloat16, and DTYPE is {config.dtype}")
     shape = read_config(Path(config.model), config.max_seq_len)
     check_kind(shape)
+    if shape.biased and config.kv_cache_dtype == "fp8":
+        raise UnsupportedModelError(
+            f"keys of {shape.facts.text_type} have biases so large that eight bits lose what differs between tokens"
+        )
     return shape
 
 

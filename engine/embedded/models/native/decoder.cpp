@@ -399,8 +399,8 @@ class Decoder {
     return keys(layer, chunk, block, head + model_.kv_heads);
   }
 
-  // One key head's part of some rows: the queries that share it, and the key on its way into the cache, are normalised if the
-  // model does that, and turn in place.
+  // One key head and its query heads, of some rows: they are normalised if the layer has norms for heads, then turned in place.
+  // Keys and values are written to the cache.
   void rotate_and_write(int layer, const Queries& queries, long head) {
     const Chunk& chunk = step_->chunks[queries.chunk];
     const long dim = model_.head_dim, half = dim / 2, size = model_.block_size, group = model_.heads / model_.kv_heads;

@@ -23,8 +23,8 @@ class TorchHead:
         own. Raises EngineFailure."""
         facts, tensors = head.facts, load_tensors(head)
         self._device, dtype = output.device, output.dtype
-        self._embed, self._rotary = embed, head_rotary(head)
-        self._frequencies = self._rotary.frequencies.to(self._device)
+        rotary = head_rotary(head)
+        self._embed, self._rotary = embed, rotary._replace(frequencies=rotary.frequencies.to(self._device))
         self._drafted = tensors.pop("d2t").to(self._device)
         self._weights = {name: tensor.to(self._device, dtype) for name, tensor in tensors.items()}
         if "lm_head" not in self._weights:
@@ -107,7 +107,7 @@ class TorchHead:
         return found.transpose(1, 2)[self._to_device(owners), rows].flatten(1)
 
     def _turned(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        angles = (positions[:, None] * self._frequencies)[:, None]
+        angles = (positions[:, None] * self._rotary.frequencies)[:, None]
         cos, sin = ((turn * self._rotary.attention_factor).to(x.dtype) for turn in (angles.cos(), angles.sin()))
         low, high = x.view(len(x), -1, self._dim).chunk(2, -1)
         return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)

@@ -39,6 +39,7 @@ SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "yarn", "factor": 4.0},
     {"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 32, "truncate": False},
     {"rope_type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 1.0, "beta_fast": 16, "beta_slow": None},
+    {"rope_type": "yarn", "factor": 4, "truncate": None},
     {"rope_type": "yarn", "factor": 4, "attention_factor": 1.5, "mscale": 0.7, "original_max_position_embeddings": 64},
 ]
 
@@ -84,13 +85,29 @@ def test_frequencies_are_those_of_transformers_to_the_bit(rope: dict[str, Any], 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"factor": None}, {"beta_fast": -1}, {"mscale": -1}, {"attention_factor": "1"}, {"rope_theta": 1}],
-)
+    [
+        {"factor": None}, {"beta_fast": -1}, {"mscale": -1}, {"attention_factor": "1"}, {"attention_factor": 0},
+        {"rope_theta": 1}, {"beta_fast": 1e308}, {"factor": 1e-300}, {"factor": 10**400}, {"full_attention": {}},
+        {"beta_fast": 1e-10, "original_max_position_embeddings": 1e308},
+    ],
+)  # fmt: skip
 def test_wrong_numbers_of_yarn_are_not_guessed(wrong: dict[str, Any], tmp_path: Path) -> None:
     rope = {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0, **wrong}
     write(tmp_path, {**SIZES, "model_type": "llama", "rope_parameters": rope})
     with pytest.raises(UnsupportedModelError, match="does not know these scaled rotary positions"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_scaling_that_is_added_counts_more_than_what_was_there(kind: str, tmp_path: Path) -> None:
+    """As in transformers, which saves `rope_parameters`, while model cards tell to add `rope_scaling`."""
+    added = {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    scaled = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "rope_scaling": added}
+    given = {"head_dim": 32, "model_type": kind, "hidden_act": "silu", "rms_norm_eps": 1e-6}
+    config = read_config(write(tmp_path, {**SIZES, **scaled, **given}))
+    reference = LlamaRotaryEmbedding(load_config(str(tmp_path))[0])
+    assert torch.equal(config.rotary.frequencies, reference.inv_freq)
+    assert config.rotary.attention_factor == reference.attention_scaling > 1
 
 
 def test_a_window_that_no_sequence_fills_is_none(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from engine.embedded.models.devices import UnsupportedModelError
 from engine.embedded.models.transformers_models import load_config
 from tests.engine.embedded.models.native.test_native_images import make_folder
 from tests.engine.embedded.models.test_checkpoint import SCALINGS
-from tests.support.cuda import OPTIONS, cuda_runner, interpreter  # noqa: F401 - fixtures
+from tests.support.cuda import OPTIONS, cuda_runner, interpreter, vary  # noqa: F401 - fixtures
 from tests.support.steps import Part, step_of
 
 TEXT: dict[str, dict[str, Any]] = {
@@ -54,10 +54,7 @@ def make_text(folder: Path, kind: str, **options: Any) -> Path:
 
 
 def save(model: PreTrainedModel, folder: Path) -> Path:
-    """Save a model whose biases and norms are not those of a new one, zeros and ones."""
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
-            parameter.data += torch.randn_like(parameter) * 0.2
+    vary(model)
     model.save_pretrained(folder)
     return folder
 
@@ -110,6 +107,12 @@ def test_the_language_part_of_a_model_with_audio(cuda_runner: ModuleType, tmp_pa
     )
     save(AudioFlamingo3ForConditionalGeneration(config), tmp_path)
     compare(cuda_runner, tmp_path, AudioFlamingo3ForConditionalGeneration)
+
+
+def test_a_cache_of_eight_bits_is_refused_for_keys_with_biases(cuda_runner: ModuleType, tmp_path: Path) -> None:  # noqa: F811
+    make_text(tmp_path, "qwen2")
+    with pytest.raises(UnsupportedModelError, match="keys of qwen2 have biases"):
+        load(cuda_runner, tmp_path, kv_cache_dtype="fp8")
 
 
 def test_a_head_in_the_files_counts_although_the_configuration_ties_it(

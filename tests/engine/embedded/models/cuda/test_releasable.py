@@ -86,15 +86,17 @@ def test_memory_that_is_reserved_can_be_released_and_taken(driver: FakeDriver) -
 
 @pytest.mark.parametrize("options", [{}, {"quantization": "fp8"}, {"load_format": "dummy"}])
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_the_runner_computes_the_same_after_both_levels(
     cuda_runner: ModuleType,  # noqa: F811
     driver: FakeDriver,
     tmp_path: Path,
     tied: bool,
+    kind: str,
     options: dict[str, Any],
 ) -> None:
     """Weights are kept, then read again; the KV cache comes back empty at its address."""
-    folder = save(tmp_path / "model", 0.06, tied=tied)
+    folder = save(tmp_path / "model", 0.06, tied=tied, kind=kind)
     config = EmbeddedConfig(model=str(folder), sleep=SleepConfig(), kv_memory_later=True, **OPTIONS, **options)
     runner: Any = cuda_runner.CudaRunner(config)
     runner.take_memory()

@@ -21,15 +21,17 @@ from tests.support.cuda_driver import FakeDriver
 from tests.support.steps import Part, step_of
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("options", [{}, {"quantization": "fp8"}])
 async def test_a_second_engine_takes_the_weights_without_reading_them(
     cuda_runner: ModuleType,  # noqa: F811
     memory_service: MemoryService,
     tmp_path: Path,
     options: dict[str, Any],
+    kind: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = save(tmp_path / "model", 0.06)
+    folder = save(tmp_path / "model", 0.06, kind=kind)
 
     def load(**more: str) -> Any:
         return cuda_runner.CudaRunner(EmbeddedConfig(model=str(folder), **OPTIONS, **options, **more))

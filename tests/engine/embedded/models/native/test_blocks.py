@@ -93,7 +93,7 @@ def check(folder: Path, level: str, rounded: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("sizes", ["even", *ODD_SIZES])
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_int8_rounds_weights_and_nothing_else(tmp_path: Path, kind: str, sizes: str, level: str) -> None:
     make_folder(tmp_path, kind, **{**KINDS[kind], **ODD_SIZES.get(sizes, {})})
     check(tmp_path, level, {name: int8(weight) for name, weight in matrices(tmp_path).items()})
