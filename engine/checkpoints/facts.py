@@ -166,8 +166,8 @@ class ModelFacts:
 
     @property
     def rope(self) -> dict[str, Any]:
-        """Parameters of the rotary embedding, `rope_theta` among them, from old and new files alike. As in
-        transformers, the older `rope_scaling` counts more, as model cards tell people to add it."""
+        """Parameters of the rotary embedding, `rope_theta` among them. Of `rope_scaling` and `rope_parameters`, which
+        newer files have, the former counts, as in transformers: model cards tell people to add it."""
         theta = {"rope_theta": self.text["rope_theta"]} if "rope_theta" in self.text else {}
         for key in ("rope_scaling", "rope_parameters"):
             if self.text.get(key):

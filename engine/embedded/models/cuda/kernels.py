@@ -131,7 +131,7 @@ def rotate_and_store(
     norms: tuple[torch.Tensor, float] | None = None,
 ) -> torch.Tensor:
     """Apply the rotary embedding and write the step's keys and values into their cache rows. `qkv` has them too
-    afterwards; its queries mean nothing then.
+    afterwards, behind the queries as they were.
 
     `qkv` [rows, (heads + 2 kv_heads) * dim]; `heads` is (heads, kv_heads, dim); `rotations` float32 [positions, dim]
     has the cosines of half a head, then the sines; `slots` [rows] counts cache rows of kv_heads * dim values from the
