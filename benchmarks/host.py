@@ -1,4 +1,4 @@
-"""How long the host takes for a step, and whether speculation pays on a fast GPU. No GPU is needed.
+"""The host's time for each step, and what speculation gains on a fast GPU, which is imagined.
 
     python -m benchmarks.host [--modes ngram suffix eagle3] [--streams 1 16 64] [--step 0.5] [--row 4] [--repeats 8]
 

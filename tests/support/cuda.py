@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support import fake_flashinfer
+from tests.support.weights import vary
 
 ON_GPU = torch.cuda.is_available()
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -50,13 +51,6 @@ def save(path: Path, spread: float, *, tied: bool = False, kind: str = "llama") 
     vary(model)
     model.save_pretrained(path)
     return path
-
-
-def vary(model: torch.nn.Module) -> None:
-    """Change biases and norms of heads, which are zeros and ones in a new model."""
-    for name, parameter in model.named_parameters():
-        if name.endswith((".bias", "q_norm.weight", "k_norm.weight")):
-            parameter.data += torch.randn_like(parameter) * 0.2
 
 
 def _to_fp8(values: Any) -> Any:

@@ -125,8 +125,8 @@ class Steps:
 
 
 class Costs(NamedTuple):
-    """What steps take without drafts and with drafts. Those that could have had drafts count among the latter: they,
-    too, begin only when the step before has ended."""
+    """Times of steps without drafts, and of steps that waited for the tokens before them so that they could have
+    drafts, whether they got any or not."""
 
     plain: Line
     drafted: Line

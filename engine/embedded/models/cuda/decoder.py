@@ -41,9 +41,9 @@ class _JoinedLayer:
     gate_up: Weight
     down: Weight
     bias: torch.Tensor | None = None
-    """Of queries, keys and values, joined."""
+    """Biases of the projections of queries, keys and values, one behind the other."""
     head_norms: Norm | None = None
-    """Weights [2, head_dim], of each head of queries and of keys."""
+    """Norm of each head: weights [2, head_dim], for queries and for keys."""
 
     def __init__(self, index: int, shapes: Shapes, epsilon: float, products: Products, empty: Empty) -> None:
         norm, mlp_norm = _norms(index)

@@ -182,7 +182,7 @@ def test_a_head_computes_what_it_was_trained_to(
 def test_scaled_positions_are_turned_alike_by_compiled_code_and_by_torch(
     folder: Path, head: Head, drafted: torch.Tensor, tmp_path: Path
 ) -> None:
-    """Of weights that 8 bits hold: positions that are read, and those that are drafted."""
+    """Positions are read, and further ones drafted. Compiled code's 8 bits do not change these weights."""
     stored = head.state_dict().items()
     tensors = {name: int8(tensor).contiguous() if tensor.dim() == 2 else tensor for name, tensor in stored}
     output = torch.randn((len(drafted), HIDDEN), generator=torch.Generator().manual_seed(2))

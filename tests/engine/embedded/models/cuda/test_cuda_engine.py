@@ -19,6 +19,7 @@ from engine.embedded.engine import EmbeddedEngine
 from engine.errors import EngineFailure
 from engine.sleep import TAGS
 from engine.types import Delta, GenerateRequest, SamplingParams
+from tests.support.weights import vary
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,9 +47,7 @@ def save(path: Path, spread: float, kind: str = "llama", **options: Any) -> Path
     config = AutoConfig.for_model(model_type, **{**sizes, **KINDS[kind], **options})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
-    for name, parameter in model.named_parameters():
-        if name.endswith((".bias", "q_norm.weight", "k_norm.weight")):  # zeros and ones in a new model
-            parameter.data += torch.randn_like(parameter) * 0.2
+    vary(model)
     model.to(torch.bfloat16).save_pretrained(path)
     return path
 

@@ -30,8 +30,9 @@ from engine.embedded.models.devices import UnsupportedModelError
 from engine.embedded.models.transformers_models import load_config
 from tests.engine.embedded.models.native.test_native_images import make_folder
 from tests.engine.embedded.models.test_checkpoint import SCALINGS
-from tests.support.cuda import OPTIONS, cuda_runner, interpreter, vary  # noqa: F401 - fixtures
+from tests.support.cuda import OPTIONS, cuda_runner, interpreter  # noqa: F401 - fixtures
 from tests.support.steps import Part, step_of
+from tests.support.weights import vary
 
 TEXT: dict[str, dict[str, Any]] = {
     "llama": {},
