@@ -207,7 +207,7 @@ class Scheduler:
             ):
                 chunks.append(Chunk(sequence, start, 1, 1, sequence.admission))
         decodes = len(chunks)
-        drafted = self._add_drafts(chunks, total)
+        drafted = self._add_drafts(chunks, total - decodes, bool(prompts or self.waiting))
         long = [sequence for sequence in prompts if self._is_long(sequence)]
         if self._rest > 0 and (decodes or len(long) < len(prompts)):
             prompts = [sequence for sequence in prompts if sequence not in long]
@@ -365,10 +365,11 @@ class Scheduler:
                 return False
         return True
 
-    def _add_drafts(self, decodes: list[Chunk], total: int) -> int:
-        """Add their drafts to the decodes of a step of at most `total` tokens, as far as there are blocks to spare;
-        return how many tokens that are. Nothing follows a token that the host does not know yet."""
-        spare = room = total - len(decodes)
+    def _add_drafts(self, decodes: list[Chunk], room: int, prompts_wait: bool) -> int:
+        """Add their drafts to the decodes of a step, as far as there are blocks to spare, and return how many tokens
+        that are: at most `room`, of which half is for prompts if any wait. Nothing follows a token that the host does
+        not know yet."""
+        spare = room = room // 2 if prompts_wait else room
         for index, chunk in enumerate(decodes):
             sequence = chunk.sequence
             if not sequence.draft or sequence.pending or not chunk.current:
