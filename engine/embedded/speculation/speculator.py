@@ -34,7 +34,7 @@ _STEPS_REMEMBERED, _OTHERS_REMEMBERED = 0.96, 0.999
 _OVERHEAD = 0.004
 """Most of the time that lookup, or the question whether to ask a model, may take where it leads to nothing, as a share
 of that of steps."""
-_LONGEST_REST = 256
+_LONGEST_REST = 1024
 """Most steps without a lookup, or without asking a model, for that reason."""
 _REINVESTED = 0.1
 """Share of the time saved by drafts that lookup may take before it has to rest: behind an edit, or the end of a
@@ -54,6 +54,13 @@ _MOST_READING = 8.0
 _LOST = 0.01
 """Share of the time that a model may take for nothing."""
 _LONGEST_PAUSE = 1024
+_TRIED = 2.0
+"""Time that the drafts of a trial may take, in steps without any, as far as their costs are known."""
+_LOST_BY_TRIALS = 0.003
+"""Share of the time that the drafts of trials may take; looking them up, and waiting for what they follow, takes more
+than that again."""
+_LONGEST_WITHOUT = 4096
+"""Most steps without a draft after which what drafts cost is tried again."""
 
 
 class Acceptance:
@@ -143,11 +150,30 @@ class StepCosts:
         """Seconds of a step of one row without drafts, if a row costs what is assumed."""
         self._excess = [1.0, 1.0]
         """How much longer than expected the last step took, without drafts and with."""
+        self._without = 0
+        """Number of steps since one with drafts."""
+        self._next_trial = _PROBE_AFTER
+        """Number of such steps after which drafts are tried again."""
         self._fitted: Costs | None = None
 
-    def note(self, rows: int, drafted: bool, seconds: float) -> None:
+    @property
+    def unsure(self) -> bool:
+        """Whether drafts should be tried again, since none were for long."""
+        return self._without >= self._next_trial
+
+    def try_out(self) -> None:
+        """Note that drafts are tried."""
+        self._without = 0
+
+    def note(self, sequences: int, rows: int, drafted: bool, seconds: float) -> None:
         """Note a step without prompts. If it took much longer than expected, as when others use the processor, it
         counts as half as long again, or as much longer as the one before it took."""
+        if rows == sequences:
+            self._without += 1
+        elif usual := self.fit().plain.at(sequences):
+            self._without = 0
+            lost = int((seconds - usual) / (_LOST_BY_TRIALS * usual))
+            self._next_trial = min(max(lost, _PROBE_AFTER), _LONGEST_WITHOUT)
         if self._usual:
             costs = self.fit()
             expected = (costs.drafted if drafted else costs.plain).at(rows)
@@ -176,6 +202,8 @@ class Returns:
     def __init__(self) -> None:
         self.seconds = 0.0
         """Usual time that a model takes for a token."""
+        self._is_first = True
+        """Whether the model has not drafted yet."""
         self.accepted = 1.0
         """Usual number of right tokens of a draft."""
         self._gain = 0.0
@@ -191,7 +219,11 @@ class Returns:
 
     def took(self, tokens: int, seconds: float) -> float:
         """Note the time that drafts took; return the part that counts. Reading text takes longer than usual, and
-        counts; so do others at the processor, for whose sake that has a limit."""
+        counts; so do others at the processor, for whose sake that has a limit. The first time does not: the model may
+        have to load what it finds later."""
+        if self._is_first:
+            self._is_first = False
+            return 0.0
         counted = min(seconds / tokens, _MOST_READING * self.seconds) if self.seconds else seconds / tokens
         usual = min(counted, 2 * self.seconds) if self.seconds else counted
         self.seconds += (usual - self.seconds) * (0.1 if usual > self.seconds > 0 else 0.5)
@@ -305,6 +337,11 @@ class Speculator:
             return False
         sequences, rooms, rows = list(room_of), list(room_of.values()), len(decoding)
         self._rows = rows
+        costs = self._costs_of(rows)
+        tries = bool(self._min_speedup) and costs.unsure
+        looks = looks and (tries or self._can_pay(costs.fit(), rows))
+        if not (looks or asks):
+            return False
         started = time.thread_time()
         for sequence in sequences:
             self._judge(sequence)
@@ -317,12 +354,16 @@ class Speculator:
         asked = self._ask(sequences, rooms, drafts, rows) if asks else []
         started = time.thread_time()
         lengths = self._lengths(sequences, drafts, rows) if any(map(_any, drafts)) else [0] * len(drafts)
+        if tries and not any(lengths):
+            lengths = self._trial(sequences, drafts, rows)
+            if any(lengths) and not any(sequence.pending for sequence in sequences):
+                costs.try_out()
         for sequence, draft, length in zip(sequences, drafts, lengths, strict=True):
             sequence.draft = draft.tokens[:length]
         # What follows a token that is under way is not computed.
         self._asked = {sequences[i]: 0 if sequences[i].pending else lengths[i] for i in asked}
         looked += time.thread_time() - started
-        if looks and not any(lengths) and (usual := self._costs_of(rows).fit().plain.at(rows)):
+        if looks and not any(lengths) and (usual := costs.fit().plain.at(rows)):
             self._saved -= looked
             if self._saved < 0:
                 self._rest, self._saved = min(int(looked / (_OVERHEAD * usual)), _LONGEST_REST), 0.0
@@ -336,7 +377,7 @@ class Speculator:
     def note_step(self, sequences: int, rows: int, drafted: bool, seconds: float) -> None:
         """Note how long a step of some sequences took that computed no prompts, and its plan if that ran before it;
         `drafted` if it waited for what its drafts follow."""
-        self._costs_of(sequences).note(rows, drafted, seconds)
+        self._costs_of(sequences).note(sequences, rows, drafted, seconds)
 
     def note_draft(self, sequence: Sequence, length: int, accepted: int) -> None:
         """Count a draft that was computed for a sequence, and how many of its tokens were accepted."""
@@ -458,6 +499,23 @@ class Speculator:
             probability *= own.share(kind, self._acceptance.share(kind, _EXPECTED[kind]))
             found.append(probability)
         return found
+
+    def _can_pay(self, costs: Costs, rows: int) -> bool:
+        """Return whether drafts for all of a step's sequences are worth it if every token is right."""
+        plain, most = costs.plain.at(rows), 1 + self._most
+        return not plain or most * plain > self._min_speedup * costs.drafted.at(most * rows)
+
+    def _trial(self, sequences: Many[Sequence], drafts: Many[Draft], rows: int) -> list[int]:
+        """Return how many tokens of each draft to compute in a step whose only use is to know what that costs: none
+        unless they promise as many tokens as the step has without."""
+        if sum(sum(self._chances(*pair)) for pair in zip(sequences, drafts, strict=True)) < rows:
+            return [0] * len(drafts)
+        costs, lengths = self._costs_of(rows).fit(), list[int]()
+        left = int(_TRIED * costs.plain.at(rows) / max(costs.drafted.row, 1e-9))
+        for draft in drafts:
+            lengths.append(min(len(draft.tokens), left))
+            left -= lengths[-1]
+        return lengths
 
     def _lengths(self, sequences: Many[Sequence], drafts: Many[Draft], rows: int, drafting: float = 0.0) -> list[int]:
         """Return how many tokens of each draft to compute in a step that decodes `rows` sequences; `drafting` are the

@@ -116,6 +116,28 @@ def test_load_turns_drafts_down(streams: int, row: float, least: float) -> None:
     assert rate > least * streams / (1.0 + row * streams)
 
 
+def test_drafts_that_seem_too_dear_are_tried() -> None:
+    """Of many sequences, where a row costs far less than is assumed before any was computed."""
+    drafter = Repeating(length=0)
+    one, sequences = speculator(drafter, min_speedup=1.1), [decoding(str(index)) for index in range(64)]
+    simulate(one, sequences, 20, row=0.001)
+    drafter.length = 8
+    assert simulate(one, sequences, 20, row=0.001)[1] == 0, "a row seems to cost 0.015 of a step"
+    simulate(one, sequences, 60, row=0.001)
+    assert simulate(one, sequences, 20, row=0.001)[1] == 20 * 64 * 8
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_trials_are_rare_where_they_fail(right: bool) -> None:
+    """And nothing is looked up between them where no draft could be worth it."""
+    drafter = Repeating()
+    one, sequences = speculator(drafter), [decoding(str(index)) for index in range(64)]
+    simulate(one, sequences, 200, row=1.0)
+    drafter.right, drafter.asked = right, 0
+    rate, drafted = simulate(one, sequences, 1000, row=1.0)
+    assert rate > 0.985 * 64 / 65 and drafted < 1000 and drafter.asked < 20 * 64
+
+
 def test_a_draft_ends_where_the_answer_does() -> None:
     one = speculator(Repeating(), min_speedup=0)
     near, last = decoding("near", max_tokens=4), decoding("last", max_tokens=2)
@@ -208,8 +230,8 @@ def test_a_model_is_not_asked_where_earlier_text_promises_more() -> None:
 def test_costs_are_fitted_and_one_slow_step_does_not_overthrow_them() -> None:
     costs = StepCosts()
     for rows in (1, 4, 9, 17) * 20:
-        costs.note(rows, rows > 1, 10 + 2 * rows + 5 * (rows > 1))
+        costs.note(1, rows, rows > 1, 10 + 2 * rows + 5 * (rows > 1))
     fitted = costs.fit()
     assert fitted.plain.at(1) == pytest.approx(12, rel=0.2) and fitted.drafted.at(12) == pytest.approx(39, rel=0.2)
-    costs.note(4, True, 1000.0)
+    costs.note(1, 4, True, 1000.0)
     assert costs.fit().drafted.at(12) == pytest.approx(39, rel=0.2)
