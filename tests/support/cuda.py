@@ -22,10 +22,12 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 tl = pytest.importorskip("triton.language")  # which the interpreter looks for beside every kernel
 
 from engine.embedded import core  # noqa: E402
+from engine.embedded.models import heads  # noqa: E402
 from engine.embedded.models.cuda import (  # noqa: E402
     decode_attention,
     fp8_kernels,
     group_attention,
+    head_kernels,
     kernels,
     products,
     sampling_kernels,
@@ -97,7 +99,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", run)
     monkeypatch.setattr(torch, "_scaled_mm", _scaled_mm)
-    for module in (decode_attention, fp8_kernels, group_attention, kernels, products, sampling_kernels):
+    for module in (decode_attention, fp8_kernels, group_attention, head_kernels, kernels, products, sampling_kernels):
         monkeypatch.setattr(module, "gdc_wait", lambda: None)
         monkeypatch.setattr(module, "gdc_launch_dependents", lambda: None)
     # What the interpreter knows no instructions for.
@@ -176,7 +178,11 @@ def cuda_runner(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
     )  # a graph for a step of every size would leave nothing to the others
     # As many as are worth dividing a sequence for when they run in turn.
     monkeypatch.setattr(decode_attention, "_PROGRAMS", 4)
+    monkeypatch.setattr(decode_attention, "_LONG_PROGRAMS", 8)
     monkeypatch.setattr(group_attention, "PROGRAMS", 4)
+    # A start of a head runs kernels for every number of positions.
+    monkeypatch.setattr(heads, "MOST_READ", 8)
+    monkeypatch.setattr(heads, "_LEAST_READ", 3)
     monkeypatch.setattr(runner, "dtype_of", lambda *_: torch.bfloat16)  # of the model's check alone
     for module in (runner, head):
         monkeypatch.setattr(module, "capture", _capture)

@@ -56,7 +56,7 @@ class Both:
 
         self._plain = TorchHead(head, embed, weights, BLOCKS, BLOCK)
         sizes = {"positions": 64, "most_tokens": MOST, "batch": 5, "graphs": graphs}
-        self._fast = CudaHead(head, embed, weights, blocks=BLOCKS, block_size=BLOCK, **sizes)
+        self._fast = CudaHead(head, weights, weights, blocks=BLOCKS, block_size=BLOCK, **sizes)
         self.ends = [0] * 5
         """Number of positions of each sequence that have been read."""
         self.skipped = [0] * 5

@@ -11,6 +11,16 @@ from engine.checkpoints.headers import read_headers
 from engine.embedded.models.rotary import Rotary, rotary_of
 from engine.errors import EngineFailure
 
+MOST_READ = 1024
+"""About the most positions that are read in a step; fewer of each sequence, the more there are."""
+_LEAST_READ = 8
+"""Number of positions of each sequence that may be read in a step, however many sequences there are."""
+
+
+def most_read(sequences: int) -> int:
+    """Return how many positions of each of some sequences a step reads at most."""
+    return max(MOST_READ // sequences, _LEAST_READ)
+
 
 class HeadStep(NamedTuple):
     """Consecutive positions of some sequences. Flat lists have an entry for each position."""

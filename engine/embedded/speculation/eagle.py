@@ -19,7 +19,7 @@ import torch
 from engine.checkpoints.eagle import read_eagle_head
 from engine.checkpoints.facts import read_model_facts
 from engine.config import EmbeddedConfig
-from engine.embedded.models.heads import HeadStep
+from engine.embedded.models.heads import MOST_READ, HeadStep, most_read
 from engine.embedded.models.runner import ModelRunner
 from engine.embedded.sequence import Sequence
 from engine.embedded.speculation.drafter import NOTHING, Draft, class_of_probability
@@ -28,15 +28,12 @@ from engine.errors import EngineFailure
 
 log = logging.getLogger(__name__)
 
-_KEPT_OF_ALL = 1024
-"""Number of hidden states up to which those of steps are kept for sequences that are not drafted for, and about the
-most that are read at once."""
+_KEPT_OF_ALL = MOST_READ
+"""Number of hidden states up to which those of steps are kept for sequences that are not drafted for."""
 _KEPT = 512
 """Maximum number of hidden states of a sequence that wait to be read."""
 _VIEWS = 8
 """Maximum number of steps whose hidden states are kept in memory for a row of each."""
-_LEAST_READ = 8
-"""Number of positions of each sequence that may be read at once, however many sequences there are."""
 _CATCH_UP = 64
 """Maximum number of positions of a sequence that are read at once on a CPU, where each takes long."""
 
@@ -168,13 +165,13 @@ class Eagle:
         drafts, places, most = [NOTHING] * len(sequences), list[int](), list[int]()
         step = HeadStep([], [], [], [], [], torch.empty(0))
         inputs: list[torch.Tensor] = []
-        most_read = _CATCH_UP if self._on_cpu else max(_KEPT_OF_ALL // len(sequences), _LEAST_READ)
+        each = _CATCH_UP if self._on_cpu else most_read(len(sequences))
         for index, (sequence, limit) in enumerate(zip(sequences, limits, strict=True)):
             reader = self._reading(sequence)
             if reader is None:
                 continue
             start, known = reader.end, len(sequence.tokens) - 1
-            count = min(reader.count, known - start, most_read)
+            count = min(reader.count, known - start, each)
             if count <= 0:
                 continue
             places.append(index)

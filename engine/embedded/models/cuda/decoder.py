@@ -17,7 +17,8 @@ from engine.embedded.models.cuda.weights import Norm, PlainProducts, Products, W
 from engine.embedded.models.devices import UnsupportedModelError
 from engine.embedded.models.rotary import Rotary
 
-_HEAD_TILE = (8, 1024, 4)
+OUTPUT_TILE = (8, 1024, 4)
+"""Share of each program of the product of one row with the output rows."""
 _TRIAL = [1, 8, 130]
 """Numbers of tokens in the steps of a trial: one, few, and so many that a library computes their products."""
 _TRIED = 8
@@ -193,6 +194,11 @@ class LlamaDecoder:
         """The output rows, [vocabulary, hidden size]."""
         return self._head
 
+    @property
+    def embeddings(self) -> torch.Tensor:
+        """The embeddings of token ids, [vocabulary or more, hidden size]."""
+        return self._embedding
+
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings, [tokens, hidden size], of token ids, int [tokens]."""
         return functional.embedding(tokens, self._embedding)
@@ -223,7 +229,7 @@ class LlamaDecoder:
             normed = products.add(x, attended, layer.out, layer.mlp_norm)
             normed = products.add_gated(x, normed, layer.gate_up, layer.down, following)
         if len(x) == 1:
-            return kernels.gemv(x, self._head, norm=self._norm, tile=_HEAD_TILE)
+            return kernels.gemv(x, self._head, norm=self._norm, tile=OUTPUT_TILE)
         return functional.linear(kernels.rms_norm(x, *self._norm), self._head)
 
     def _attend(

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head on a GPU: the decoder's kernels, and a CUDA graph for each further token of drafts.
+"""An EAGLE-3 head on a GPU: the decoder's kernels, a CUDA graph for reading, and one for each further token of drafts.
 
 What follows a token is found on the device, so the host waits once for several of them. A sequence's positions are
 computed side by side, each as a decode would be: mostly there are a few.
@@ -7,8 +7,9 @@ computed side by side, each as a decode would be: mostly there are a few.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import chain as concatenated
 from typing import Any
 
 import numpy as np
@@ -17,19 +18,21 @@ from torch.nn import functional
 
 from engine.checkpoints.eagle import EagleHead
 from engine.embedded.kv.cache import KvCache
-from engine.embedded.models.cuda import kernels
+from engine.embedded.models.cuda import head_kernels, kernels
 from engine.embedded.models.cuda.compiling import compile_first, expect_compilation, warn_of_compilation
 from engine.embedded.models.cuda.decode_attention import DecodeAttention
-from engine.embedded.models.cuda.decoder import rotations
+from engine.embedded.models.cuda.decoder import OUTPUT_TILE, rotations
 from engine.embedded.models.cuda.graphs import capture
-from engine.embedded.models.devices import to_device
-from engine.embedded.models.heads import HeadDraft, HeadStep, head_rotary, load_tensors, places_of
+from engine.embedded.models.cuda.weights import Normed, PlainProducts
+from engine.embedded.models.heads import HeadDraft, HeadStep, head_rotary, load_tensors, most_read, places_of
 from engine.kit.collector import uncollected
 
 _AT_ONCE = 4
 """Number of tokens that are drafted before the host looks whether to go on."""
-_MOST_READ = 512
-"""Number of positions up to which kernels are compiled in advance."""
+_READ_EACH = 4
+"""Number of positions for each sequence up to which reading is a graph; as many as `_READ_ALONE` for one."""
+_READ_ALONE = 8
+_MOST_GRAPHED = 512
 _WIDTH = 16
 """Widths of block tables are multiples of this: Triton would compile a kernel for others."""
 
@@ -38,23 +41,27 @@ class CudaHead:
     """A `HeadRunner` for EAGLE-3 heads whose attention heads have a power of two of dimensions."""
 
     def __init__(
-        self, head: EagleHead, embed: Callable[[torch.Tensor], torch.Tensor], output: torch.Tensor, *, blocks: int,
-        block_size: int, positions: int, most_tokens: int, batch: int, graphs: bool,
+        self, head: EagleHead, embeddings: torch.Tensor, output: torch.Tensor, *, blocks: int, block_size: int,
+        positions: int, most_tokens: int, batch: int, graphs: bool,
     ) -> None:  # fmt: skip
-        """`embed` returns the target's embeddings of token ids; `output` has its output rows, for a head without its
-        own. Sequences end before `positions`, and their drafts have up to `most_tokens`. Raises EngineFailure."""
+        """`embeddings` and `output`: the target's, [vocabulary, hidden]; the latter serves a head without its own.
+        Sequences end before `positions`, and their drafts have up to `most_tokens`. Raises EngineFailure."""
         facts, tensors = head.facts, load_tensors(head)
-        self._device, self._dtype, self._embed = output.device, output.dtype, embed
+        self._device, self._dtype, self._embeddings = output.device, output.dtype, embeddings
         self._drafted = tensors.pop("d2t").to(self._device)
+        self._products = PlainProducts(fetch=False, device=self._device)
 
         def joined(*names: str) -> torch.Tensor:
             return torch.cat([tensors[name] for name in names]).to(self._device, self._dtype)
 
-        self._fc, self._out, self._down = joined("fc"), joined("o_proj"), joined("down_proj")
-        self._qkv, self._gate_up = joined("q_proj", "k_proj", "v_proj"), joined("gate_proj", "up_proj")
+        self._fc = joined("fc")
+        linears = {"qkv": ("q_proj", "k_proj", "v_proj"), "out": ("o_proj",), "down": ("down_proj",)}
+        linears["gate_up"] = "gate_proj", "up_proj"
+        self._weights = {name: self._products.weight(name, joined(*parts)) for name, parts in linears.items()}
         self._output = joined("lm_head") if "lm_head" in tensors else output[self._drafted]
-        norms = "input_layernorm", "hidden_norm", "post_attention_layernorm", "norm"
-        self._norms = {name: (joined(name), facts.number("rms_norm_eps")) for name in norms}
+        epsilon = facts.number("rms_norm_eps")
+        self._entry = joined("input_layernorm"), joined("hidden_norm"), epsilon
+        self._mlp_norm, self._norm = (joined("post_attention_layernorm"), epsilon), (joined("norm"), epsilon)
         self._norm_before_residual = head.norm_before_residual
         self._rotations = rotations(head_rotary(head), positions + most_tokens, self._device)
         self._heads = facts.heads, facts.kv_heads, facts.head_dim
@@ -62,40 +69,33 @@ class CudaHead:
         shape = blocks + 1, 1, 2, block_size, facts.kv_heads, facts.head_dim
         self._cache = KvCache(torch.zeros(shape, dtype=self._dtype, device=self._device))
         self._attention = DecodeAttention(*self._heads, facts.head_dim**-0.5, self._device)
-        sizes = [1 << bits for bits in range((batch - 1).bit_length() + 1)]
-        self._chains = [_Chain(size, positions, most_tokens, block_size, blocks, self._fc) for size in sizes]
-        expect_compilation()
-        warm_up = partial(self._warm_up, min(most_tokens, 2), min(positions, _MOST_READ))
-        compile_first(warm_up)
-        warm_up()
-        pool: Any = None
-        for chain in reversed(self._chains if graphs else []):
-            with torch.inference_mode(), uncollected():
-                chain.begin()
-                chain.graph, _ = capture(partial(self._follow, chain), pool)
-            pool = chain.graph.pool()
-        warn_of_compilation()
+        self._sizes = _sizes(max(most_read(1), batch * most_read(batch)))
+        self._inputs = self._fc.new_zeros((self._sizes[-1], self._fc.shape[1]))
+        """The target's hidden states of the positions that are read."""
+        width = _width(-(-positions // block_size) + 1, most_tokens, block_size)
+        self._chains = [
+            _Chain(1 << bits, self._sizes[-1], most_tokens, width, blocks, self._fc)
+            for bits in range((batch - 1).bit_length() + 1)
+        ]
+        self._prepare(graphs)
 
     @torch.inference_mode()
     def draft(self, step: HeadStep, limits: Sequence[int], least: float) -> list[HeadDraft]:
         """See `HeadRunner`. Tokens behind those that are likely enough may be computed, and are left out."""
         count, most = len(limits), max(*limits, 1)
         chain = next(chain for chain in self._chains if chain.size >= count)
-        owners = np.arange(count).repeat(step.lengths)
-        last = np.cumsum(step.lengths) - 1
-        positions, places = np.array(step.positions), np.array(places_of(step))
-        width = chain.begin(positions[last] + 1, places[last] + 1, step.tables, most)
-        packed = to_device(np.stack((step.tokens, positions, places, owners)), torch.int32, self._device)
-        hidden = functional.linear(step.inputs.to(self._dtype), self._fc)
-        tables = chain.tables[:, :width].index_select(0, packed[3])
-        found = self._compute(packed[0], hidden, packed[1], packed[2], tables)
-        self._choose(chain, found.index_select(0, to_device(last, torch.int64, self._device)), count)
+        rows = next(size for size in self._sizes if size >= len(step.tokens))
+        self._begin(chain, rows, step, most)
+        if (reading := chain.readings.get(rows)) is not None:
+            reading.replay()
+        else:
+            self._read(chain, rows)
         drafts = [HeadDraft([], []) for _ in limits]
         known, end = 0, min(most, _AT_ONCE)
         while known < end:
             for _ in range(max(known, 1), end):
-                if chain.graph is not None:
-                    chain.graph.replay()
+                if chain.following is not None:
+                    chain.following.replay()
                 else:
                     self._follow(chain)
             further = chain.found[known:end].tolist()
@@ -113,102 +113,178 @@ class CudaHead:
             draft.probabilities.append(probabilities[row])
         return len(draft.tokens) < limit and math.prod(draft.probabilities) > least
 
+    def _begin(self, chain: _Chain, rows: int, step: HeadStep, most: int) -> None:
+        """Copy to the device what reading takes, for `rows` positions, and what drafts of `most` tokens do. Rows that
+        are only there to fill up write to the spare block."""
+        count, flat = len(step.lengths), len(step.tokens)
+        lengths, positions, places = np.array(step.lengths), np.array(step.positions), np.array(places_of(step))
+        last = lengths.cumsum() - 1
+        given = chain.host[: 4 * (chain.size + rows)]
+        values = given.numpy()
+        values[:] = 0
+        states, read = values[: 4 * chain.size].reshape(4, chain.size), values[4 * chain.size :].reshape(4, rows)
+        states[0, :count], states[1, :count], states[3, :count] = positions[last], places[last], last
+        read[3] = chain.size  # the table that is spare
+        read[0, :flat], read[1, :flat], read[2, :flat] = step.tokens, positions, places
+        read[3, :flat] = np.arange(count).repeat(lengths)
+        chain.given[: len(given)].copy_(given, non_blocking=True)
+        self._inputs[:flat].copy_(step.inputs)
+        chain.set_tables(step.tables, _width(max(map(len, step.tables)), most, self._size))
+
+    def _read(self, chain: _Chain, rows: int) -> None:
+        """Read positions, and find the tokens behind the last ones of each sequence."""
+        tokens, positions, places, owners = chain.given[4 * chain.size :][: 4 * rows].view(4, rows)
+        hidden = functional.linear(self._inputs[:rows], self._fc)
+        tables = chain.tables.index_select(0, owners)
+        self._compute(tokens, hidden, positions, places, owners, chain.tables, tables)
+        torch.index_select(hidden, 0, chain.last, out=chain.hidden)
+        self._choose(chain)
+
     def _follow(self, chain: _Chain) -> None:
         """Find the tokens behind those that were found last."""
-        found = self._compute(chain.tokens, chain.hidden, chain.positions, chain.places, chain.tables)
-        self._choose(chain, found, chain.size)
-        chain.positions.add_(1)
-        chain.places.add_(1)
+        tables = chain.tables[: chain.size]
+        self._compute(chain.tokens, chain.hidden, chain.positions, chain.places, chain.owners, tables, tables)
+        self._choose(chain)
 
-    def _choose(self, chain: _Chain, hidden: torch.Tensor, count: int) -> None:
-        """Note the likeliest tokens behind these outputs of the layer, [count, hidden]."""
-        logits = functional.linear(kernels.rms_norm(hidden, *self._norms["norm"]), self._output)
-        probabilities, places = logits.float().softmax(-1).max(-1)
-        tokens = self._drafted[places]
-        chain.hidden[:count] = hidden
-        chain.tokens[:count] = tokens
-        chain.row[0, :, :count] = torch.stack((tokens.float(), probabilities))
-        chain.found.index_copy_(0, chain.number, chain.row)
-        chain.number.add_(1)
+    def _choose(self, chain: _Chain) -> None:
+        """Note the likeliest tokens behind the outputs of the layer."""
+        if chain.size == 1:
+            logits = kernels.gemv(chain.hidden, self._output, norm=self._norm, tile=OUTPUT_TILE)
+        else:
+            logits = functional.linear(kernels.rms_norm(chain.hidden, *self._norm), self._output)
+        head_kernels.choose(
+            logits, self._drafted, chain.found, chain.tokens, chain.positions, chain.places, chain.numbers
+        )
 
     def _compute(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, places: torch.Tensor,
-        tables: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        """Compute positions: the token that follows each, int [rows], its hidden states [rows, hidden], its place in
-        its sequence's table, and that table, int32 [rows, blocks]. Return the output of the layer."""
-        normed = kernels.rms_norm(hidden, *self._norms["hidden_norm"])
-        x = normed if self._norm_before_residual else hidden
-        embedded = kernels.rms_norm(self._embed(tokens.long()), *self._norms["input_layernorm"])
-        qkv = functional.linear(torch.cat((embedded, normed), -1), self._qkv)
-        blocks = tables.gather(1, (places // self._size).long()[:, None])[:, 0].long()
-        rows = blocks * (2 * self._size) + places % self._size
+        owners: torch.Tensor, owned: torch.Tensor, tables: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Compute positions: the token that follows each, its hidden states [rows, hidden], which become the output of
+        the layer, its place in its sequence's table, the row of that in `owned`, and that table, [rows, blocks]; all
+        int32."""
+        products, weights = self._products, self._weights
+        entered, rows = head_kernels.enter(
+            tokens, self._embeddings, hidden, places, owners, owned, self._size, self._entry, self._norm_before_residual
+        )
+        if len(hidden) == 1:
+            qkv = kernels.gemv(entered, weights["qkv"].values, tile=products.tiles["qkv"])
+        else:
+            qkv = products.product(Normed(entered), weights["qkv"])
         keys, values = self._cache.data[:, 0, 0], self._cache.data[:, 0, 1]
         query = kernels.rotate_and_store(qkv, self._heads, self._rotations, positions, rows, keys, values)
         attended = torch.empty_like(query)
         self._attention(query, keys, values, tables, places, attended)
-        x = x + functional.linear(attended.flatten(1), self._out)
-        gate_up = functional.linear(kernels.rms_norm(x, *self._norms["post_attention_layernorm"]), self._gate_up)
-        return x + functional.linear(kernels.silu_mul(gate_up), self._down)
+        normed = products.add(hidden, attended.flatten(1), weights["out"], self._mlp_norm)
+        products.add_gated(hidden, normed, weights["gate_up"], weights["down"], None)
 
-    def _warm_up(self, tokens: int, positions: int) -> None:
-        """Have the kernels for drafts of any number of sequences, and for up to so many positions of one, compiled and
-        loaded."""
-        inputs = torch.zeros((1, self._fc.shape[1]), dtype=self._dtype, device=self._device)
-        for size in (chain.size for chain in self._chains):
-            flat, ones = [0] * size, [1] * size
-            step = HeadStep(flat, flat, flat, ones, [[self._spare]] * size, inputs.expand(size, -1))
-            self.draft(step, [tokens] * size, 0.0)
-        for count in (count for bits in range(positions.bit_length()) for count in (2 << bits, 3 << bits)):
-            if count > positions:
-                break
-            blocks = [self._spare] * -(-count // self._size)
-            step = HeadStep([0] * count, [0] * count, [0], [count], [blocks], inputs.expand(count, -1))
-            self.draft(step, [1], 0.0)
+    @torch.inference_mode()
+    def _prepare(self, graphs: bool) -> None:
+        """Have the kernels for drafts of any number of sequences, and for any number of positions, compiled and loaded,
+        and capture the graphs."""
+        alone = self._chains[0]
+        read = [(chain, rows) for chain in self._chains for rows in self._sizes if _is_graphed(chain.size, rows)]
+        others = [(alone, rows) for rows in self._sizes if not _is_graphed(1, rows)]
+
+        def compute(parts: Sequence[tuple[_Chain, int]], chains: Sequence[_Chain]) -> None:
+            for chain, rows in parts:
+                chain.clear()
+                self._read(chain, rows)
+            for chain in chains:
+                self._follow(chain)
+
+        expect_compilation()
+        compile_first(lambda: compute([*read, *others], self._chains))
+        if graphs:
+            compute(others, [])
+            self._capture(read)
+        else:
+            compute([*read, *others], self._chains)
+        self.draft(HeadStep([0], [0], [0], [1], [[self._spare]], self._inputs[:1]), [1], 0.0)  # what is left
+        warn_of_compilation()
+
+    def _capture(self, read: Sequence[tuple[_Chain, int]]) -> None:
+        """Capture the graphs that read these numbers of positions, and those that follow."""
+        pool: Any = None
+        with uncollected():
+            for chain, rows in reversed(read):
+                chain.clear()
+                chain.readings[rows], _ = capture(partial(self._read, chain, rows), pool)
+                pool = chain.readings[rows].pool()
+            for chain in self._chains:
+                chain.clear()
+                chain.following, _ = capture(partial(self._follow, chain), pool)
 
 
 class _Chain:
-    """Drafts of up to `size` sequences, in the memory that a graph reads and writes."""
+    """Drafts of up to `size` sequences, in the memory that graphs read and write."""
 
-    def __init__(self, size: int, positions: int, most: int, block_size: int, spare: int, like: torch.Tensor) -> None:
-        """Sequences end before `positions`, and have drafts of `most` tokens. `spare`: a block that no sequence has;
+    def __init__(self, size: int, most_read: int, most: int, width: int, spare: int, like: torch.Tensor) -> None:
+        """Sequences have tables of `width` blocks, and drafts of `most` tokens. `spare`: a block that no sequence has;
         `like`: a weight, [hidden, any]."""
-        device = like.device
         self.size = size
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.tokens = torch.zeros(size, dtype=torch.int64, device=device)
+        self.readings: dict[int, torch.cuda.CUDAGraph] = {}
+        """By the number of positions that are read."""
+        self.following: torch.cuda.CUDAGraph | None = None
+        self.given = torch.zeros(4 * (size + most_read), dtype=torch.int32, device=like.device)
+        """What the host gives: `positions`, `places`, `numbers` and `last`; then tokens, positions, places and owners
+        of what is read."""
+        self.positions, self.places, self.numbers, self.last = self.given[: 4 * size].view(4, size)
+        """Position of the last token found for each sequence, its place in the table, the number of tokens found, and
+        the last row that is read."""
+        self.host = torch.zeros(len(self.given), dtype=torch.int32)
+        """The same on the host. Nothing reads it any more once a draft is known."""
+        self._host_tables = torch.zeros(size * width, dtype=torch.int32)
+        if like.is_cuda:
+            self.host, self._host_tables = self.host.pin_memory(), self._host_tables.pin_memory()
+        self.owners = torch.arange(size, dtype=torch.int32, device=like.device)
+        self.tokens = torch.zeros(size, dtype=torch.int32, device=like.device)
         """The last token found for each sequence."""
         self.hidden = like.new_zeros((size, len(like)))
         """The output of the layer that it was found from."""
-        self.positions, self.places = torch.zeros((2, size), dtype=torch.int32, device=device)
-        """Position of that token, and its place in the table."""
-        self._block_size, self._spare = block_size, spare
-        width = self._width(-(-positions // block_size) + 1, most)
-        self.tables = torch.full((size, width), spare, dtype=torch.int32, device=device)
-        self.found = torch.zeros((most, 2, size), device=device)
+        self.tables = torch.full((size + 1, width), spare, dtype=torch.int32, device=like.device)
+        """A table for each sequence, and one of spare blocks."""
+        self.found = torch.zeros((most, 2, size), device=like.device)
         """Tokens, as floats, and their probabilities: one row after another."""
-        self.row = torch.zeros((1, 2, size), device=device)
-        self.number = torch.zeros(1, dtype=torch.int64, device=device)
-        """Number of rows found."""
+        self._spare = spare
+        self._known: list[int] = []
+        """The tables that are there, one behind the other, and their lengths."""
+        self._width = 0
+        """Width up to which they are."""
 
-    def begin(self, positions: Any = (), places: Any = (), tables: Sequence[list[int]] = (), most: int = 0) -> int:
-        """Begin drafts of `most` tokens at these positions and places of the sequences' tables; return the width of
-        tables up to which they matter. Positions behind a table, and rows without a sequence, are written to the spare
-        block."""
-        width = self._width(max(map(len, tables), default=1), most)
-        packed = np.zeros((self.size, 2 + width), dtype=np.int32)
-        packed[:, 2:] = self._spare
-        packed[: len(positions), 0] = positions
-        packed[: len(places), 1] = places
-        for row, table in zip(packed, tables, strict=False):
-            row[2 : 2 + len(table)] = table
-        given = to_device(packed, torch.int32, self.tables.device)
-        self.positions.copy_(given[:, 0])
-        self.places.copy_(given[:, 1])
-        self.tables[:, :width].copy_(given[:, 2:])
-        self.number.zero_()
-        return width
+    def clear(self) -> None:
+        """Begin with no sequence."""
+        self.given[: 4 * self.size].zero_()
+        self.given[4 * self.size :].fill_(self.size)
 
-    def _width(self, blocks: int, most: int) -> int:
-        """Return the width of a table of so many blocks, and `most` tokens behind them."""
-        return -(-(blocks + -(-most // self._block_size)) // _WIDTH) * _WIDTH
+    def set_tables(self, tables: Sequence[list[int]], width: int) -> None:
+        """Have tables on the device up to a width; positions behind their ends are written to the spare block."""
+        wanted = [*map(len, tables), *concatenated.from_iterable(tables)]
+        if wanted == self._known and width <= self._width:
+            return
+        packed = self._host_tables[: self.size * width].view(self.size, width)
+        values = packed.numpy()
+        values[:] = self._spare
+        for row, table in zip(values, tables, strict=False):
+            row[: len(table)] = table
+        self.tables[: self.size, :width].copy_(packed, non_blocking=True)
+        self._known, self._width = wanted, width
+
+
+def _sizes(most: int) -> list[int]:
+    """Return the numbers of positions that are read together, padding included: powers of two, and half as much more,
+    so that there are kernels for all."""
+    sizes = [1, 2, 3]
+    while sizes[-1] < most:
+        sizes.append(2 * sizes[-2])
+    return sizes
+
+
+def _is_graphed(sequences: int, rows: int) -> bool:
+    """Return whether so many rows of so many sequences are read by a graph."""
+    return sequences <= rows <= min(max(_READ_EACH * sequences, _READ_ALONE), _MOST_GRAPHED)
+
+
+def _width(blocks: int, most: int, size: int) -> int:
+    """Return the width of a table of so many blocks of a size, and `most` tokens behind them."""
+    return -(-(blocks + -(-most // size)) // _WIDTH) * _WIDTH

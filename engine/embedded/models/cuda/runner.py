@@ -215,7 +215,7 @@ class CudaRunner(PagedRunner):
             return TorchHead(head, self._decoder.embed, self._decoder.output, blocks, size)
         return CudaHead(
             head,
-            self._decoder.embed,
+            self._decoder.embeddings,
             self._decoder.output,
             blocks=blocks,
             block_size=size,
