@@ -124,7 +124,10 @@ def core_of(folder: str, device: str, mode: str, streams: int) -> EngineCore:
         kv_block_size=BLOCK,
         speculative=mode,  # type: ignore[arg-type]
     )
-    return EngineCore(config, lambda _: None)
+    core = EngineCore(config, lambda _: None)
+    if device == "cuda":
+        core.runner._flashinfer.wait()  # type: ignore[attr-defined]  # or steps are small for a while
+    return core
 
 
 if __name__ == "__main__":

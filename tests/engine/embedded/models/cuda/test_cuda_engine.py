@@ -126,9 +126,10 @@ async def assert_near(folder: Path, prompts: list[list[int]]) -> None:
     with torch.inference_mode():
         for prompt, output in zip(prompts, found, strict=True):
             logits = reference(torch.tensor([prompt + output[:-1]], device="cuda")).logits[0, len(prompt) - 1 :]
-            agreeing += int((logits.argmax(-1).cpu() == torch.tensor(output)).sum())
+            chosen = logits.gather(1, torch.tensor(output, device="cuda")[:, None])[:, 0]
+            agreeing += int((logits.amax(-1) - chosen < 0.1 * logits.std(-1)).sum())
             total += len(output)
-    assert agreeing / total > 0.9, f"{agreeing} of {total}"
+    assert agreeing / total > 0.95, f"{agreeing} of {total}"
 
 
 @pytest.mark.parametrize(
