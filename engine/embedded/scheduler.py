@@ -207,7 +207,7 @@ class Scheduler:
             ):
                 chunks.append(Chunk(sequence, start, 1, 1, sequence.admission))
         decodes = len(chunks)
-        drafted = self._add_drafts(chunks, total - decodes, bool(prompts or self.waiting))
+        drafted = self._add_drafts(chunks, total - decodes, bool(prompts or (self.waiting and self._slots)))
         long = [sequence for sequence in prompts if self._is_long(sequence)]
         if self._rest > 0 and (decodes or len(long) < len(prompts)):
             prompts = [sequence for sequence in prompts if sequence not in long]

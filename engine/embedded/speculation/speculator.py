@@ -47,19 +47,19 @@ the last one took more than the share `_LOST` of their time."""
 _NEXT = 0.6
 """Assumed share of right tokens that a model drafts behind right ones."""
 _GAIN_REMEMBERED = 0.95
-_TRIAL = 8
+_JUDGED_AFTER = 8
 """Drafts of a model after which it is known whether they pay."""
 _MOST_READING = 8.0
 """Most that counts of the time of a draft, as a multiple of the usual time."""
 _LOST = 0.01
 """Share of the time that a model may take for nothing."""
 _LONGEST_PAUSE = 1024
-_TRIED = 2.0
+_TRIAL_STEPS = 2.0
 """Time that the drafts of a trial may take, in steps without any, as far as their costs are known."""
-_LOST_BY_TRIALS = 0.003
+_TRIAL_SHARE = 0.003
 """Share of the time that the drafts of trials may take; looking them up, and waiting for what they follow, takes more
 than that again."""
-_LONGEST_WITHOUT = 4096
+_LONGEST_BETWEEN_TRIALS = 4096
 """Most steps without a draft after which what drafts cost is tried again."""
 
 
@@ -157,29 +157,28 @@ class StepCosts:
         self._fitted: Costs | None = None
 
     @property
-    def unsure(self) -> bool:
+    def needs_trial(self) -> bool:
         """Whether drafts should be tried again, since none were for long."""
         return self._without >= self._next_trial
 
-    def try_out(self) -> None:
+    def note_trial(self) -> None:
         """Note that drafts are tried."""
         self._without = 0
 
     def note(self, sequences: int, rows: int, drafted: bool, seconds: float) -> None:
         """Note a step without prompts. If it took much longer than expected, as when others use the processor, it
         counts as half as long again, or as much longer as the one before it took."""
-        if rows == sequences:
-            self._without += 1
-        elif usual := self.fit().plain.at(sequences):
-            self._without = 0
-            lost = int((seconds - usual) / (_LOST_BY_TRIALS * usual))
-            self._next_trial = min(max(lost, _PROBE_AFTER), _LONGEST_WITHOUT)
+        self._without += 1
         if self._usual:
             costs = self.fit()
             expected = (costs.drafted if drafted else costs.plain).at(rows)
             most = expected * max(1.5, self._excess[drafted])
             self._excess[drafted] = seconds / max(expected, 1e-9)
             seconds = min(seconds, most)
+            if rows > sequences and (plain := costs.plain.at(sequences)):
+                self._without = 0
+                between = int((seconds - plain) / (_TRIAL_SHARE * plain))
+                self._next_trial = min(max(between, _PROBE_AFTER), _LONGEST_BETWEEN_TRIALS)
         if drafted:
             self._drafted.note(rows, seconds)
         else:
@@ -235,7 +234,7 @@ class Returns:
         self.accepted += (accepted / drafts - self.accepted) * (1 - _GAIN_REMEMBERED)
         self._gain = self._gain * _GAIN_REMEMBERED + seconds
         self._asked += 1
-        if self._asked >= _TRIAL and self._gain < 0:
+        if self._asked >= _JUDGED_AFTER and self._gain < 0:
             self._pause = min(int(-self._gain / max(_LOST * step, 1e-9)), _LONGEST_PAUSE)
             self._gain, self._asked = 0.0, 0
 
@@ -331,18 +330,18 @@ class Speculator:
         self._rest, self._unasked = max(self._rest - 1, 0), max(self._unasked - 1, 0)
         if not (looks or asks):
             return False
+        started = time.thread_time()
         decoding = [s for s in sequences if s.remaining == 1 and s.status is SequenceStatus.RUNNING]
-        room_of = {sequence: room for sequence in decoding if (room := self._room(sequence)) > 0}
+        rows = len(decoding)
+        costs = self._costs_of(rows)
+        tries = bool(self._min_speedup) and costs.needs_trial
+        if looks and not tries and not self._can_pay(costs.fit(), rows):
+            self._rest, looks = self._rest_after(time.thread_time() - started, costs, rows), False
+        room_of = {s: room for s in decoding if (room := self._room(s)) > 0} if looks or asks else {}
         if not room_of:
             return False
-        sequences, rooms, rows = list(room_of), list(room_of.values()), len(decoding)
+        sequences, rooms = list(room_of), list(room_of.values())
         self._rows = rows
-        costs = self._costs_of(rows)
-        tries = bool(self._min_speedup) and costs.unsure
-        looks = looks and (tries or self._can_pay(costs.fit(), rows))
-        if not (looks or asks):
-            return False
-        started = time.thread_time()
         for sequence in sequences:
             self._judge(sequence)
         drafts = [NOTHING] * len(sequences)
@@ -357,16 +356,16 @@ class Speculator:
         if tries and not any(lengths):
             lengths = self._trial(sequences, drafts, rows)
             if any(lengths) and not any(sequence.pending for sequence in sequences):
-                costs.try_out()
+                costs.note_trial()
         for sequence, draft, length in zip(sequences, drafts, lengths, strict=True):
             sequence.draft = draft.tokens[:length]
         # What follows a token that is under way is not computed.
         self._asked = {sequences[i]: 0 if sequences[i].pending else lengths[i] for i in asked}
         looked += time.thread_time() - started
-        if looks and not any(lengths) and (usual := costs.fit().plain.at(rows)):
+        if looks and not any(lengths) and costs.fit().plain.at(rows):
             self._saved -= looked
             if self._saved < 0:
-                self._rest, self._saved = min(int(looked / (_OVERHEAD * usual)), _LONGEST_REST), 0.0
+                self._rest, self._saved = self._rest_after(looked, costs, rows), 0.0
         return any(lengths)
 
     def read(self, chunks: Many[Chunk], hidden: torch.Tensor) -> None:
@@ -473,9 +472,9 @@ class Speculator:
         self._rested = 0
         self._in_vain = 0 if worth else self._in_vain + 1
         if not asked:
-            if self._min_speedup and self._in_vain > _TRIAL and (usual := costs.plain.at(rows)):
+            if self._min_speedup and self._in_vain > _JUDGED_AFTER and costs.plain.at(rows):
                 looked = time.thread_time() - started
-                self._unasked = self._rested = min(int(looked / (_OVERHEAD * usual)), _LONGEST_REST)
+                self._unasked = self._rested = self._rest_after(looked, self._costs_of(rows), rows)
             return []
         rate = (rows + self._returns.accepted * len(asked)) / max(costs.drafted.at(rows + len(asked)), 1e-9)
         least = (costs.drafted.row + self._returns.seconds) * rate / _NEXT if self._min_speedup else 0.0
@@ -483,13 +482,13 @@ class Speculator:
         found = self._model.draft([sequences[i] for i in asked], [limits[i] for i in asked], least)
         spent = self._clock() - started
         self.planning -= spent
-        if probes and (usual := costs.plain.at(rows)):
-            self._next_probe = min(max(int(spent / (_LOST * usual)), _PROBE_AFTER), _LONGEST_PAUSE)
         asked = [index for index, draft in zip(asked, found, strict=True) if draft.tokens]
         for index, draft in zip(asked, filter(_any, found), strict=True):
             drafts[index] = self._followed[sequences[index]].modelled = draft
         if tokens := sum(len(drafts[index].tokens) for index in asked):
-            self._spent = self._returns.took(tokens, spent)
+            self._spent = spent = self._returns.took(tokens, spent)
+        if probes and (usual := costs.plain.at(rows)):
+            self._next_probe = min(max(int(spent / (_LOST * usual)), _PROBE_AFTER), _LONGEST_PAUSE)
         return asked
 
     def _chances(self, sequence: Sequence, draft: Draft) -> list[float]:
@@ -500,6 +499,11 @@ class Speculator:
             found.append(probability)
         return found
 
+    @staticmethod
+    def _rest_after(looked: float, costs: StepCosts, rows: int) -> int:
+        """Return for how many steps to look nothing up, after so many seconds that led to nothing."""
+        return min(int(looked / max(_OVERHEAD * costs.fit().plain.at(rows), 1e-9)), _LONGEST_REST)
+
     def _can_pay(self, costs: Costs, rows: int) -> bool:
         """Return whether drafts for all of a step's sequences are worth it if every token is right."""
         plain, most = costs.plain.at(rows), 1 + self._most
@@ -507,11 +511,14 @@ class Speculator:
 
     def _trial(self, sequences: Many[Sequence], drafts: Many[Draft], rows: int) -> list[int]:
         """Return how many tokens of each draft to compute in a step whose only use is to know what that costs: none
-        unless they promise as many tokens as the step has without."""
-        if sum(sum(self._chances(*pair)) for pair in zip(sequences, drafts, strict=True)) < rows:
+        unless they promise as many tokens as the step has without. A pending token is no gain."""
+        promised = 0.0
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            promised += sum(self._chances(sequence, draft)[sequence.pending :])
+        if promised < rows:
             return [0] * len(drafts)
         costs, lengths = self._costs_of(rows).fit(), list[int]()
-        left = int(_TRIED * costs.plain.at(rows) / max(costs.drafted.row, 1e-9))
+        left = int(_TRIAL_STEPS * costs.plain.at(rows) / max(costs.drafted.row, 1e-9))
         for draft in drafts:
             lengths.append(min(len(draft.tokens), left))
             left -= lengths[-1]

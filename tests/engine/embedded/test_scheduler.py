@@ -347,10 +347,17 @@ def test_a_step_has_no_more_tokens_than_asked_for() -> None:
     assert lengths(runner.scheduler.schedule(10)) == {"0": 1, "1": 1, "2": 1, "prompt": 7}
 
 
-@pytest.mark.parametrize(("prompt", "drafted"), [(100, 15), (0, 30)])
-def test_drafts_leave_half_of_what_decodes_do_to_prompts(prompt: int, drafted: int) -> None:
+@pytest.mark.parametrize(
+    ("seqs", "prompt", "drafted", "taken"),
+    [
+        pytest.param(8, 100, 15, 15, id="a prompt waits"),
+        pytest.param(8, 0, 30, 0, id="none waits"),
+        pytest.param(2, 100, 30, 0, id="it has no slot"),
+    ],
+)
+def test_drafts_leave_half_of_what_decodes_do_to_prompts(seqs: int, prompt: int, drafted: int, taken: int) -> None:
     """Or prompts would wait until the decodes before them have ended."""
-    runner = machine(blocks=400, seqs=8, budget=32)
+    runner = machine(blocks=400, seqs=seqs, budget=32)
     runner.scheduler.add(make("a", [1], 100))
     runner.scheduler.add(make("b", [2], 100))
     runner.step()
@@ -359,7 +366,7 @@ def test_drafts_leave_half_of_what_decodes_do_to_prompts(prompt: int, drafted: i
     if prompt:
         runner.scheduler.add(make("prompt", [7] * prompt, 1, arrival=1.0))
     found = lengths(runner.scheduler.schedule())
-    assert (found["a"] + found["b"], found.get("prompt", 0)) == (2 + drafted, 30 - drafted)
+    assert (found["a"] + found["b"], found.get("prompt", 0)) == (2 + drafted, taken)
 
 
 def test_prompts_take_another_number_of_tokens_where_nothing_decodes() -> None:

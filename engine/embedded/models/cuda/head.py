@@ -84,7 +84,7 @@ class CudaHead:
         """See `HeadRunner`. Tokens behind those that are likely enough may be computed, and are left out."""
         count, most = len(limits), max(*limits, 1)
         chain = next(chain for chain in self._chains if chain.size >= count)
-        rows = next(size for size in self._sizes if size >= len(step.tokens))
+        rows = next(size for size in self._sizes if size >= max(len(step.tokens), chain.size))
         self._begin(chain, rows, step, most)
         if (reading := chain.readings.get(rows)) is not None:
             reading.replay()
@@ -114,12 +114,12 @@ class CudaHead:
         return len(draft.tokens) < limit and math.prod(draft.probabilities) > least
 
     def _begin(self, chain: _Chain, rows: int, step: HeadStep, most: int) -> None:
-        """Copy to the device what reading takes, for `rows` positions, and what drafts of `most` tokens do. Rows that
-        are only there to fill up write to the spare block."""
+        """Copy to the device what is needed to read `rows` positions and to draft `most` tokens. Rows that are only
+        there to fill up write to the spare block."""
         count, flat = len(step.lengths), len(step.tokens)
         lengths, positions, places = np.array(step.lengths), np.array(step.positions), np.array(places_of(step))
         last = lengths.cumsum() - 1
-        given = chain.host[: 4 * (chain.size + rows)]
+        given = chain.host_inputs[: 4 * (chain.size + rows)]
         values = given.numpy()
         values[:] = 0
         states, read = values[: 4 * chain.size].reshape(4, chain.size), values[4 * chain.size :].reshape(4, rows)
@@ -127,13 +127,13 @@ class CudaHead:
         read[3] = chain.size  # the table that is spare
         read[0, :flat], read[1, :flat], read[2, :flat] = step.tokens, positions, places
         read[3, :flat] = np.arange(count).repeat(lengths)
-        chain.given[: len(given)].copy_(given, non_blocking=True)
+        chain.inputs[: len(given)].copy_(given, non_blocking=True)
         self._inputs[:flat].copy_(step.inputs)
         chain.set_tables(step.tables, _width(max(map(len, step.tables)), most, self._size))
 
     def _read(self, chain: _Chain, rows: int) -> None:
         """Read positions, and find the tokens behind the last ones of each sequence."""
-        tokens, positions, places, owners = chain.given[4 * chain.size :][: 4 * rows].view(4, rows)
+        tokens, positions, places, owners = chain.inputs[4 * chain.size :][: 4 * rows].view(4, rows)
         hidden = functional.linear(self._inputs[:rows], self._fc)
         tables = chain.tables.index_select(0, owners)
         self._compute(tokens, hidden, positions, places, owners, chain.tables, tables)
@@ -188,7 +188,7 @@ class CudaHead:
 
         def compute(parts: Sequence[tuple[_Chain, int]], chains: Sequence[_Chain]) -> None:
             for chain, rows in parts:
-                chain.clear()
+                chain.clear(rows)
                 self._read(chain, rows)
             for chain in chains:
                 self._follow(chain)
@@ -200,7 +200,7 @@ class CudaHead:
             self._capture(read)
         else:
             compute([*read, *others], self._chains)
-        self.draft(HeadStep([0], [0], [0], [1], [[self._spare]], self._inputs[:1]), [1], 0.0)  # what is left
+        self.draft(HeadStep([0], [0], [0], [1], [[self._spare]], self._inputs[:1]), [1], 0.0)  # loads what is left
         warn_of_compilation()
 
     def _capture(self, read: Sequence[tuple[_Chain, int]]) -> None:
@@ -208,11 +208,11 @@ class CudaHead:
         pool: Any = None
         with uncollected():
             for chain, rows in reversed(read):
-                chain.clear()
+                chain.clear(rows)
                 chain.readings[rows], _ = capture(partial(self._read, chain, rows), pool)
                 pool = chain.readings[rows].pool()
             for chain in self._chains:
-                chain.clear()
+                chain.clear(0)
                 chain.following, _ = capture(partial(self._follow, chain), pool)
 
 
@@ -226,17 +226,17 @@ class _Chain:
         self.readings: dict[int, torch.cuda.CUDAGraph] = {}
         """By the number of positions that are read."""
         self.following: torch.cuda.CUDAGraph | None = None
-        self.given = torch.zeros(4 * (size + most_read), dtype=torch.int32, device=like.device)
+        self.inputs = torch.zeros(4 * (size + most_read), dtype=torch.int32, device=like.device)
         """What the host gives: `positions`, `places`, `numbers` and `last`; then tokens, positions, places and owners
         of what is read."""
-        self.positions, self.places, self.numbers, self.last = self.given[: 4 * size].view(4, size)
+        self.positions, self.places, self.numbers, self.last = self.inputs[: 4 * size].view(4, size)
         """Position of the last token found for each sequence, its place in the table, the number of tokens found, and
         the last row that is read."""
-        self.host = torch.zeros(len(self.given), dtype=torch.int32)
+        self.host_inputs = torch.zeros(len(self.inputs), dtype=torch.int32)
         """The same on the host. Nothing reads it any more once a draft is known."""
         self._host_tables = torch.zeros(size * width, dtype=torch.int32)
         if like.is_cuda:
-            self.host, self._host_tables = self.host.pin_memory(), self._host_tables.pin_memory()
+            self.host_inputs, self._host_tables = self.host_inputs.pin_memory(), self._host_tables.pin_memory()
         self.owners = torch.arange(size, dtype=torch.int32, device=like.device)
         self.tokens = torch.zeros(size, dtype=torch.int32, device=like.device)
         """The last token found for each sequence."""
@@ -247,20 +247,20 @@ class _Chain:
         self.found = torch.zeros((most, 2, size), device=like.device)
         """Tokens, as floats, and their probabilities: one row after another."""
         self._spare = spare
-        self._known: list[int] = []
+        self._uploaded: list[int] = []
         """The tables that are there, one behind the other, and their lengths."""
         self._width = 0
         """Width up to which they are."""
 
-    def clear(self) -> None:
-        """Begin with no sequence."""
-        self.given[: 4 * self.size].zero_()
-        self.given[4 * self.size :].fill_(self.size)
+    def clear(self, rows: int) -> None:
+        """Begin without a sequence, and with so many rows to read that are only there to fill up."""
+        self.inputs.zero_()
+        self.inputs[4 * self.size :][3 * rows : 4 * rows].fill_(self.size)
 
     def set_tables(self, tables: Sequence[list[int]], width: int) -> None:
         """Have tables on the device up to a width; positions behind their ends are written to the spare block."""
         wanted = [*map(len, tables), *concatenated.from_iterable(tables)]
-        if wanted == self._known and width <= self._width:
+        if wanted == self._uploaded and width <= self._width:
             return
         packed = self._host_tables[: self.size * width].view(self.size, width)
         values = packed.numpy()
@@ -268,7 +268,7 @@ class _Chain:
         for row, table in zip(values, tables, strict=False):
             row[: len(table)] = table
         self.tables[: self.size, :width].copy_(packed, non_blocking=True)
-        self._known, self._width = wanted, width
+        self._uploaded, self._width = wanted, width
 
 
 def _sizes(most: int) -> list[int]:

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from engine.checkpoints.eagle import EagleHead, read_eagle_head
 from engine.checkpoints.facts import read_model_facts
-from engine.embedded.models.cuda.head import CudaHead
+from engine.embedded.models.cuda.head import CudaHead, _Chain
 from engine.embedded.models.heads import HeadDraft, HeadStep
 from tests.engine.embedded.models.cuda.test_cuda_model import run
 from tests.support.cuda import cuda_runner, interpreter, save  # noqa: F401 - fixtures
@@ -64,6 +64,26 @@ def test_a_longer_draft_beside_it_leaves_the_blocks_of_others(head: EagleHead, m
     compare(both.draft([(0, 12, 1), (1, 3, 1)]))
     compare(both.draft([(2, 7, 1), (3, 1, MOST)]))
     compare(both.draft([(0, 1, MOST), (1, 1, 1)]))
+
+
+def test_any_number_of_sequences_is_read_by_a_graph(head: EagleHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Both(head)
+    monkeypatch.delattr(CudaHead, "_read")
+    for count in range(1, 6):
+        compare(both.draft([(index, 1, 1) for index in range(count)]))
+
+
+def test_tables_on_the_device_are_those_of_the_sequences() -> None:
+    """Also after some that were the same, or longer, or more."""
+    chain, rng, spare = _Chain(4, 8, 3, 24, 99, torch.zeros(8, 1)), random.Random(3), 99
+    tables: list[list[int]] = []
+    for _ in range(300):
+        if not tables or rng.random() < 0.6:
+            tables = [rng.choices(range(50), k=rng.randrange(1, 9)) for _ in range(rng.randrange(1, 5))]
+        width = rng.choice([8, 12, 24])
+        chain.set_tables(tables, width)
+        wanted = [(table + [spare] * width)[:width] for table in tables] + [[spare] * width] * (5 - len(tables))
+        assert chain.tables[:, :width].tolist() == wanted
 
 
 def test_a_head_changes_nothing(folder: Path, head: EagleHead, monkeypatch: pytest.MonkeyPatch) -> None:
