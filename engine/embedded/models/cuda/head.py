@@ -30,9 +30,11 @@ from engine.kit.collector import uncollected
 _AT_ONCE = 4
 """Number of tokens that are drafted before the host looks whether to go on."""
 _READ_EACH = 4
-"""Number of positions for each sequence up to which reading is a graph; as many as `_READ_ALONE` for one."""
+"""Number of positions of each sequence up to which a graph reads them."""
 _READ_ALONE = 8
+"""Number of positions that a graph reads however few sequences there are."""
 _MOST_GRAPHED = 512
+"""Maximum number of positions that a graph reads."""
 _WIDTH = 16
 """Widths of block tables are multiples of this: Triton would compile a kernel for others."""
 
@@ -158,15 +160,16 @@ class CudaHead:
 
     def _compute(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, places: torch.Tensor,
-        owners: torch.Tensor, owned: torch.Tensor, tables: torch.Tensor,
+        owners: torch.Tensor, all_tables: torch.Tensor, tables: torch.Tensor,
     ) -> None:  # fmt: skip
         """Compute positions: the token that follows each, its hidden states [rows, hidden], which become the output of
-        the layer, its place in its sequence's table, the row of that in `owned`, and that table, [rows, blocks]; all
-        int32."""
+        the layer, its place in its sequence's table, the row of that in `all_tables`, and that table, [rows, blocks];
+        all int32."""
         products, weights = self._products, self._weights
         entered, rows = head_kernels.enter(
-            tokens, self._embeddings, hidden, places, owners, owned, self._size, self._entry, self._norm_before_residual
-        )
+            tokens, self._embeddings, hidden, places, owners, all_tables, self._size, self._entry,
+            self._norm_before_residual,
+        )  # fmt: skip
         if len(hidden) == 1:
             qkv = kernels.gemv(entered, weights["qkv"].values, tile=products.tiles["qkv"])
         else:
