@@ -501,8 +501,8 @@ class Speculator:
 
     @staticmethod
     def _rest_after(looked: float, costs: StepCosts, rows: int) -> int:
-        """Return for how many steps to look nothing up, after so many seconds that led to nothing."""
-        return min(int(looked / max(_OVERHEAD * costs.fit().plain.at(rows), 1e-9)), _LONGEST_REST)
+        """Return for how many steps to rest after so many seconds that led to nothing; the time of steps is known."""
+        return min(int(looked / (_OVERHEAD * costs.fit().plain.at(rows))), _LONGEST_REST)
 
     def _can_pay(self, costs: Costs, rows: int) -> bool:
         """Return whether drafts for all of a step's sequences are worth it if every token is right."""

@@ -17,7 +17,7 @@ from engine.embedded.models.cuda.weights import Norm, PlainProducts, Products, W
 from engine.embedded.models.devices import UnsupportedModelError
 from engine.embedded.models.rotary import Rotary
 
-OUTPUT_TILE = (8, 1024, 4)
+_OUTPUT_TILE = (8, 1024, 4)
 """Share of each program of the product of one row with the output rows."""
 _TRIAL = [1, 8, 130]
 """Numbers of tokens in the steps of a trial: one, few, and so many that a library computes their products."""
@@ -228,9 +228,7 @@ class LlamaDecoder:
                 x, attended = x[rows], attended[rows]
             normed = products.add(x, attended, layer.out, layer.mlp_norm)
             normed = products.add_gated(x, normed, layer.gate_up, layer.down, following)
-        if len(x) == 1:
-            return kernels.gemv(x, self._head, norm=self._norm, tile=OUTPUT_TILE)
-        return functional.linear(kernels.rms_norm(x, *self._norm), self._head)
+        return logits_of(x, self._norm, self._head)
 
     def _attend(
         self,
@@ -247,6 +245,13 @@ class LlamaDecoder:
         )
         key, value = qkv.view(len(qkv), -1, dim)[:, heads:].split(kv_heads, 1)  # type: ignore[no-untyped-call]
         return attention(step, index, query, key, value).flatten(1)
+
+
+def logits_of(x: torch.Tensor, norm: Norm, output: torch.Tensor) -> torch.Tensor:
+    """Normalise x, [rows, size], and return its logits, [rows, vocabulary]; `output`: [vocabulary, size]."""
+    if len(x) == 1:
+        return kernels.gemv(x, output, norm=norm, tile=_OUTPUT_TILE)
+    return functional.linear(kernels.rms_norm(x, *norm), output)
 
 
 def check_kind(config: LlamaConfig) -> None:

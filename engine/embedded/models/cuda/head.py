@@ -21,7 +21,7 @@ from engine.embedded.kv.cache import KvCache
 from engine.embedded.models.cuda import head_kernels, kernels
 from engine.embedded.models.cuda.compiling import compile_first, expect_compilation, warn_of_compilation
 from engine.embedded.models.cuda.decode_attention import DecodeAttention
-from engine.embedded.models.cuda.decoder import OUTPUT_TILE, rotations
+from engine.embedded.models.cuda.decoder import logits_of, rotations
 from engine.embedded.models.cuda.graphs import capture
 from engine.embedded.models.cuda.weights import Normed, PlainProducts
 from engine.embedded.models.heads import HeadDraft, HeadStep, head_rotary, load_tensors, most_read, places_of
@@ -121,59 +121,49 @@ class CudaHead:
         count, flat = len(step.lengths), len(step.tokens)
         lengths, positions, places = np.array(step.lengths), np.array(step.positions), np.array(places_of(step))
         last = lengths.cumsum() - 1
-        given = chain.host_inputs[: 4 * (chain.size + rows)]
-        values = given.numpy()
-        values[:] = 0
-        states, read = values[: 4 * chain.size].reshape(4, chain.size), values[4 * chain.size :].reshape(4, rows)
+        inputs = chain.host_inputs[: 4 * (chain.size + rows)]
+        inputs.zero_()
+        states, read = (part.numpy() for part in _parts(inputs, chain.size, rows))
         states[0, :count], states[1, :count], states[3, :count] = positions[last], places[last], last
         read[3] = chain.size  # the table that is spare
         read[0, :flat], read[1, :flat], read[2, :flat] = step.tokens, positions, places
         read[3, :flat] = np.arange(count).repeat(lengths)
-        chain.inputs[: len(given)].copy_(given, non_blocking=True)
+        chain.inputs[: len(inputs)].copy_(inputs, non_blocking=True)
         self._inputs[:flat].copy_(step.inputs)
         chain.set_tables(step.tables, _width(max(map(len, step.tables)), most, self._size))
 
     def _read(self, chain: _Chain, rows: int) -> None:
         """Read positions, and find the tokens behind the last ones of each sequence."""
-        tokens, positions, places, owners = chain.inputs[4 * chain.size :][: 4 * rows].view(4, rows)
+        tokens, positions, places, owners = _parts(chain.inputs, chain.size, rows)[1]
         hidden = functional.linear(self._inputs[:rows], self._fc)
-        tables = chain.tables.index_select(0, owners)
-        self._compute(tokens, hidden, positions, places, owners, chain.tables, tables)
+        self._compute(tokens, hidden, positions, places, chain.tables.index_select(0, owners))
         torch.index_select(hidden, 0, chain.last, out=chain.hidden)
         self._choose(chain)
 
     def _follow(self, chain: _Chain) -> None:
         """Find the tokens behind those that were found last."""
-        tables = chain.tables[: chain.size]
-        self._compute(chain.tokens, chain.hidden, chain.positions, chain.places, chain.owners, tables, tables)
+        self._compute(chain.tokens, chain.hidden, chain.positions, chain.places, chain.tables[: chain.size])
         self._choose(chain)
 
     def _choose(self, chain: _Chain) -> None:
         """Note the likeliest tokens behind the outputs of the layer."""
-        if chain.size == 1:
-            logits = kernels.gemv(chain.hidden, self._output, norm=self._norm, tile=OUTPUT_TILE)
-        else:
-            logits = functional.linear(kernels.rms_norm(chain.hidden, *self._norm), self._output)
+        logits = logits_of(chain.hidden, self._norm, self._output)
         head_kernels.choose(
             logits, self._drafted, chain.found, chain.tokens, chain.positions, chain.places, chain.numbers
         )
 
     def _compute(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, places: torch.Tensor,
-        owners: torch.Tensor, all_tables: torch.Tensor, tables: torch.Tensor,
+        tables: torch.Tensor,
     ) -> None:  # fmt: skip
         """Compute positions: the token that follows each, its hidden states [rows, hidden], which become the output of
-        the layer, its place in its sequence's table, the row of that in `all_tables`, and that table, [rows, blocks];
-        all int32."""
+        the layer, its place in its sequence's table, and that table, [rows, blocks]; all but the hidden states are
+        int32."""
         products, weights = self._products, self._weights
         entered, rows = head_kernels.enter(
-            tokens, self._embeddings, hidden, places, owners, all_tables, self._size, self._entry,
-            self._norm_before_residual,
-        )  # fmt: skip
-        if len(hidden) == 1:
-            qkv = kernels.gemv(entered, weights["qkv"].values, tile=products.tiles["qkv"])
-        else:
-            qkv = products.product(Normed(entered), weights["qkv"])
+            tokens, self._embeddings, hidden, places, tables, self._size, self._entry, self._norm_before_residual
+        )
+        qkv = products.product(Normed(entered), weights["qkv"])
         keys, values = self._cache.data[:, 0, 0], self._cache.data[:, 0, 1]
         query = kernels.rotate_and_store(qkv, self._heads, self._rotations, positions, rows, keys, values)
         attended = torch.empty_like(query)
@@ -185,9 +175,8 @@ class CudaHead:
     def _prepare(self, graphs: bool) -> None:
         """Have the kernels for drafts of any number of sequences, and for any number of positions, compiled and loaded,
         and capture the graphs."""
-        alone = self._chains[0]
         read = [(chain, rows) for chain in self._chains for rows in self._sizes if _is_graphed(chain.size, rows)]
-        others = [(alone, rows) for rows in self._sizes if not _is_graphed(1, rows)]
+        others = [(self._chains[0], rows) for rows in self._sizes if not _is_graphed(1, rows)]
 
         def compute(parts: Sequence[tuple[_Chain, int]], chains: Sequence[_Chain]) -> None:
             for chain, rows in parts:
@@ -230,9 +219,8 @@ class _Chain:
         """By the number of positions that are read."""
         self.following: torch.cuda.CUDAGraph | None = None
         self.inputs = torch.zeros(4 * (size + most_read), dtype=torch.int32, device=like.device)
-        """What the host gives: `positions`, `places`, `numbers` and `last`; then tokens, positions, places and owners
-        of what is read."""
-        self.positions, self.places, self.numbers, self.last = self.inputs[: 4 * size].view(4, size)
+        """What the host writes (`_parts`)."""
+        self.positions, self.places, self.numbers, self.last = _parts(self.inputs, size, 0)[0]
         """Position of the last token found for each sequence, its place in the table, the number of tokens found, and
         the last row that is read."""
         self.host_inputs = torch.zeros(len(self.inputs), dtype=torch.int32)
@@ -240,7 +228,6 @@ class _Chain:
         self._host_tables = torch.zeros(size * width, dtype=torch.int32)
         if like.is_cuda:
             self.host_inputs, self._host_tables = self.host_inputs.pin_memory(), self._host_tables.pin_memory()
-        self.owners = torch.arange(size, dtype=torch.int32, device=like.device)
         self.tokens = torch.zeros(size, dtype=torch.int32, device=like.device)
         """The last token found for each sequence."""
         self.hidden = like.new_zeros((size, len(like)))
@@ -258,7 +245,7 @@ class _Chain:
     def clear(self, rows: int) -> None:
         """Begin without a sequence, and with so many rows to read that are only there to fill up."""
         self.inputs.zero_()
-        self.inputs[4 * self.size :][3 * rows : 4 * rows].fill_(self.size)
+        _parts(self.inputs, self.size, rows)[1][3] = self.size
 
     def set_tables(self, tables: Sequence[list[int]], width: int) -> None:
         """Have tables on the device up to a width; positions behind their ends are written to the spare block."""
@@ -272,6 +259,13 @@ class _Chain:
             row[: len(table)] = table
         self.tables[: self.size, :width].copy_(packed, non_blocking=True)
         self._uploaded, self._width = wanted, width
+
+
+def _parts(inputs: torch.Tensor, size: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the two parts of a chain's inputs, of four rows each. The first has a column for each of `size` sequences:
+    position, place, number of tokens found, and last row to read. The second has one for each of `rows` positions to
+    read: token, position, place, and row of its table."""
+    return inputs[: 4 * size].view(4, size), inputs[4 * size : 4 * (size + rows)].view(4, rows)
 
 
 def _sizes(most: int) -> list[int]:

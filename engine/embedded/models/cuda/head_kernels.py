@@ -20,9 +20,9 @@ def _normed(value, weight, size, epsilon, dtype: tl.constexpr):
     return (value.to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tokens", "places", "owners"])  # they lie behind one another
+@triton.jit(do_not_specialize_on_alignment=["tokens", "places"])  # they lie behind one another
 def _enter(
-    tokens, embeddings, hidden, places, owners, tables, width, token_norm, hidden_norm, epsilon, out, slots, size,
+    tokens, embeddings, hidden, places, tables, width, token_norm, hidden_norm, epsilon, out, slots, size,
     BLOCK_SIZE: tl.constexpr, NORM_BEFORE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -30,10 +30,10 @@ def _enter(
     inside = columns < size
     of_token, of_hidden = tl.load(token_norm + columns, inside, 0.0), tl.load(hidden_norm + columns, inside, 0.0)
     gdc_wait()
-    token, place, owner = tl.load(tokens + row), tl.load(places + row), tl.load(owners + row)
+    token, place = tl.load(tokens + row), tl.load(places + row)
     embedded = tl.load(embeddings + token.to(tl.int64) * size + columns, inside, 0.0).to(tl.float32)
     entered = tl.load(hidden + row * size + columns, inside, 0.0).to(tl.float32)
-    block = tl.load(tables + owner.to(tl.int64) * width + place // BLOCK_SIZE).to(tl.int64)
+    block = tl.load(tables + row * width + place // BLOCK_SIZE).to(tl.int64)
     gdc_launch_dependents()
     dtype: tl.constexpr = out.dtype.element_ty
     tl.store(slots + row, block * (2 * BLOCK_SIZE) + place % BLOCK_SIZE)
@@ -50,7 +50,6 @@ def enter(
     embeddings: torch.Tensor,
     hidden: torch.Tensor,
     places: torch.Tensor,
-    owners: torch.Tensor,
     tables: torch.Tensor,
     block_size: int,
     norms: tuple[torch.Tensor, torch.Tensor, float],
@@ -59,9 +58,9 @@ def enter(
     """Return what a head's layer takes: the normalised embeddings of tokens, and beside them the hidden states, [rows,
     2 * size]; and the cache row of each, int64 [rows].
 
-    `tokens`, `places` and `owners`: int32 [rows]; a position is at `places` of the table `owners` of `tables`, int32
-    [any, blocks], and a block has `block_size` cache rows of keys, then as many of values. `embeddings` [vocabulary,
-    size]; `hidden` [rows, size], which become the normalised ones if the residual stream begins behind that norm.
+    `tokens` and `places`: int32 [rows]; a position is at its place of its table in `tables`, int32 [rows, blocks].
+    A block has `block_size` cache rows of keys, then as many of values. `embeddings` [vocabulary, size]; `hidden`
+    [rows, size], which become the normalised ones if the residual stream begins behind that norm.
     `norms`: weights for embeddings and for hidden states, and their epsilon.
     """
     rows, size = hidden.shape
@@ -69,7 +68,7 @@ def enter(
     out = hidden.new_empty((rows, 2 * size))
     slots = torch.empty(rows, dtype=torch.int64, device=hidden.device)
     _enter[(rows,)](
-        tokens, embeddings, hidden, places, owners, tables, tables.shape[1], token_norm, hidden_norm, epsilon, out,
+        tokens, embeddings, hidden, places, tables, tables.shape[1], token_norm, hidden_norm, epsilon, out,
         slots, size, block_size, norm_before_residual, triton.next_power_of_2(size), num_warps=8, launch_pdl=True,
     )  # fmt: skip
     return out, slots

@@ -73,7 +73,7 @@ class Products(ABC):
 
     def product(self, normed: Normed, weight: Weight) -> torch.Tensor:
         """Return x · weightᵀ of the normalised x: [rows, N]."""
-        if normed.norm is None:
+        if not self._is_streamed(normed.values):
             return self._product_rows(normed, weight)
         return kernels.gemv(normed.values, weight.streamed, norm=normed.norm, tile=self.tiles[weight.name])
 
@@ -87,7 +87,7 @@ class Products(ABC):
 
     def add_gated(self, x: torch.Tensor, normed: Normed, gate_up: Weight, down: Weight, norm: Norm | None) -> Normed:
         """Add the product of silu(gate) · up of the normalised x; the first half of the weight's rows are the gates."""
-        if normed.norm is None:
+        if not self._is_streamed(x):
             return self._add_gated_rows(x, normed, gate_up, down, norm)
         tile = self.tiles[gate_up.name]
         value = kernels.gemv(normed.values, gate_up.streamed, norm=normed.norm, gated=True, tile=tile)

@@ -117,7 +117,7 @@ def test_load_turns_drafts_down(streams: int, row: float, least: float) -> None:
 
 
 def test_drafts_that_seem_too_dear_are_tried() -> None:
-    """Of many sequences, where a row costs far less than is assumed before any was computed."""
+    """With 64 sequences a row costs far less here than the engine assumes until it has computed drafts for as many."""
     drafter = Repeating(length=0)
     one, sequences = speculator(drafter, min_speedup=1.1), [decoding(str(index)) for index in range(64)]
     simulate(one, sequences, 20, row=0.001)
