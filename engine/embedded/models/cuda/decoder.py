@@ -17,7 +17,7 @@ from engine.embedded.models.cuda.weights import Norm, PlainProducts, Products, W
 from engine.embedded.models.devices import UnsupportedModelError
 from engine.embedded.models.rotary import Rotary
 
-_OUTPUT_TILE = (8, 1024, 4)
+_OUTPUT_TILE = (2, 4096, 4)
 """Share of each program of the product of one row with the output rows."""
 _TRIAL = [1, 8, 130]
 """Numbers of tokens in the steps of a trial: one, few, and so many that a library computes their products."""

@@ -29,6 +29,7 @@ class Fp8Products(Products):
     tiles: ClassVar[Mapping[str, Tile]] = {
         "qkv": (16, 512, 8),
         "out": (16, 1024, 8),
+        "fetched": (16, 1024, 8),
         "gate_up": (2, 4096, 4),
         "down": (8, 2048, 8),
     }

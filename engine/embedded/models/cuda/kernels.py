@@ -13,6 +13,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+_AT_ONCE = 2048
+"""Maximum width of a weight whose rows a program of `gemv` reads in one pass."""
+_LEAST_PROGRAMS = 200
+"""Minimum number of programs of a product of one row: an H200 has 132 multiprocessors, which run several at a time."""
+
 
 @triton.jit
 def _rms_norm(x, weight, out, size, epsilon, BLOCK: tl.constexpr):
@@ -169,6 +174,14 @@ def rotate_and_store(
 
 
 @triton.jit
+def _columns(row, columns, START: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, POLICY: tl.constexpr):
+    """Load columns from START on of one or several rows of K: zeros beyond the last."""
+    if START + BLOCK_K <= K:
+        return tl.load(row + START, eviction_policy=POLICY)
+    return tl.load(row + START, columns < K - START, 0.0, eviction_policy=POLICY)
+
+
+@triton.jit
 def _gemv(
     x, weight, channels, norm, out, epsilon, N,
     K: tl.constexpr, FP8: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, FETCH: tl.constexpr,
@@ -177,9 +190,9 @@ def _gemv(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     tiles = weight + n.to(tl.int64)[:, None] * K + k[None, :]
-    first = tl.load(tiles, eviction_policy="evict_first")
+    first = _columns(tiles, k[None, :], 0, K, BLOCK_K, "evict_first")
     if GATED:
-        first_up = tl.load(tiles + N * K, eviction_policy="evict_first")
+        first_up = _columns(tiles + N * K, k[None, :], 0, K, BLOCK_K, "evict_first")
     if FP8:
         channel = tl.load(channels + n)
         if GATED:
@@ -200,20 +213,21 @@ def _gemv(
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
-        value = tl.load(x + start + k).to(tl.float32)
+        value = _columns(x + k, k, start, K, BLOCK_K, "").to(tl.float32)
         if NORM:
-            value = (value * scale).to(x.dtype.element_ty).to(tl.float32) * tl.load(norm + start + k).to(tl.float32)
+            weighed = _columns(norm + k, k, start, K, BLOCK_K, "").to(tl.float32)
+            value = (value * scale).to(x.dtype.element_ty).to(tl.float32) * weighed
             value = value.to(x.dtype.element_ty).to(tl.float32)
         if start == 0:
             tile = first
         else:
-            tile = tl.load(tiles + start, eviction_policy="evict_first")
+            tile = _columns(tiles, k[None, :], start, K, BLOCK_K, "evict_first")
         acc += tile.to(tl.float32) * value[None, :]
         if GATED:
             if start == 0:
                 tile_up = first_up
             else:
-                tile_up = tl.load(tiles + N * K + start, eviction_policy="evict_first")
+                tile_up = _columns(tiles + N * K, k[None, :], start, K, BLOCK_K, "evict_first")
             acc_up += tile_up.to(tl.float32) * value[None, :]
     total = tl.sum(acc, 1)
     if FP8:
@@ -268,11 +282,17 @@ def fits_gemv(shape: tuple[int, ...]) -> bool:
 
 
 def _fitting(tile: tuple[int, int, int], n: int, k: int) -> tuple[int, int, int]:
-    """Return a tile of about as many values that divides [n, k]."""
+    """Return the tile of about as many values that suits a weight [n, k].
+
+    A width that a program can read at once is, and of tiles for wider ones at most a quarter is beyond the last column:
+    that costs less than more passes. Enough programs are left to keep all multiprocessors busy.
+    """
     block_n, block_k, warps = tile
-    while k % block_k:
+    if k <= _AT_ONCE:
+        whole = triton.next_power_of_2(k)
+        block_n, block_k = min(16, max(1, block_n * block_k // whole)), whole
+    while 3 * triton.cdiv(k, block_k) * block_k > 4 * k:
         block_k //= 2
-        block_n = min(2 * block_n, 16)
-    while n % block_n:
+    while n % block_n or (block_n > 1 and n // block_n < _LEAST_PROGRAMS):
         block_n //= 2
     return block_n, block_k, warps

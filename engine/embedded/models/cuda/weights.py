@@ -54,6 +54,7 @@ class Products(ABC):
     """Products of one row by `kernels.gemv`, and the seam for all others."""
 
     tiles: ClassVar[Mapping[str, Tile]]
+    """Tiles of products of one row by the names of their weights; `fetched` is the out product's if its weight is."""
 
     def __init__(self, fetch: bool) -> None:
         self._fetch = fetch
@@ -82,7 +83,8 @@ class Products(ABC):
         if not self._is_streamed(x):
             return self._add_rows(x, value, weight, norm)
         fetch = weight.name == "out" and self._fetch
-        kernels.gemv(value, weight.streamed, residual=x, fetch=fetch, tile=self.tiles[weight.name])
+        tile = self.tiles["fetched" if fetch else weight.name]
+        kernels.gemv(value, weight.streamed, residual=x, fetch=fetch, tile=tile)
         return Normed(x, norm)
 
     def add_gated(self, x: torch.Tensor, normed: Normed, gate_up: Weight, down: Weight, norm: Norm | None) -> Normed:
@@ -115,11 +117,12 @@ class Products(ABC):
 class PlainProducts(Products):
     """Weights of the model's type: cuBLAS, and our own products where those of few rows are faster."""
 
-    # Measured on an H200 (benchmarks/kernels.py, docs/log.md).
+    # Measured on an H200 for nine models (benchmarks/kernels.py, docs/log.md).
     tiles: ClassVar[Mapping[str, Tile]] = {
-        "qkv": (4, 2048, 8),
-        "out": (16, 512, 4),
-        "gate_up": (2, 2048, 4),
+        "qkv": (2, 4096, 4),
+        "out": (8, 1024, 4),
+        "fetched": (16, 512, 4),
+        "gate_up": (2, 4096, 4),
         "down": (8, 1024, 4),
     }
 

@@ -54,14 +54,14 @@ def test_gates() -> None:
     same(kernels.silu_mul(x), functional.silu(x[:, :2100].float()) * x[:, 2100:].float())
 
 
-@pytest.mark.parametrize("k", [64, 256, 704])
+@pytest.mark.parametrize("k", [64, 256, 704, 2240, 4672])
 def test_products_of_one_row(k: int) -> None:
     x, weight, norm, residual = random(1, k), random(64, k, scale=0.1), random(k), random(1, 64)
     same(kernels.gemv(x, weight, tile=(8, 128, 4)), x.float() @ weight.float().T)
     same(kernels.gemv(x, weight, norm=(norm, 1e-5), tile=(8, 1024, 4)), normed(x, norm).float() @ weight.float().T)
     same(kernels.gemv(x, weight, gated=True, tile=(2, 2048, 4)), gated(x, weight))
     expected = residual.float() + x.float() @ weight.float().T
-    same(kernels.gemv(x, weight, residual=residual, fetch=ON_GPU and k != 704, tile=(4, 2048, 8)), expected)
+    same(kernels.gemv(x, weight, residual=residual, fetch=ON_GPU and k in (256, 4096), tile=(4, 2048, 8)), expected)
     same(residual, expected)
 
 
@@ -353,7 +353,7 @@ def test_a_row_of_zeros_in_eight_bits() -> None:
     assert not values.float().any() and bool(scales.isfinite().all())
 
 
-@pytest.mark.parametrize("k", [64, 704, 4096])
+@pytest.mark.parametrize("k", [64, 704, 2240, 4096])
 def test_products_of_one_row_with_weights_in_eight_bits(k: int) -> None:
     x, norm, residual = random(1, k), random(k), random(1, 64)
     values, scales = fp8_kernels.quantise(random(64, k, scale=0.1))
@@ -362,7 +362,7 @@ def test_products_of_one_row_with_weights_in_eight_bits(k: int) -> None:
     same(kernels.gemv(x, pair, norm=(norm, 1e-5), tile=(8, 2048, 4)), normed(x, norm).float() @ weight.T)
     same(kernels.gemv(x, pair, gated=True, tile=(2, 4096, 4)), gated(x, weight))
     expected = residual.float() + x.float() @ weight.T
-    kernels.gemv(x, pair, residual=residual, fetch=ON_GPU and k != 704, tile=(4, 4096, 8))
+    kernels.gemv(x, pair, residual=residual, fetch=ON_GPU and k in (256, 4096), tile=(4, 4096, 8))
     same(residual, expected)
 
 
