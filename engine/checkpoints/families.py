@@ -78,12 +78,12 @@ class VisionPart(MediaPart):
 class Family:
     """Special treatment of a `model_type`; the defaults stand for none."""
 
-    compiled: bool = False
-    """Whether the compiled path can run the model or, of a vision-language model, its language part."""
+    compiled: Literal["", "CPU", "CPU and GPU"] = ""
+    """Devices on which compiled code can run the model or, of a vision-language model, its language part."""
     defaults: Config = field(default_factory=dict)
     """transformers' defaults for keys that a config.json of this kind, or a nested `text_config`, may leave out."""
-    window: int | None = None
-    """Default `sliding_window` of all layers; None for kinds that ignore that key."""
+    slides: bool = False
+    """Whether `sliding_window`, unless it is null, is the attention window of all layers."""
     vision: VisionPart | None = None
     """The part that takes images; None for models that cannot be served with images."""
     audio: AudioPart | None = None
@@ -117,7 +117,13 @@ _LLAMA = {
 _MISTRAL = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0, "hidden_act": "silu", "eos_token_id": 2,
+    "rope_theta": 10000.0, "hidden_act": "silu", "eos_token_id": 2, "sliding_window": 4096,
+}  # fmt: skip
+_GEMMA3 = {
+    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh", "eos_token_id": 1, "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256, "sliding_window": 4096,
 }  # fmt: skip
 _QWEN2_VL = {
     "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -135,14 +141,14 @@ _IDEFICS3 = VisionPart(
 _BOTH_DIRECTIONS = "which paged attention with its causal chunks cannot do"
 
 FAMILIES = {
-    "llama": Family(compiled=True, defaults=_LLAMA),
-    "mistral": Family(compiled=True, defaults=_MISTRAL, window=4096),
-    "qwen2": Family(compiled=True),
-    "qwen3": Family(compiled=True, defaults={"head_dim": 128}),
+    "llama": Family(compiled="CPU and GPU", defaults=_LLAMA),
+    "mistral": Family(compiled="CPU and GPU", defaults=_MISTRAL, slides=True),
+    "qwen2": Family(compiled="CPU and GPU"),
+    "qwen3": Family(compiled="CPU and GPU", defaults={"head_dim": 128}),
     "qwen2_vl_text": Family(defaults=_QWEN2_VL),
     "qwen2_5_vl_text": Family(defaults=_QWEN2_VL),
     "llava": Family(
-        compiled=True,
+        compiled="CPU and GPU",
         vision=VisionPart(
             text_type="llama",
             language="language_model",
@@ -179,7 +185,7 @@ FAMILIES = {
         )
     ),
     "audioflamingo3": Family(
-        compiled=True,
+        compiled="CPU and GPU",
         audio=AudioPart(
             text_type="qwen2",
             language="language_model",
@@ -188,8 +194,9 @@ FAMILIES = {
             audio_token="<sound>",
         ),
     ),
-    "idefics3": Family(compiled=True, vision=_IDEFICS3),
-    "smolvlm": Family(compiled=True, vision=replace(_IDEFICS3, videos="frames")),
+    "idefics3": Family(compiled="CPU and GPU", vision=_IDEFICS3),
+    "smolvlm": Family(compiled="CPU and GPU", vision=replace(_IDEFICS3, videos="frames")),
+    "gemma3_text": Family(compiled="CPU", defaults=_GEMMA3),
     "gemma3": Family(no_images=f"its image tokens attend to each other in both directions, {_BOTH_DIRECTIONS}"),
     "paligemma": Family(no_images=f"its prompts attend in both directions, {_BOTH_DIRECTIONS}"),
     "whisper": Family(

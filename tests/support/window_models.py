@@ -16,7 +16,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
-    "gemma3_text": {"num_hidden_layers": 7, "query_pre_attn_scalar": 40, "final_logit_softcapping": 3.0},
+    "gemma3_text": {"num_hidden_layers": 7, "query_pre_attn_scalar": 40},
     "gemma2": {
         "num_hidden_layers": 4,
         "query_pre_attn_scalar": 40,
@@ -29,13 +29,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def save(kind: str, folder: Path, **options: Any) -> Path:
-    """A model of the kind in a folder."""
+    """A model of the kind in a folder, of weights that bfloat16 holds: compiled code computes Gemma 3 and Mistral."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**SIZES, **KINDS.get(kind, {}), **options})
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         if parameter.ndim > 1:  # of a size that makes attention matter
             parameter.data.normal_(0.0, 0.3)
+        parameter.data = parameter.data.bfloat16().float()
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2)
     model.save_pretrained(folder)
     return folder

@@ -17,9 +17,9 @@ from safetensors import safe_open
 
 from engine.checkpoints.facts import ModelFacts, read_model_facts
 from engine.checkpoints.headers import check_headers, check_shapes, place, read_headers
-from engine.embedded.kv.layout import Attends
+from engine.embedded.kv.layout import KINDS, Attends
 from engine.embedded.models.devices import UnsupportedModelError
-from engine.embedded.models.rotary import Rotary, rotary_of
+from engine.embedded.models.rotary import Rotary, ropes_of, rotary_of
 from engine.errors import EngineFailure
 from engine.kit.checks import ImageTokens
 
@@ -28,6 +28,12 @@ _BIASED = "qwen2"
 
 _NORMED = "qwen3"
 """The model type that normalises each head of queries and of keys."""
+
+_GEMMA = "gemma3_text"
+"""The model type of which `LlamaConfig.gemma` tells."""
+
+_GEMMA_PATTERN = 6
+"""Every how many layers Gemma 3 attends to all tokens, where its config.json does not say."""
 
 _FREQUENCIES = "rotary_emb.inv_freq"
 """Part of the names of tensors that old files contain although they follow from the configuration."""
@@ -50,7 +56,8 @@ class LlamaConfig:
     context_length: int
     """Maximum number of tokens of a sequence: the model's, or a smaller one that was asked for."""
     epsilon: float
-    rotary: Rotary
+    rotaries: tuple[Rotary, ...]
+    """How heads are turned: all in one way, or those of full attention in the first and of windows in the second."""
     eos_token_ids: tuple[int, ...]
     tied: bool
     """Whether the output head shares its weights with the embedding."""
@@ -58,12 +65,26 @@ class LlamaConfig:
     """Whether the projections of queries, keys and values have biases."""
     head_norms: bool
     """Whether each head of queries and of keys is normalised before it is turned."""
+    gemma: bool
+    """Whether it is computed as Gemma 3: embeddings times the root of the hidden size, gates by GELU, norms whose
+    weights count from one, and norms of what attention and the MLP add."""
+    sliding: tuple[bool, ...]
+    """Whether each layer is one of a sliding window, however long."""
+    windows: tuple[int | None, ...]
+    """Attention window of each layer; None for one as long as the context, and for full attention."""
+    scale: float
+    """Factor of attention scores."""
     facts: ModelFacts
     takes_images: ImageTokens | None
 
     @property
     def attends(self) -> Attends:
-        return Attends((None,) * self.layers, self.kv_heads, self.head_dim)
+        return Attends(self.windows, self.kv_heads, self.head_dim)
+
+    @property
+    def rotary(self) -> Rotary:
+        """How heads are turned in full attention."""
+        return self.rotaries[0]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -86,6 +107,8 @@ class LlamaConfig:
             }
         if self.head_norms:
             layer |= {f"self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
+        if self.gemma:
+            layer |= {f"{name}_feedforward_layernorm.weight": (self.hidden,) for name in ("pre", "post")}
         embedding = (self.vocab_size, self.hidden)
         return {
             "model.embed_tokens.weight": embedding,
@@ -104,9 +127,11 @@ def read_config(folder: Path, max_seq_len: int = 0) -> LlamaConfig:
     try:
         _check(facts)
         context_length = min(max_seq_len or facts.context_length, facts.context_length)
-        _check_window(facts, context_length)
-        if (rotary := rotary_of(facts)) is None:
+        rotaries = [rotary for rope in ropes_of(facts) if (rotary := rotary_of(facts, rope)) is not None]
+        if len(rotaries) < len(ropes_of(facts)):
             raise UnsupportedModelError("the fast path does not know these scaled rotary positions")
+        sliding, gemma = _sliding(facts), facts.text_type == _GEMMA
+        window = facts.integer("sliding_window") if any(sliding) else 0
         return LlamaConfig(
             layers=facts.layers,
             hidden=facts.hidden_size,
@@ -117,11 +142,15 @@ def read_config(folder: Path, max_seq_len: int = 0) -> LlamaConfig:
             vocab_size=facts.vocab_size,
             context_length=context_length,
             epsilon=facts.number("rms_norm_eps"),
-            rotary=rotary,
+            rotaries=tuple(rotaries),
             eos_token_ids=facts.eos_token_ids,
             tied=facts.tied,
             biased=facts.text_type == _BIASED,
-            head_norms=facts.text_type == _NORMED,
+            head_norms=facts.text_type in (_NORMED, _GEMMA),
+            gemma=gemma,
+            sliding=sliding,
+            windows=tuple(window if slides and window < context_length else None for slides in sliding),
+            scale=(facts.number("query_pre_attn_scalar") if gemma else facts.head_dim) ** -0.5,
             facts=facts,
             takes_images=facts.image_tokens,
         )
@@ -129,24 +158,36 @@ def read_config(folder: Path, max_seq_len: int = 0) -> LlamaConfig:
         raise UnsupportedModelError(str(error)) from error
 
 
-def _check_window(facts: ModelFacts, context_length: int) -> None:
-    """Raise UnsupportedModelError for a window that hides tokens of a sequence."""
-    default = facts.text_family.window
-    window = None if default is None else facts.text.get("sliding_window", default)
-    if window is not None and (type(window) is not int or window < context_length):
-        raise UnsupportedModelError(f"the fast path does not know sliding windows, here of {window} tokens")
+def _sliding(facts: ModelFacts) -> tuple[bool, ...]:
+    """Return for each layer whether it attends to a window."""
+    if facts.text_type != _GEMMA:
+        return (facts.text_family.slides and facts.text.get("sliding_window") is not None,) * facts.layers
+    kinds = facts.text.get("layer_types")
+    if kinds is None:
+        pattern = facts.text.get("sliding_window_pattern", _GEMMA_PATTERN)
+        if type(pattern) is not int or pattern < 1:
+            raise UnsupportedModelError(f"the fast path does not know the sliding_window_pattern {pattern!r}")
+        return tuple(index % pattern > 0 for index in range(1, 1 + facts.layers))
+    if len(kinds) != facts.layers:
+        raise UnsupportedModelError(f"layer_types has {len(kinds)} entries for {facts.layers} layers")
+    return tuple(kind == "sliding_attention" for kind in kinds)
 
 
 def _check(facts: ModelFacts) -> None:
-    text, rope = facts.text, facts.rope
+    text, gemma = facts.text, facts.text_type == _GEMMA
     kinds = {facts.model_type: facts.family, facts.text_type: facts.text_family}
-    named = text.get("hidden_act") or text.get("hidden_activation")
-    activation = f"the activation {named}" if named else "a model without hidden_act"
+    key, wanted = ("hidden_activation", "gelu_pytorch_tanh") if gemma else ("hidden_act", "silu")
+    named = text.get(key) or text.get("hidden_activation")
+    activation = f"the activation {named}" if named else f"a model without {key}"
+    known = KINDS if gemma else {"full_attention"}
+    rotated = [rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 1.0)) for rope in ropes_of(facts)]
     refusals = {
         **{f"the model type {kind}": not family.compiled for kind, family in kinds.items()},
-        "sliding windows": text.get("use_sliding_window") or set(text.get("layer_types") or ()) - {"full_attention"},
-        activation: text.get("hidden_act") != "silu",
-        "partly rotated heads": rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 1.0)) != 1.0,
+        "sliding windows": text.get("use_sliding_window") or set(text.get("layer_types") or ()) - known,
+        activation: text.get(key) != wanted,
+        "partly rotated heads": any(factor != 1.0 for factor in rotated),
+        "capped logits": gemma and (text.get("final_logit_softcapping") or text.get("attn_logit_softcapping")),
+        "attention in both directions": gemma and text.get("use_bidirectional_attention"),
         "quantised weights": facts.quantized,
         "biases of all projections": text.get("attention_bias") or text.get("mlp_bias"),
     }

@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 from engine.checkpoints.facts import ModelFacts
 
+_GEMMA_GLOBAL, _GEMMA_LOCAL = 1_000_000.0, 10_000.0
+"""Bases of Gemma 3's rotary positions where its config.json names none: in full attention and in sliding windows."""
+
 
 class Rotary(NamedTuple):
     """How a model's heads are turned by positions."""
@@ -30,22 +33,39 @@ class Rotary(NamedTuple):
         return np.cos(angles) * factor, np.sin(angles) * factor
 
 
-def rotary_of(facts: ModelFacts) -> Rotary | None:
-    """Return a model's rotary positions; None if it scales them in a way that is not known here, or by wrong
-    numbers."""
+def rotary_of(facts: ModelFacts, rope: dict[str, Any] | None = None) -> Rotary | None:
+    """Return a model's rotary positions, or those of some of its layers, `rope`; None if they are scaled in a way that
+    is not known here, or by wrong numbers."""
     try:
-        found = _rotary(facts)
+        found = _rotary(facts, facts.rope if rope is None else rope)
     except (ValueError, OverflowError, ZeroDivisionError):  # of numbers that are out of all proportion
         return None
     return found if found and found.frequencies.isfinite().all() and _positive(found.attention_factor) else None
 
 
-def _rotary(facts: ModelFacts) -> Rotary | None:
+def ropes_of(facts: ModelFacts) -> list[dict[str, Any]]:
+    """Return the parameters of a model's rotary positions; of Gemma 3 those in full attention, then those in sliding
+    windows, as files of both of its formats have them."""
     rope = facts.rope
+    if facts.text_type != "gemma3_text":
+        return [rope]
+    flat = {key: value for key, value in rope.items() if not isinstance(value, dict)}
+    local = {"rope_theta": facts.text.get("rope_local_base_freq", _GEMMA_LOCAL)}
+    full, sliding = (
+        rope[kind] if isinstance(rope.get(kind), dict) else other
+        for kind, other in (("full_attention", flat), ("sliding_attention", local))
+    )
+    return [{"rope_theta": _GEMMA_GLOBAL} | full, {"rope_theta": _GEMMA_LOCAL} | sliding]
+
+
+def _rotary(facts: ModelFacts, rope: dict[str, Any]) -> Rotary | None:
     if any(isinstance(value, dict) for value in rope.values()):  # other parameters for each type of layer
         return None
     pairs = torch.arange(0, facts.head_dim, 2).float() / facts.head_dim
-    powers = torch.pow(facts.rope_theta, pairs)
+    theta = rope.get("rope_theta") or facts.rope_theta
+    if not _positive(theta):
+        return None
+    powers = torch.pow(theta, pairs)
     plain = powers.reciprocal()
     match rope.get("rope_type", rope.get("type", "default")):
         case "default":
@@ -56,7 +76,7 @@ def _rotary(facts: ModelFacts) -> Rotary | None:
         case "llama3":
             return _llama3(plain, rope)
         case "yarn":
-            return _yarn(powers, facts)
+            return _yarn(powers, facts, rope, theta)
         case "longrope" if rope.get("attention_factor") == 1 and rope.get("short_factor") == rope.get("long_factor"):
             factors = rope["long_factor"] if isinstance(rope.get("long_factor"), list) else []
             known = len(factors) == len(plain) and all(map(_positive, factors))
@@ -79,10 +99,10 @@ def _llama3(plain: torch.Tensor, rope: dict[str, Any]) -> Rotary | None:
     return Rotary(stretched)
 
 
-def _yarn(powers: torch.Tensor, facts: ModelFacts) -> Rotary | None:
+def _yarn(powers: torch.Tensor, facts: ModelFacts, parameters: dict[str, Any], theta: float) -> Rotary | None:
     """Dimensions that turn fewer than `beta_slow` times in the original context are stretched by `factor`, those that
     turn more than `beta_fast` times are not, and those between them partly (arXiv:2309.00071)."""
-    given = {key: value for key, value in facts.rope.items() if value is not None}
+    given = {key: value for key, value in parameters.items() if value is not None}
     rope: dict[str, Any] = {"beta_fast": 32, "beta_slow": 1} | given
     original = "original_max_position_embeddings"
     if original in facts.text:  # this counts more, as in transformers
@@ -96,13 +116,13 @@ def _yarn(powers: torch.Tensor, facts: ModelFacts) -> Rotary | None:
 
     def dimension(turns: float) -> float:
         """Return the pair of dimensions that turns so often in the original context."""
-        return facts.head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(facts.rope_theta))
+        return facts.head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     def mscale(weight: float = 1.0) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     low, high = dimension(fast), dimension(slow)
-    if facts.rope.get("truncate", True):
+    if parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, facts.head_dim - 1)
     kept = 1 - ((torch.arange(len(powers)).float() - low) / (high - low or 0.001)).clamp(0, 1)

@@ -123,9 +123,12 @@ def test_families_whose_images_are_refused(kind: str) -> None:
         _ = facts.vision
 
 
-@pytest.mark.parametrize("kind", [name for name, family in FAMILIES.items() if family.window])
-def test_windows_of_text_models_are_transformers_defaults(kind: str) -> None:
-    assert AutoConfig.for_model(kind).sliding_window == FAMILIES[kind].window
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
+def test_defaults_of_text_models_are_those_of_transformers(kind: str) -> None:
+    config = AutoConfig.for_model(kind)
+    for key, value in FAMILIES[kind].defaults.items():
+        expected = config.rope_parameters["rope_theta"] if key == "rope_theta" else getattr(config, key)
+        assert value == expected, key
 
 
 @pytest.fixture(scope="module", params=SERVED)

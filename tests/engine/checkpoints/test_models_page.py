@@ -47,11 +47,11 @@ def types() -> str:
         return "yes" if family.vision else f"no: {family.no_images}" if family.no_images else "-"
 
     rows = (
-        (f"`{name}`", "yes" if family.compiled else "-", images(name))
+        (f"`{name}`", family.compiled or "-", images(name))
         for name, family in FAMILIES.items()
-        if "_text" not in name
+        if family.compiled or "_text" not in name
     )
-    return table(("`model_type`", "compiled code on CPU and GPU", "images"), rows)
+    return table(("`model_type`", "compiled code on", "images"), rows)
 
 
 def architectures() -> str:
@@ -63,7 +63,7 @@ def architectures() -> str:
 
 
 def compiled(model_type: str) -> bool:
-    return model_type in FAMILIES and FAMILIES[model_type].compiled
+    return model_type in FAMILIES and FAMILIES[model_type].compiled != ""
 
 
 def blocks() -> str:

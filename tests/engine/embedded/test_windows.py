@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
 from engine.embedded.kv.layout import Attends, share
+from engine.embedded.models.native.runner import NativeRunner
+from engine.embedded.models.torch.runner import TorchRunner
 from engine.errors import EngineFailure
 from engine.kv_events import Created, KvEvent, Stored
 from tests.engine.embedded.test_equivalence import add, make_core, run, tokens
@@ -46,11 +48,23 @@ def gemma(case_of: Callable[[str], Case]) -> Case:
     return case_of("gemma3_text")
 
 
+@pytest.fixture(params=["gemma2", "gemma3_text"])
+def mixed(request: pytest.FixtureRequest, case_of: Callable[[str], Case]) -> Case:
+    """One with windows and full attention, by transformers and by compiled code."""
+    return case_of(request.param)
+
+
 def outputs(core: EngineCore, name: str = "", count: int = len(PROMPTS)) -> list[list[int]]:
     for index, prompt in enumerate(PROMPTS[:count]):
         add(core, f"{name}{index}", prompt, max_tokens=OUTPUT)
     deltas = run(core)
     return [tokens(deltas[f"{name}{index}"]) for index in range(count)]
+
+
+def test_compiled_code_and_transformers_are_both_tried(case_of: Callable[[str], Case]) -> None:
+    runners = {kind: type(make_core(case_of(kind)[0]).runner) for kind in KINDS}
+    expected = {kind: NativeRunner if kind in ("gemma3_text", "mistral") else TorchRunner for kind in KINDS}
+    assert runners == expected
 
 
 def test_the_window_matters(case: Case) -> None:
@@ -93,8 +107,8 @@ def test_greedy_equals_generate_at_every_batch_size(case: Case, batch: int) -> N
         ),
     ],
 )
-def test_greedy_equals_generate_however_it_is_scheduled(gemma: Case, options: dict[str, Any], preempts: bool) -> None:
-    folder, expected = gemma
+def test_greedy_equals_generate_however_it_is_scheduled(mixed: Case, options: dict[str, Any], preempts: bool) -> None:
+    folder, expected = mixed
     core = make_core(folder, **options)
     assert outputs(core) == expected
     assert (core.scheduler.preemptions > 0) == preempts

@@ -122,7 +122,7 @@ class LlamaDecoder:
 
         self._shapes = config.shapes
         self._tied = config.tied
-        self.scale = config.head_dim**-0.5
+        self.scale = config.scale
         self.heads = config.heads, config.kv_heads, config.head_dim
         self.vocabulary = config.vocab_size
         self._embedding = empty(self.vocabulary + most_shown, config.hidden)
@@ -256,6 +256,10 @@ def logits_of(x: torch.Tensor, norm: Norm, output: torch.Tensor) -> torch.Tensor
 
 def check_kind(config: LlamaConfig) -> None:
     """Raise UnsupportedModelError for a model that `LlamaDecoder` does not compute."""
+    if config.gemma:
+        raise UnsupportedModelError("the kernels do not know the norms and gates of Gemma")
+    if window := next(filter(None, config.windows), None):
+        raise UnsupportedModelError(f"the kernels do not know sliding windows, here of {window} tokens")
     if config.head_dim & (config.head_dim - 1):
         raise UnsupportedModelError(f"the kernels are for heads of a power of two, not of {config.head_dim}")
     shapes = config.shapes

@@ -55,26 +55,30 @@ struct Matrix {
 struct Layer {
   Matrix qkv, out, gate_up, down;  // gate_up: a panel of gate, one of up, and so on
   const float *attention_norm, *mlp_norm, *query_norm, *key_norm;  // the last two, of each head, may be null
+  const float *attended_norm, *computed_norm;  // of what attention and the MLP add, or null
+  Cached* cache;  // of its group: [blocks][layers of the group][keys, then values, of each of kv_heads] (cache.h); here this layer's begin
+  int64_t stride, group, window, rotation;  // values from a block to the next; number of its block tables; tokens attended to, or 0 for all;
+                                            // number of its cosines and sines
 };
 struct Model {
   const Layer* layers;
   Matrix embedding, head;
   const float* norm;
-  Cached* cache;  // [blocks][layers][keys, then values, of each of kv_heads] (cache.h)
-  int64_t num_layers, heads, kv_heads, head_dim, block_size;
-  float epsilon, scale;
+  int64_t num_layers, heads, kv_heads, head_dim, block_size, gelu;  // gelu: in the place of SiLU
+  float epsilon, scale, embedding_scale;
   // Of an EAGLE-3 head alone: its layer reads embeddings beside hidden states, which `fc` makes of another model's.
   const float* hidden_norm;  // or null
   int64_t norm_before_residual;
   Matrix fc;
 };
 struct Chunk {
-  int32_t row, length, start, table;  // first flat row, tokens, position of the first, where its blocks begin in `tables`
+  int32_t row, length, start;  // first flat row, tokens, position of the first
+  int32_t table, blocks;       // where its blocks begin in `tables`, and how many there are for each group of layers
 };
 struct Step {
   const int32_t* tokens;
   const float* const* embeddings;  // null, or for each token null or what takes the place of its own, [hidden]
-  const float *cos, *sin;  // [num_tokens][head_dim / 2]
+  const float *cos, *sin;  // [rotations][num_tokens][head_dim / 2]
   const Chunk* chunks;
   const int32_t* tables;
   const int32_t* rows;  // flat rows whose logits are wanted
@@ -125,7 +129,7 @@ class Decoder {
       const ProductState state;
       layers();
     };
-    team_.run(12 * (int)model_.num_layers + 6 + (int)taken_.size(), work);
+    team_.run(14 * (int)model_.num_layers + 6 + (int)taken_.size(), work);
   }
 
   // Further positions take the head's own output in the place of hidden states.
@@ -161,7 +165,7 @@ class Decoder {
           cos[going * half + d] = std::cos(angle) * drafting.attention_factor;
           sin[going * half + d] = std::sin(angle) * drafting.attention_factor;
         }
-        chunks[going] = {going, 1, chunk.start + chunk.length, chunk.table};
+        chunks[going] = {going, 1, chunk.start + chunk.length, chunk.table, chunk.blocks};
         owners[going] = owner, tokens[going] = drafting.names[best], embeddings[going] = &states[going * hidden];
         going++;
       }
@@ -203,19 +207,30 @@ class Decoder {
       team_.each(phase, queries_.size() * kv_heads, [&](int i) {
         if (i >= prompts_ * kv_heads) rotate_and_write(l, queries_[i / kv_heads], i % kv_heads);
         const long next = i + 1;  // mostly this thread's next task
-        const Cached* after = next < (long)queries_.size() * kv_heads
-                                 ? keys(l, step_->chunks[queries_[next / kv_heads].chunk], 0, next % kv_heads)
-                                 : nullptr;
+        const Cached* after = next < (long)queries_.size() * kv_heads ? first_keys(l, queries_[next / kv_heads], next % kv_heads) : nullptr;
         attend(l, queries_[i / kv_heads], i % kv_heads, after);
       });
-      project(phase, layer.out, outputs(layer.out, attended_, layer.out.inputs), tokens, x_.data(), true);
+      add(phase, layer.out, outputs(layer.out, attended_, layer.out.inputs), layer.attended_norm);
       gate(phase, layer, normalised(phase, layer.mlp_norm, layer.gate_up), tokens);
-      project(phase, layer.down, outputs(layer.down, gated_, layer.gate_up.outputs / 2), tokens, x_.data(), true);
+      add(phase, layer.down, outputs(layer.down, gated_, layer.gate_up.outputs / 2), layer.computed_norm);
     }
     keep(phase, model_.num_layers);
     const int rows = step_->num_rows;
     team_.each(phase, rows, [&](int i) { normalise(&x_[step_->rows[i] * hidden], model_.norm, &normed_[i * hidden]); });
     project(phase, model_.head, {normed_.data(), hidden}, rows, step_->logits, false, true);
+  }
+
+  // Add a product to what goes through all layers, normalised if it has a norm.
+  void add(int& phase, const Matrix& m, const Input& input, const float* norm) {
+    const int tokens = step_->num_tokens;
+    const long hidden = model_.embedding.inputs;
+    if (!norm) return project(phase, m, input, tokens, x_.data(), true);
+    project(phase, m, input, tokens, normed_.data(), false);
+    team_.each(phase, tokens, [&](int i) {
+      float *of = &normed_[i * hidden], *to = &x_[i * hidden];
+      normalise(of, norm, of);
+      for (long d = 0; d < hidden; d++) to[d] += of[d];
+    });
   }
 
   // Write what enters a layer to `hidden`, if it is one of those taken.
@@ -272,14 +287,17 @@ class Decoder {
     const int lane = token % kPanel;
     const uint8_t* panel = m.panels + token / kPanel * m.stride();
     if (m.kind != kBfloat16)
-      return with_format(m.kind, [&](auto format) {
+      with_format(m.kind, [&](auto format) {
         using Format = decltype(format);
         for (long k = 0; k < m.inputs; k++) x[k] = Format::value(panel + k / kBlock * Format::kBytes, lane, k % kBlock);
       });
-    for (long k = 0; k < m.inputs; k++) {
-      const uint32_t bits = (uint32_t)((const uint16_t*)panel)[index_in_panel(k, lane)] << 16;
-      std::memcpy(x + k, &bits, sizeof bits);
-    }
+    else
+      for (long k = 0; k < m.inputs; k++) {
+        const uint32_t bits = (uint32_t)((const uint16_t*)panel)[index_in_panel(k, lane)] << 16;
+        std::memcpy(x + k, &bits, sizeof bits);
+      }
+    if (model_.embedding_scale != 1.0f)
+      for (long k = 0; k < m.inputs; k++) x[k] *= model_.embedding_scale;
   }
 
   void normalise(const float* x, const float* weight, float* out) const { normalise(x, weight, out, model_.embedding.inputs); }
@@ -379,8 +397,8 @@ class Decoder {
       const long column = panel / 2 * kPanel;
       float* to = gated_.data() + row * width + column;
       if (panel % 2 == 0) {
-        save(to, low / (1.0f + exponential(-low)));
-        save(to + kLanes, high / (1.0f + exponential(-high)));
+        save(to, model_.gelu ? gelu(low) : silu(low));
+        save(to + kLanes, model_.gelu ? gelu(high) : silu(high));
         return;
       }
       low *= load<Vec>(to), high *= load<Vec>(to + kLanes);
@@ -392,11 +410,22 @@ class Decoder {
   }
 
   Cached* keys(int layer, const Chunk& chunk, int block, long head) const {
-    const long size = words_for(model_.block_size) * model_.head_dim * kPerWord, index = step_->tables[chunk.table + block];
-    return model_.cache + ((index * model_.num_layers + layer) * 2 * model_.kv_heads + head) * size;
+    const Layer& its = model_.layers[layer];
+    const long size = words_for(model_.block_size) * model_.head_dim * kPerWord;
+    return its.cache + step_->tables[chunk.table + its.group * chunk.blocks + block] * its.stride + head * size;
   }
   Cached* values(int layer, const Chunk& chunk, int block, long head) const {
     return keys(layer, chunk, block, head + model_.kv_heads);
+  }
+
+  // The first block that a layer attends to from a position: those before it may be gone.
+  long first_block(int layer, long position) const {
+    const long window = model_.layers[layer].window;
+    return window ? std::max(0L, position - window + 1) / model_.block_size : 0;
+  }
+  const Cached* first_keys(int layer, const Queries& queries, long head) const {
+    const Chunk& chunk = step_->chunks[queries.chunk];
+    return keys(layer, chunk, first_block(layer, chunk.start + queries.first), head);
   }
 
   // One key head and its query heads, of some rows: they are normalised if the layer has norms for heads, then turned in place.
@@ -408,7 +437,8 @@ class Decoder {
       const long row = chunk.row + i;
       float* at = qkv_.data() + row * (model_.heads + 2 * model_.kv_heads) * dim;
       float *key = at + (model_.heads + head) * dim, *value = key + model_.kv_heads * dim;
-      const float *cos = step_->cos + row * half, *sin = step_->sin + row * half;
+      const long angles = (model_.layers[layer].rotation * step_->num_tokens + row) * half;
+      const float *cos = step_->cos + angles, *sin = step_->sin + angles;
       const auto turn = [&](float* of, const float* norm) {
         if (norm) normalise(of, norm, of, dim);
         for (long d = 0; d < half; d++) {
@@ -445,7 +475,7 @@ class Decoder {
   // a head is no whole number of panels, the last panel reaches into what follows in the cache: those columns are computed and
   // never looked at, even while another thread writes them (runner.py adds a tail to the cache).
   struct Attention {
-    int layer, blocks;
+    int layer, first_block, blocks;
     const Chunk* chunk;
     long head, dim, size, width, out_width, span;  // width: of a block in `scores` and `weights`; span: blocks of a row of them
     int rows, first, last;                         // first, last: positions of queries
@@ -470,7 +500,7 @@ class Decoder {
     a.layer = layer, a.chunk = &chunk, a.head = head, a.dim = dim, a.size = size, a.after = after;
     a.width = padded(size), a.out_width = padded(dim), a.span = a.width == size ? std::max(1L, kSpan / size) : 1;
     a.rows = queries.count * group, a.first = chunk.start + queries.first, a.last = a.first + queries.count - 1;
-    a.blocks = a.last / size + 1;
+    a.first_block = first_block(layer, a.first), a.blocks = a.last / size + 1;
     const long room = a.tiled() ? (a.rows + kTileSide - 1) / kTileSide * kTileSide : a.rows;
     a.query.resize(room * a.out_width), a.weights.resize(room * a.stride()), a.scores.resize(room * a.stride());
     a.out.assign(room * a.out_width, 0.0f), a.state.reset(a.rows), row.resize(a.out_width);
@@ -480,7 +510,7 @@ class Decoder {
       for (long d = 0; d < dim; d++) row[d] = from[d] * model_.scale;
       for (long d = 0; d < dim; d += kLanes) save_factors(&a.query[r * a.out_width + d], load<Vec>(&row[d]));
     }
-    for (int begin = 0; begin < a.blocks; begin += a.span) {
+    for (int begin = a.first_block / a.span * a.span; begin < a.blocks; begin += a.span) {
       const int end = std::min<int>(begin + a.span, a.blocks);
       a.tiled() ? score_tiles(a, begin, end) : score_panels(a, begin, end);
       weigh(a, begin, end);
@@ -500,7 +530,7 @@ class Decoder {
   // Scores of the keys of some blocks.
   void score_panels(Attention& a, int begin, int end) const {
     a.panels.resize(a.width / kPanel);
-    for (int block = begin; block < end; block++) {
+    for (int block = std::max(begin, a.first_block); block < end; block++) {
       const Cached *key = keys(a.layer, *a.chunk, block, a.head), *value = values(a.layer, *a.chunk, block, a.head);
       for (int p = 0; p < a.width / kPanel; p++)
         a.panels[p] = {key + p * kPanel * kPerWord, a.size * kPerWord, value + p * kPanel * kPerWord};
@@ -512,7 +542,7 @@ class Decoder {
     }
   }
   void score_tiles(Attention& a, int begin, int end) const {
-    for (int block = begin; block < end; block++) {
+    for (int block = std::max(begin, a.first_block); block < end; block++) {
       const Cached *key = keys(a.layer, *a.chunk, block, a.head), *value = values(a.layer, *a.chunk, block, a.head);
       a.groups.clear();
       for (long d = 0; d < a.dim; d += kGroup) a.groups.push_back({&a.query[d], key + d * a.size, value + d * a.size});
@@ -523,7 +553,7 @@ class Decoder {
   // Adds the values of some blocks, weighed, to `out`.
   void add_panels(Attention& a, int begin, int end) const {
     a.panels.resize(a.out_width / kPanel);
-    for (int block = begin; block < end; block++) {
+    for (int block = std::max(begin, a.first_block); block < end; block++) {
       const Cached* value = values(a.layer, *a.chunk, block, a.head);
       const Cached* next = block + 1 < a.blocks ? keys(a.layer, *a.chunk, block + 1, a.head) : a.after ? a.after : value;
       for (int p = 0; p < a.out_width / kPanel; p++)
@@ -538,7 +568,7 @@ class Decoder {
   }
   void add_tiles(Attention& a, int begin, int end) const {
     a.groups.clear();
-    for (int block = begin; block < end; block++) {
+    for (int block = std::max(begin, a.first_block); block < end; block++) {
       const Cached *value = values(a.layer, *a.chunk, block, a.head), *next = value;
       if (block + a.span < a.blocks) next = keys(a.layer, *a.chunk, block + a.span, a.head);
       else if (a.after && block + 1 == a.blocks) next = a.after;
@@ -561,16 +591,21 @@ class Decoder {
     float *scores = a.scores.data(), *out = a.out.data();
     Factor* weights = a.weights.data();
     Weighed& state = a.state;
+    const long window = model_.layers[a.layer].window;
     const auto seen_by = [&](int r) {  // scores, before those of later tokens
       return std::clamp<long>(a.first + r / group - begin * a.size + 1, 0, count);
+    };
+    const auto hidden_from = [&](int r) {  // scores that lie behind the window
+      return window ? std::clamp<long>(a.first + r / group - window - begin * a.size + 1, 0, count) : 0;
     };
     const auto vectors = [](long seen) { return (seen + kLanes - 1) / kLanes * kLanes; };
     for (int r = 0; r < state.rows(); r++) {
       float* row = scores + r * stride;
-      const long known = seen_by(r), whole = vectors(known);
+      const long hidden = hidden_from(r), known = seen_by(r), start = hidden / kLanes * kLanes, whole = vectors(known);
+      for (long i = start; i < hidden; i++) row[i] = -1e30f;
       for (long i = known; i < whole; i++) row[i] = -1e30f;
       Vec best = all(state.highest[r]);
-      for (long i = 0; i < whole; i += kLanes) {
+      for (long i = start; i < whole; i += kLanes) {
         const Vec s = load<Vec>(row + i);
         best = s > best ? s : best;
       }
@@ -581,20 +616,24 @@ class Decoder {
     for (int r = 0; r < state.rows(); r += kLanes) save(&state.shrinks[r], exponential(load<Vec>(&state.shrinks[r])));
     for (int r = 0; r < state.rows(); r++) {
       const float *row = scores + r * stride, highest = state.highest[r], shrink = state.shrinks[r];
-      const long known = seen_by(r), whole = vectors(known);
+      const long hidden = hidden_from(r), known = seen_by(r), start = hidden / kLanes * kLanes, whole = vectors(known);
       for (long d = 0; d < out_width; d += kLanes) save(out + r * out_width + d, load<Vec>(out + r * out_width + d) * shrink);
       Vec sums[kSums / kLanes];
       for (int p = 0; p < kSums / kLanes; p++) sums[p] = load<Vec>(&state.sums[r * kSums + p * kLanes]) * shrink;
       const auto weight = [&](long i) { return exponential(load<Vec>(row + i) - highest); };
       const auto keep = [&](long i, Vec w) { return save_factors(weights + r * stride + i, w); };
-      long i = 0;
+      const auto keep_seen = [&](long i) {  // of a vector that ends beyond what is seen, or begins before it
+        Vec some = weight(i);
+        for (long lane = 0; lane < std::min<long>(hidden - i, kLanes); lane++) some[lane] = 0;
+        for (long lane = std::max(0L, known - i); lane < kLanes; lane++) some[lane] = 0;
+        sums[i % kSums / kLanes] += keep(i, some);
+      };
+      std::fill(weights + r * stride, weights + r * stride + start, 0);
+      long i = start;
+      for (; i < whole && (i < hidden || i % kSums); i += kLanes) keep_seen(i);
       for (; i + kSums <= known; i += kSums)
         for (int p = 0; p < kSums / kLanes; p++) sums[p] += keep(i + p * kLanes, weight(i + p * kLanes));
-      for (int p = 0; i < whole; i += kLanes, p++) {
-        Vec last = weight(i);
-        for (long lane = known - i; lane < kLanes; lane++) last[lane] = 0;
-        sums[p] += keep(i, last);
-      }
+      for (; i < whole; i += kLanes) keep_seen(i);
       for (int p = 0; p < kSums / kLanes; p++) save(&state.sums[r * kSums + p * kLanes], sums[p]);
       if (whole < count) std::fill(weights + r * stride + whole, weights + r * stride + padded(count), 0);
     }

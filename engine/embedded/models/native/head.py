@@ -51,12 +51,12 @@ class NativeHead:
         )
         size = 2 * facts.kv_heads * facts.head_dim * (block_size + block_size % 2)
         self._cache = zeros((blocks * size + _TAIL,), cached)
+        self._layer.cache, self._layer.stride = self._cache.data_ptr(), size
         model = NativeModel(
             layers=ctypes.pointer(self._layer),
             embedding=embedding,
             head=self._matrix(rows),
             norm=self._vector(tensors["norm"]),
-            cache=self._cache.data_ptr(),
             num_layers=1,
             heads=facts.heads,
             kv_heads=facts.kv_heads,
@@ -64,6 +64,7 @@ class NativeHead:
             block_size=block_size,
             epsilon=facts.number("rms_norm_eps"),
             scale=facts.head_dim**-0.5,
+            embedding_scale=1.0,
             hidden_norm=self._vector(tensors["hidden_norm"]),
             norm_before_residual=head.norm_before_residual,
             fc=self._matrix(tensors["fc"]),
@@ -77,14 +78,14 @@ class NativeHead:
         """See `HeadRunner`."""
         count, sequences, most = len(step.tokens), len(limits), max(max(limits), 1)
         cos, sin = self._rotary.turns(step.positions)
-        places: list[tuple[int, int, int, int]] = []
+        places: list[tuple[int, ...]] = []
         tables: list[int] = []
         row = 0
         for start, length, table in zip(step.starts, step.lengths, step.tables, strict=True):
-            places.append((row, length, start, len(tables)))
+            places.append((row, length, start, len(tables), len(table)))
             tables += table
             row += length
-        rows = [first + length - 1 for first, length, _, _ in places]
+        rows = [first + length - 1 for first, length, *_ in places]
         arrays = [np.array(values, np.int32) for values in (step.tokens, places, tables, rows)]
         last = np.array([step.positions[row] for row in rows], np.int32)
         inputs = step.inputs.contiguous()

@@ -72,20 +72,18 @@ class NativeRunner(PendingTokens):
         self.eos_token_ids = shape.eos_token_ids
         self.context_length = shape.context_length
         cached = torch.float32 if level.products == Arithmetic.FLOATS else torch.bfloat16
-        block_bytes = _block_bytes(config, shape, cached)
+        layer_bytes = _layer_bytes(config, shape, cached)
         self.groups = share(
-            shape.attends,
-            block_bytes // shape.layers,
-            config.kv_cache_memory_mb * MIB,
-            config.kv_block_size,
-            config.num_blocks,
+            shape.attends, layer_bytes, config.kv_cache_memory_mb * MIB, config.kv_block_size, config.num_blocks
         )
-        blocks = self.groups[0].num_blocks, block_bytes // cached.itemsize
-        self._cache = whole = (shared_zeros if config.kv_transfer else zeros)((math.prod(blocks) + _TAIL,), cached)
-        cache = whole[:-_TAIL].view(blocks)
-        self.memory = KvMemory("blocks of heads", shape.attends, [cache])
+        blocks = [(group.num_blocks, len(group.layers) * layer_bytes // cached.itemsize) for group in self.groups]
+        allocate = shared_zeros if config.kv_transfer else zeros
+        self._caches = [allocate((math.prod(sizes) + _TAIL,), cached) for sizes in blocks]
+        caches = [cache[:-_TAIL].view(sizes) for cache, sizes in zip(self._caches, blocks, strict=True)]
+        self.memory = KvMemory("blocks of heads", shape.attends, caches)
         self._most_threads = threads = compute_threads(config.threads)
-        self._decoder = code.decoder_new(self._weights.describe(cache, config.kv_block_size), threads)
+        model = self._weights.describe(self.groups, caches, config.kv_block_size)
+        self._decoder = code.decoder_new(model, threads)
         self._forward, self._threads = code.decoder_forward, code.decoder_threads
         self._code, self._block_size = code, config.kv_block_size
         self._taken = np.array(taken_layers(config.head_folder, shape.facts), np.int64)
@@ -94,7 +92,8 @@ class NativeRunner(PendingTokens):
 
     def release_memory(self, tags: Collection[Tag], level: int) -> None:
         if "kv_cache" in tags:
-            discard(self._cache)
+            for cache in self._caches:
+                discard(cache)
         if "weights" in tags and level > 1:
             self._weights.discard()
 
@@ -110,13 +109,15 @@ class NativeRunner(PendingTokens):
 
     def forward(self, step: StepInput) -> torch.Tensor:
         tokens = np.array(self.token_ids(step), np.int32)
-        cos, sin = self._shape.rotary.turns(step.positions)
-        places: list[tuple[int, int, int, int]] = []
+        turns = [rotary.turns(step.positions) for rotary in self._shape.rotaries]
+        cos, sin = turns[0] if len(turns) == 1 else map(np.stack, zip(*turns, strict=True))
+        places: list[tuple[int, ...]] = []
         tables: list[int] = []
         row = 0
-        for start, length, (table,) in zip(step.starts, step.lengths, step.tables, strict=True):
-            places.append((row, length, start, len(tables)))
-            tables += table
+        for start, length, (table, *sliding) in zip(step.starts, step.lengths, step.tables, strict=True):
+            blocks = len(table) if not sliding else -(-(start + length) // self._block_size)
+            places.append((row, length, start, len(tables), blocks))
+            tables += table if not sliding else [block for one in (table, *sliding) for block in one[:blocks]]
             row += length
         arrays = [np.array(values, np.int32) for values in (places, tables, step.rows)]
         logits = torch.empty(len(step.rows), self.vocab_size)
@@ -146,7 +147,7 @@ class NativeRunner(PendingTokens):
             self._code,
             self._weights.embedding,
             output,
-            self._cache.dtype,
+            self._caches[0].dtype,
             blocks,
             self._block_size,
             self._most_threads,
@@ -190,10 +191,10 @@ def _addresses(images: EmbeddingRows, tokens: int) -> "np.ndarray[tuple[int], np
     return addresses
 
 
-def _block_bytes(config: EmbeddedConfig, shape: LlamaConfig, cached: torch.dtype) -> int:
-    """Return the bytes of a block in all layers: keys and values of each head in words of 4 bytes (`cache.h`)."""
+def _layer_bytes(config: EmbeddedConfig, shape: LlamaConfig, cached: torch.dtype) -> int:
+    """Return the bytes of a block in a layer: keys and values of each head in words of 4 bytes (`cache.h`)."""
     words = -(-config.kv_block_size * cached.itemsize // 4)
-    return shape.layers * 2 * shape.kv_heads * shape.head_dim * words * 4
+    return 2 * shape.kv_heads * shape.head_dim * words * 4
 
 
 class NativeSampler(Sampler):

@@ -27,6 +27,8 @@ class NativeLayer(Structure):
     _fields_ = [
         *((name, NativeMatrix) for name in ("qkv", "out", "gate_up", "down")),
         *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
+        *((name, c_void_p) for name in ("attended_norm", "computed_norm", "cache")),
+        *((name, c_int64) for name in ("stride", "group", "window", "rotation")),
     ]
 
 
@@ -36,10 +38,8 @@ class NativeModel(Structure):
         ("embedding", NativeMatrix),
         ("head", NativeMatrix),
         ("norm", c_void_p),
-        ("cache", c_void_p),
-        *((name, c_int64) for name in ("num_layers", "heads", "kv_heads", "head_dim", "block_size")),
-        ("epsilon", c_float),
-        ("scale", c_float),
+        *((name, c_int64) for name in ("num_layers", "heads", "kv_heads", "head_dim", "block_size", "gelu")),
+        *((name, c_float) for name in ("epsilon", "scale", "embedding_scale")),
         ("hidden_norm", c_void_p),
         ("norm_before_residual", c_int64),
         ("fc", NativeMatrix),

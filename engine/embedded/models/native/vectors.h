@@ -45,6 +45,10 @@ inline Vec exponential(Vec x) {
 
 inline float exponential(float x) { return exponential(all(x))[0]; }
 
+inline Vec silu(Vec x) { return x / (1.0f + exponential(-x)); }
+// By its approximation with a hyperbolic tangent, 0.5 x (1 + tanh(y / 2)) = x / (1 + exp(-y)).
+inline Vec gelu(Vec x) { return x / (1.0f + exponential(-1.5957691216f * (x + 0.044715f * x * x * x))); }
+
 inline long padded(long size) { return (size + kPanel - 1) / kPanel * kPanel; }
 
 // All of `count` values: one half with the other, then the halves of what that gives.

@@ -4,7 +4,7 @@ range of large pages."""
 import ctypes
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import starmap
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from engine.embedded.kv.layout import LayerGroup
 from engine.embedded.kv.memory import discard
 from engine.embedded.models.checkpoint import LlamaConfig
 from engine.embedded.models.native.checkpoint import NativeCheckpoint
@@ -23,6 +24,14 @@ from engine.errors import EngineFailure
 
 _ROWS = 4096
 """Rows that are widened to float32 at a time."""
+_NORMS = {"attention_norm": "input", "mlp_norm": "post_attention"}
+"""Norms of a layer in a checkpoint, by the field of `NativeLayer`."""
+_GEMMA_NORMS = {
+    "attention_norm": "input",
+    "attended_norm": "post_attention",
+    "mlp_norm": "pre_feedforward",
+    "computed_norm": "post_feedforward",
+}
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -100,30 +109,37 @@ class Weights:
             discard(self._own)
             self.discarded = True
 
-    def describe(self, cache: torch.Tensor, block_size: int) -> NativeModel:
-        """Return the whole model for the compiled code; valid while this and `cache` live."""
+    def describe(self, groups: Sequence[LayerGroup], caches: Sequence[torch.Tensor], block_size: int) -> NativeModel:
+        """Return the whole model for the compiled code; valid while this and the caches live, [blocks, values] each."""
         config = self._config
+        for number, (group, cache) in enumerate(zip(groups, caches, strict=True)):
+            block = cache[0].numel()
+            for place, index in enumerate(group.layers):
+                layer = self.layers[index]
+                layer.cache = cache.data_ptr() + place * block // len(group.layers) * cache.itemsize
+                layer.stride, layer.group, layer.window = block, number, group.window or 0
+                layer.rotation = len(config.rotaries) > 1 and config.sliding[index]
         return NativeModel(
             layers=self.layers,
             embedding=self.embedding,
             head=self.head,
             norm=self.norm,
-            cache=cache.data_ptr(),
             num_layers=config.layers,
             heads=config.heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             block_size=block_size,
+            gelu=config.gemma,
             epsilon=config.epsilon,
-            scale=config.head_dim**-0.5,
+            scale=config.scale,
+            embedding_scale=config.hidden**0.5 if config.gemma else 1.0,
         )
 
     def _layer(self, index: int, joined: dict[str, list[str]]) -> NativeLayer:
-        prefix = f"model.layers.{index}."
+        prefix, norms = f"model.layers.{index}.", _GEMMA_NORMS if self._config.gemma else _NORMS
         return NativeLayer(
             **{field: self._matrix(names) for field, names in joined.items()},
-            attention_norm=self._vector(f"{prefix}input_layernorm.weight"),
-            mlp_norm=self._vector(f"{prefix}post_attention_layernorm.weight"),
+            **{field: self._vector(f"{prefix}{name}_layernorm.weight") for field, name in norms.items()},
             query_norm=self._optional_vector(f"{prefix}self_attn.q_norm.weight"),
             key_norm=self._optional_vector(f"{prefix}self_attn.k_norm.weight"),
         )
@@ -190,7 +206,8 @@ class Weights:
         return self._keep(functional.pad(bias, (0, self._padded(len(bias)) - len(bias))))
 
     def _vector(self, name: str) -> int:
-        return self._keep(self._floats(name))
+        """Keep the weights of a norm."""
+        return self._keep(self._floats(name) + self._config.gemma)
 
     def _optional_vector(self, name: str) -> int | None:
         return self._vector(name) if name in self._shapes else None

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.embedded.models.checkpoint import Checkpoint, read_config
@@ -110,11 +111,46 @@ def test_scaling_that_is_added_counts_more_than_what_was_there(kind: str, tmp_pa
     assert config.rotary.attention_factor == reference.attention_scaling > 1
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {},
+        {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 3e5}}},
+    ],
+    ids=["defaults", "older files", "newer files"],
+)
+def test_gemma_turns_heads_in_windows_otherwise(rope: dict[str, Any], tmp_path: Path) -> None:
+    config = read_config(write(tmp_path, {**SIZES, "model_type": "gemma3_text", "num_hidden_layers": 7, "head_dim": 32, **rope}))
+    reference = Gemma3RotaryEmbedding(load_config(str(tmp_path))[0])
+    full, sliding = (rotary.frequencies for rotary in config.rotaries)
+    assert torch.equal(full, reference.full_attention_inv_freq)
+    assert torch.equal(sliding, reference.sliding_attention_inv_freq)
+    assert config.sliding == (True,) * 5 + (False, True) and config.scale == 256**-0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"final_logit_softcapping": 30.0}, "capped logits"),
+        ({"use_bidirectional_attention": True}, "both directions"),
+        ({"hidden_activation": "relu"}, "the activation relu"),
+        ({"layer_types": ["full_attention"]}, "1 entries for 2 layers"),
+        ({"layer_types": ["chunked_attention"] * 2}, "sliding windows"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern 0"),
+        ({"sliding_window": None}, "no sliding_window"),
+        ({"rope_local_base_freq": [1]}, "scaled rotary positions"),
+    ],
+)
+def test_other_models_like_gemma_are_refused(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        read_config(write(tmp_path, {**SIZES, "model_type": "gemma3_text", **change}))
+
+
 def test_a_window_that_no_sequence_fills_is_none(tmp_path: Path) -> None:
     write(tmp_path, {**SIZES, "model_type": "mistral", "sliding_window": 32})
     for most in (0, 33, 500):
-        with pytest.raises(UnsupportedModelError, match="sliding windows"):
-            read_config(tmp_path, most)
+        assert read_config(tmp_path, most).attends == ((32, 32), 1, 32)
     config = read_config(tmp_path, 32)
     assert config.context_length == 32 and config.attends == ((None, None), 1, 32)
 

@@ -145,7 +145,7 @@ def test_rotations_are_those_of_transformers(rope: dict[str, Any], tmp_path: Pat
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [
-        ("gemma3_text", {}, "the model type gemma3_text"),
+        ("gemma3_text", {}, "the norms and gates of Gemma"),
         ("mistral", {"sliding_window": 64}, "sliding windows"),
         ("llama", {"head_dim": 24}, "heads of a power of two, not of 24"),
         ("llama", {"intermediate_size": 96}, r"down_proj.weight has \(64, 96\)"),

@@ -50,6 +50,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None, "num_key_value_heads": 4},
     "qwen2": {"tie_word_embeddings": True, "num_key_value_heads": 1},
     "qwen3": {"head_dim": 64},
+    "gemma3_text": {
+        "query_pre_attn_scalar": 40,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
 }
 
 
@@ -116,7 +121,10 @@ def rounded_attention(
     """Causal attention of one sequence by queries, keys, values and weights in bfloat16, added up in float32."""
     key, value = (rounded(part).repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
     scores = rounded(query * scaling) @ key.transpose(2, 3)
-    scores += torch.full(scores.shape[2:], -torch.inf).triu(1)
+    hidden = torch.full(scores.shape[2:], -torch.inf)
+    scores += hidden.triu(1)
+    if (window := options.get("sliding_window")) is not None:
+        scores += hidden.tril(-window)
     weights = rounded((scores - scores.amax(-1, keepdim=True)).exp())
     return (weights @ value / weights.sum(-1, keepdim=True)).transpose(1, 2), None
 
@@ -139,7 +147,8 @@ def size(values: torch.Tensor) -> float:
 def test_rounding_costs_less_than_bfloat16_costs_in_torch(folder: Path, level: str) -> None:
     tokens = tokens_of(150, 1)
     exact = logits_of(folder, tokens)
-    logits = load(folder, cpu_isa=level).forward(step_of([Part(tokens, list(range(3, 8)), 0, 150)]))
+    model = load(folder, cpu_isa=level)
+    logits = model.forward(step_of([Part(tokens, list(range(3, 8)), 0, 150)], groups=len(model.groups)))
     assert size(logits - exact) < 0.75 * size(logits_of(folder, tokens, dtype=torch.bfloat16) - exact)
 
 
@@ -149,7 +158,7 @@ def test_logits_are_those_of_transformers(folder: Path, level: str) -> None:
     for threads in (1, 3):
         model = load(folder, threads=threads, cpu_isa=level)
         assert (model.instruction_set, model.dtype) == (level, torch.float32)
-        logits = model.forward(step_of([Part(tokens, list(range(3, 8)), 0, 150)]))
+        logits = model.forward(step_of([Part(tokens, list(range(3, 8)), 0, 150)], groups=len(model.groups)))
         assert_near(logits, expected, level)
 
 
@@ -159,7 +168,8 @@ def test_a_sequence_gets_the_same_logits_to_the_bit_however_it_is_computed(
 ) -> None:
     model = load(folder, cpu_isa=level, quantization=quantization)
     sequence = Part(tokens_of(170, 1), list(range(6)), 0, 170)
-    whole = model.forward(step_of([sequence]))
+    groups = len(model.groups)
+    whole = model.forward(step_of([sequence], groups=groups))
     sequence = sequence.changed(table=list(range(6, 12)))
     others = [Part(tokens_of(70, seed), list(range(12 + 3 * seed, 15 + 3 * seed)), 0, 1) for seed in range(9)]
     parts = []
@@ -172,7 +182,7 @@ def test_a_sequence_gets_the_same_logits_to_the_bit_however_it_is_computed(
         ]
         members = sorted([*company, mine], key=lambda part: part.length > 1)
         before = sum(part.length for part in members[: members.index(mine)])
-        parts.append(model.forward(step_of(members))[before : before + length])
+        parts.append(model.forward(step_of(members, groups=groups))[before : before + length])
     assert torch.equal(torch.cat(parts), whole)
 
 
@@ -181,7 +191,7 @@ def test_threads_without_a_core_stand_aside(folder: Path) -> None:
     os.sched_setaffinity(0, {min(cores)})  # of this thread, and of those that it starts
     try:
         model = load(folder, threads=4)
-        step = step_of([Part(tokens_of(100, 1), list(range(7)), 0, 100)])
+        step = step_of([Part(tokens_of(100, 1), list(range(7)), 0, 100)], groups=len(model.groups))
         logits, threads = model.forward(step), {model.threads}
         for _ in range(200):
             assert torch.equal(model.forward(step), logits)
@@ -208,7 +218,7 @@ ODD_SIZES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("sizes", ODD_SIZES)
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3_text"])
 def test_sizes_need_not_fill_vectors(tmp_path: Path, sizes: str, kind: str, level: str) -> None:
     """No size is refused at one level and taken at another.
 
@@ -219,7 +229,8 @@ def test_sizes_need_not_fill_vectors(tmp_path: Path, sizes: str, kind: str, leve
     expected = logits_of(make_folder(tmp_path, kind, **options), tokens, level)
     model = load(tmp_path, kv_block_size=11, cpu_isa=level)
     steps = [
-        step_of([Part(tokens, list(range(3, 8)), start, length)]) for start, length in ((0, 30), (30, 1), (31, 19))
+        step_of([Part(tokens, list(range(3, 8)), start, length)], groups=len(model.groups))
+        for start, length in ((0, 30), (30, 1), (31, 19))
     ]
     assert_near(torch.cat([model.forward(step) for step in steps]), expected, level)
 
@@ -325,8 +336,9 @@ def test_scaled_positions_are_those_of_transformers(rope: dict[str, Any], tmp_pa
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"model_type": "gemma3_text"}, "the model type gemma3_text"),
-        ({"model_type": "mistral", "sliding_window": 64}, "sliding windows"),
+        ({"model_type": "gemma2"}, "the model type gemma2"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "sliding windows"),
+        ({"layer_types": ["sliding_attention"] * 3}, "sliding windows"),
         ({"hidden_act": "gelu"}, "the activation gelu"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "scaled rotary positions"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partly rotated heads"),
