@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernels            # needs a GPU, triton and flashinfer
 
-The shape is that of Llama 3.1 8B. Every figure is the median over replays of a CUDA graph that runs the operation on
+The shape is that of Llama 3.1 8B, for products of one row those of `WIDTHS`. Every figure is the median over replays of a CUDA graph that runs the operation on
 `COPIES` copies of its weights, so that the cache does not help.
 """
 
@@ -20,6 +20,23 @@ HIDDEN, HEADS, KV_HEADS, DIM, MIDDLE, VOCABULARY = 4096, 32, 8, 128, 14336, 4915
 SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 COPIES = 8
 BLOCK = 32
+WIDTHS = {
+    "llama-8b": (4096, 32, 8, 128, 14336, 128256),
+    "llama-3b": (3072, 24, 8, 128, 8192, 128256),
+    "qwen2.5-0.5b": (896, 14, 2, 64, 4864, 151936),
+    "qwen2.5-1.5b": (1536, 12, 2, 128, 8960, 151936),
+    "qwen2.5-7b": (3584, 28, 4, 128, 18944, 152064),
+    "qwen3-8b": (4096, 32, 8, 128, 12288, 151936),
+    "qwen3-14b": (5120, 40, 8, 128, 17408, 151936),
+    "smollm2-135m": (576, 9, 3, 64, 1536, 49152),
+}
+"""Of models: hidden size, heads, key-value heads, size of a head, intermediate size, vocabulary."""
+TILES = [
+    *((1, 4096, 4), (2, 1024, 4), (2, 2048, 4), (2, 4096, 4), (2, 4096, 8), (4, 512, 4), (4, 1024, 4), (4, 2048, 4)),
+    *((4, 2048, 8), (4, 4096, 8), (8, 512, 4), (8, 1024, 4), (8, 1024, 8), (8, 2048, 8), (16, 256, 4), (16, 512, 4)),
+    (16, 1024, 8),
+]
+"""Shares of a program of `kernels.gemv`: rows of the weight, columns, warps."""
 
 
 def timed(work: Callable[[], Any], repeats: int = 10) -> float:
@@ -115,51 +132,51 @@ def fp8_weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return values, channels.flatten()
 
 
-def gemvs(fp8: bool) -> None:
-    """Print the three fastest tiles for each product of one row."""
+def gemvs(model: str, fp8: bool) -> None:
+    """Print what each product of one row takes with the tile that is chosen for it, and with the three fastest."""
     from engine.embedded.models.cuda import kernels
+    from engine.embedded.models.cuda.compiling import compile_first
+    from engine.embedded.models.cuda.decoder import _OUTPUT_TILE
+    from engine.embedded.models.cuda.fp8 import Fp8Products
+    from engine.embedded.models.cuda.weights import PlainProducts
 
-    tiles = [
-        (4, 1024, 4),
-        (8, 512, 4),
-        (8, 1024, 4),
-        (8, 1024, 8),
-        (16, 512, 4),
-        (16, 512, 8),
-        (4, 2048, 8),
-        (2, 2048, 4),
-        (16, 256, 4),
-    ]
-    if fp8:
-        tiles += [
-            (2, 4096, 4),
-            (2, 4096, 8),
-            (4, 4096, 8),
-            (8, 2048, 8),
-            (16, 1024, 8),
-            (4, 2048, 4),
-            (8, 1024, 2),
-            (2, 2048, 2),
-        ]
-    for name, (n, k) in SHAPES.items():
+    hidden, heads, kv_heads, dim, middle, vocabulary = WIDTHS[model]
+    shapes = {
+        "qkv": ((heads + 2 * kv_heads) * dim, hidden),
+        "out": (hidden, heads * dim),
+        "gate_up": (2 * middle, hidden),
+        "down": (hidden, middle),
+        "output": (vocabulary, hidden),
+    }
+    chosen = (Fp8Products if fp8 else PlainProducts).tiles
+    for name, (n, k) in shapes.items():
+        if fp8 and name == "output":
+            continue
+        copies = max(COPIES, min(24, int(3e8 // (n * k))))  # more than the cache holds
         weights = [
             fp8_weight(n, k) if fp8 else torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
-            for _ in range(COPIES)
+            for _ in range(copies)
         ]
         x = torch.randn(1, k, device="cuda", dtype=torch.bfloat16)
         norm = (torch.ones(k, device="cuda", dtype=torch.bfloat16), 1e-5)
         residual = torch.zeros(1, n, device="cuda", dtype=torch.bfloat16)
-        arguments: dict[str, Any] = {"qkv": {"norm": norm}, "gate_up": {"norm": norm, "gated": True}}.get(
-            name, {"residual": residual}
-        )
-        results = []
-        for tile in tiles:
-            if k % tile[1] == 0:
-                results.append(
-                    (timed(lambda: [kernels.gemv(x, weight, **arguments, tile=tile) for weight in weights]), tile)
-                )
-        for seconds, tile in sorted(results)[:3]:
-            say(f"{'fp8 ' * fp8}gemv {name} tile={tile}", seconds, COPIES * n * k * (1 if fp8 else 2))
+        arguments: dict[str, Any] = {"gate_up": {"norm": norm, "gated": True}}.get(name, {"norm": norm})
+        if name in ("out", "down"):
+            arguments = {"residual": residual}
+        outputs = n // 2 if name == "gate_up" else n
+        own = kernels._fitting(chosen.get(name, _OUTPUT_TILE), outputs, k)
+        tiles = {tile for tile in TILES if outputs % tile[0] == 0 and tile[1] < 2 * k} | {own}
+
+        def run(tile: tuple[int, int, int], some: list[Any]) -> None:
+            with patch.object(kernels, "_fitting", lambda *_: tile):
+                for weight in some:
+                    kernels.gemv(x, weight, **arguments)
+
+        compile_first(lambda: [run(tile, weights[:1]) for tile in tiles])
+        results = sorted((timed(lambda: run(tile, weights)) * COPIES / copies, tile) for tile in tiles)
+        size = COPIES * n * k * (1 if fp8 else 2)
+        for seconds, tile in [*(result for result in results if result[1] == own), *results[:3]]:
+            say(f"{model} {'fp8 ' * fp8}gemv {name} tile={tile}", seconds, size)
 
 
 def few_tiles(rows: int, fp8: bool) -> None:
@@ -341,8 +358,8 @@ def main() -> None:
         "fp8": lambda: [fp8_products(rows) for rows in (1, 64, 256, 8192)],
         "few-tiles": lambda: [few_tiles(rows, fp8) for fp8 in (False, True) for rows in (16, 64, 128)],
         "layer": lambda: [layer(rows, fp8) for fp8 in (False, True) for rows in (2, 16, 64, 128, 256)],
-        "gemv": lambda: gemvs(fp8=False),
-        "gemv-fp8": lambda: gemvs(fp8=True),
+        "gemv": lambda: [gemvs(model, fp8=False) for model in WIDTHS],
+        "gemv-fp8": lambda: gemvs("llama-8b", fp8=True),
         "between": lambda: [between(rows) for rows in (1, 64, 256, 8192)],
         "decode": lambda: [decode_attention(*cell) for cell in ((1, 256), (64, 640), (256, 640))],
         "prefill": lambda: [prefill_attention(*cell) for cell in ((16, 512), (2, 4096))],

@@ -510,9 +510,10 @@ class EngineCore:
             self._sampler.enter(
                 slots, [chunk.admission for chunk in sampling], [chunk.sequence.sampler for chunk in sampling]
             )
-            logits = self.runner.forward(step_input(chunks, reported, self.runner.dtype, self.runner.device))
+            step = step_input(chunks, reported, self.runner.dtype, self.runner.device)
+            logits = self.runner.forward(step)
             if self.speculator is not None and self.runner.hidden is not None:
-                self.speculator.read(chunks, self.runner.hidden)
+                self.speculator.read(step, self.runner.hidden)
             first = _report_prompts(reported, logits) if reported else 0
             rows = None
             if any(chunk.draft for chunk in sampling):

@@ -5,9 +5,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from engine.embedded.models.runner import ModelRunner
+from engine.embedded.models.runner import ModelRunner, StepInput
 from engine.embedded.sequence import Sequence
-from engine.embedded.step import Chunk
 
 CLASSES = 10
 """Classes of confidence: five of matches in earlier text, five of what a model expects. How often their tokens are
@@ -29,9 +28,8 @@ NOTHING = Draft([], [])
 class HiddenStatesReader(Protocol):
     """A drafter that reads the model's hidden states."""
 
-    def read(self, chunks: Many[Chunk], hidden: torch.Tensor) -> None:
-        """Read the hidden states [tokens, size] of a step's chunks, one after another. The next step may overwrite
-        them."""
+    def read(self, step: StepInput, hidden: torch.Tensor) -> None:
+        """Read the hidden states [tokens, size] of a step's tokens. The next step may overwrite them."""
         ...
 
 

@@ -20,10 +20,9 @@ from engine.checkpoints.eagle import read_eagle_head
 from engine.checkpoints.facts import read_model_facts
 from engine.config import EmbeddedConfig
 from engine.embedded.models.heads import MOST_READ, HeadStep, most_read
-from engine.embedded.models.runner import ModelRunner
+from engine.embedded.models.runner import ModelRunner, StepInput
 from engine.embedded.sequence import Sequence
 from engine.embedded.speculation.drafter import NOTHING, Draft, class_of_probability
-from engine.embedded.step import Chunk
 from engine.errors import EngineFailure
 
 log = logging.getLogger(__name__)
@@ -50,10 +49,10 @@ class _Rows(NamedTuple):
 class _Step:
     """Hidden states of a step, [tokens, width]."""
 
-    def __init__(self, number: int, chunks: Many[Chunk], hidden: torch.Tensor) -> None:
+    def __init__(self, number: int, step: StepInput, hidden: torch.Tensor) -> None:
         self.number = number
         self.hidden = hidden
-        self._chunks = [(chunk.admission, chunk.start, chunk.length) for chunk in chunks]
+        self._chunks = step.admissions, step.starts, step.lengths
         self._rows: dict[int, _Rows] = {}
         """By admission; filled when one is first asked for, which of most steps none is while nothing is drafted."""
 
@@ -61,10 +60,9 @@ class _Step:
         """Return the rows of the sequence with this admission."""
         if not self._rows:
             first = 0
-            for known, start, length in self._chunks:
+            for known, start, length in zip(*self._chunks, strict=True):
                 self._rows[known] = _Rows(first, start, length)
                 first += length
-            self._chunks = []
         return self._rows.get(admission)
 
 
@@ -149,13 +147,13 @@ class Eagle:
         self._number = self._rows = 0
         log.info("the EAGLE-3 head in %s drafts for the model in %s", head.folder, config.model)
 
-    def read(self, chunks: Many[Chunk], hidden: torch.Tensor) -> None:
+    def read(self, step: StepInput, hidden: torch.Tensor) -> None:
         """See `HiddenStatesReader`."""
-        count = sum(chunk.length for chunk in chunks)
+        count = len(step.tokens)
         self._number += 1
         self._rows += count
         kept = hidden[:count] if self._on_cpu else hidden[:count].clone()
-        self._steps.append(_Step(self._number, chunks, kept))
+        self._steps.append(_Step(self._number, step, kept))
         while self._rows > _KEPT_OF_ALL and len(self._steps) > 1:
             self._rows -= len(self._steps.popleft().hidden)
 

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 
+from engine.embedded.models.runner import StepInput
 from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.embedded.speculation.drafter import CLASSES, NOTHING, Draft, Drafter, HiddenStatesReader
-from engine.embedded.step import Chunk
 from engine.stats import SpecDecodingStats
 
 _EXPECTED = 2 * (0.2, 0.4, 0.6, 0.8, 0.9)
@@ -368,10 +368,10 @@ class Speculator:
                 self._rest, self._saved = self._rest_after(looked, costs, rows), 0.0
         return any(lengths)
 
-    def read(self, chunks: Many[Chunk], hidden: torch.Tensor) -> None:
+    def read(self, step: StepInput, hidden: torch.Tensor) -> None:
         """Pass a step's hidden states on to the drafter."""
         if self._reader is not None:
-            self._reader.read(chunks, hidden)
+            self._reader.read(step, hidden)
 
     def note_step(self, sequences: int, rows: int, drafted: bool, seconds: float) -> None:
         """Note how long a step of some sequences took that computed no prompts, and its plan if that ran before it;
