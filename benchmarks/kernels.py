@@ -2,8 +2,8 @@
 
     python -m benchmarks.kernels            # needs a GPU, triton and flashinfer
 
-The shape is that of Llama 3.1 8B, for products of one row those of `WIDTHS`. Every figure is the median over replays of a CUDA graph that runs the operation on
-`COPIES` copies of its weights, so that the cache does not help.
+The shape is that of Llama 3.1 8B, for products of one row those of `WIDTHS`. Every figure is the median over replays of
+a CUDA graph that runs the operation on `COPIES` copies of its weights, so that the cache does not help.
 """
 
 import itertools

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from blake3 import blake3
 
 from engine.transfer.base import Offer, Region, Transfer
 from engine.transfer.shared_memory import shared_memory
@@ -74,8 +75,12 @@ class Memory:
             for held in self.maps
         ]
 
-    def bytes(self, region: int) -> bytes:
-        return self.maps[region][:]
+    def bytes(self, region: int, end: int | None = None) -> bytes:
+        return self.maps[region][:end]
+
+    def digest(self, region: int) -> str:
+        """Of all bytes: copies of large regions would take most of a test's time."""
+        return blake3(self.maps[region]).hexdigest()
 
     def touched(self) -> bool:
         return any(self.bytes(region).strip(b"\0") for region in range(len(self.maps)))

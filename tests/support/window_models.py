@@ -16,15 +16,19 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
-    "gemma3_text": {"num_hidden_layers": 7, "query_pre_attn_scalar": 40},
+    "gemma3_text": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 40,
+    },
     "gemma2": {
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 2,
         "query_pre_attn_scalar": 40,
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0,
     },
     "mistral": {"num_hidden_layers": 2},
-    "qwen2": {"num_hidden_layers": 4, "use_sliding_window": True, "max_window_layers": 2},
+    "qwen2": {"num_hidden_layers": 3, "use_sliding_window": True, "max_window_layers": 2},
 }
 
 

@@ -4,7 +4,7 @@ In float32 and greedy, both give the same tokens, however the work is cut up.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,17 @@ from engine.embedded.models.torch.runner import TorchRunner
 from engine.errors import EngineFailure
 from engine.kv_events import Created, KvEvent, Stored
 from tests.engine.embedded.test_equivalence import add, make_core, run, tokens
+from tests.support.loaded_models import loaded_once
 from tests.support.window_models import KINDS, OUTPUT, WINDOW, generate, prompts, save
 
 PROMPTS = prompts()
 Case = tuple[Path, list[list[int]]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_models() -> Iterator[None]:
+    with loaded_once():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -152,12 +159,13 @@ def test_events_tell_each_groups_window(gemma: Case) -> None:
 
 def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
     core = make_core(save("gemma3_text", tmp_path, sliding_window=512), num_blocks=20)
-    assert [(group.window, len(group.layers)) for group in core.runner.groups] == [(None, 7)]
+    assert [(group.window, len(group.layers)) for group in core.runner.groups] == [(None, 3)]
 
 
 def test_memory_of_a_long_sequence_drops(tmp_path: Path) -> None:
     """4,096 tokens, a window of 512, layers as in Gemma 3: five of six keep a window."""
-    folder = save("gemma3_text", tmp_path, num_hidden_layers=6, max_position_embeddings=8192, sliding_window=512)
+    layers = {"num_hidden_layers": 6, "layer_types": None}
+    folder = save("gemma3_text", tmp_path, **layers, max_position_embeddings=8192, sliding_window=512)
     core = make_core(folder, num_blocks=160, max_num_tokens=512, overlap_scheduler="off")
     add(core, "long", [3 + index % 380 for index in range(4096)], max_tokens=2)
     while not core.scheduler.running or core.scheduler.running[0].remaining > 1:

@@ -6,21 +6,24 @@ import os
 import signal
 import sys
 import textwrap
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from engine.config import FakeConfig, TrtllmConfig
 from engine.errors import EngineDied, EngineFailure
 from engine.process import child, tree
-from engine.process.child import EngineProcess
+from engine.process.child import EngineProcess, ServiceProcess
 from engine.process.client import EngineClient
 from engine.types import GenerateRequest, SamplingParams
 from tests.support.engine_cases import FAKE_TRTLLM
 from tests.support.environment import python_path
+from tests.support.hasty import HASTY
 from tests.support.trtllm import model_folder
 from tests.support.waiting import slowness, until
 
@@ -36,8 +39,11 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrtllmConfig:
     monkeypatch.setenv("FAKE_TRTLLM_DAEMON", "deaf")
     monkeypatch.setenv("FAKE_TRTLLM_CONFIG", json.dumps({"token_delay": 0.01}))
     monkeypatch.setattr(child, "STOP_SECONDS", 2.0)
-    # Without images, for which the stand-in imports torch: a second for each process.
-    return TrtllmConfig(model=str(model_folder(tmp_path, image_token_id=None)))
+    # Without images, for which the stand-in imports torch: a second for each process. With statistics, as in a server:
+    # a start waits two seconds for some.
+    return TrtllmConfig(
+        model=str(model_folder(tmp_path, image_token_id=None)), arguments={"enable_iter_perf_stats": True}
+    )
 
 
 @asynccontextmanager
@@ -91,7 +97,7 @@ async def test_a_death_in_the_tree_fails_requests_ends_the_tree_and_brings_anoth
 ) -> None:
     """Workers whose parents have all died are found, too; and a host that is stopped is killed."""
     if victim == "suspended host":
-        config = TrtllmConfig(model=config.model, hang_seconds=2.0)
+        config = replace(config, hang_seconds=2.0)
     async with served(config) as (process, client):
         stream = client.generate(REQUEST)
         assert (await anext(stream)).token_ids
@@ -118,7 +124,7 @@ async def test_a_death_in_the_tree_fails_requests_ends_the_tree_and_brings_anoth
 
 async def test_an_engine_that_hangs_is_restarted(config: TrtllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_TRTLLM_FAULTS", json.dumps({"hang_after": 2}))
-    async with served(TrtllmConfig(model=config.model, hang_seconds=2.0)) as (process, client):
+    async with served(replace(config, hang_seconds=2.0)) as (process, client):
         monkeypatch.delenv("FAKE_TRTLLM_FAULTS")
         host = process.pid
         processes = [psutil.Process(host), *below(host)]
@@ -135,11 +141,14 @@ async def test_a_shutdown_that_never_returns_ends_in_time_with_the_tree(
     config: TrtllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_TRTLLM_FAULTS", json.dumps({"hang_after": 2}))
-    monkeypatch.setattr(TrtllmConfig, "extra_stop_seconds", 1.0)
+    monkeypatch.setattr(child, "STOP_SECONDS", 0.5)
+    monkeypatch.setattr(TrtllmConfig, "extra_stop_seconds", 0.5)
     async with served(config) as (process, client):
         processes = [psutil.Process(process.pid), *below(process.pid)]
         stream = client.generate(REQUEST)
-        assert (await anext(stream)).token_ids
+        assert (await anext(stream)).token_ids and (await anext(stream)).token_ids
+        closing = time.monotonic()
+    assert time.monotonic() - closing > 0.9, "it did not return"
     assert not [*alive(processes)]
 
 
@@ -147,8 +156,8 @@ async def test_a_worker_that_is_killed_while_the_model_loads_ends_the_start(
     config: TrtllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1.2.1 waits for ever for a worker that was killed before it was ready."""
-    monkeypatch.setenv("FAKE_TRTLLM_FAULTS", json.dumps({"construction_seconds": 20.0}))
-    process = EngineProcess(config)
+    monkeypatch.setenv("FAKE_TRTLLM_FAULTS", json.dumps({"construction_seconds": 60.0}))
+    process = ServiceProcess(HASTY, config)
     await process.start()
     client = EngineClient(process.address, process.wait_failed)
     starting = asyncio.create_task(client.start())
@@ -173,10 +182,12 @@ async def test_the_tree_ends_with_a_parent_that_is_killed(config: TrtllmConfig, 
         import asyncio, sys
         from engine.process.client import EngineClient
         from engine.config import TrtllmConfig
-        from engine.process.child import EngineProcess
+        from engine.process.child import ServiceProcess
+        from tests.support.hasty import HASTY
 
         async def main():
-            process = EngineProcess(TrtllmConfig(model=sys.argv[1]))
+            config = TrtllmConfig(model=sys.argv[1], arguments={"enable_iter_perf_stats": True})
+            process = ServiceProcess(HASTY, config)
             await process.start()
             client = EngineClient(process.address, process.wait_failed)
             await client.start()

@@ -131,9 +131,18 @@ def test_drafts_from_blocks_that_were_lost_do_not_count(tiny_model: Path, expect
         assert said(handed, pair.finish()["a"]) == expected["a"]
 
 
+@pytest.fixture(scope="module")
+def expected_of_many(tiny_model: Path) -> dict[str, list[int]]:
+    return {name: tokens(found) for name, found in alone(tiny_model, greedy_requests()).items()}
+
+
 @pytest.mark.parametrize("early", [False, True], ids=["at the end", "early"])
 def test_many_of_all_fates_get_the_tokens_of_one_core(
-    tiny_model: Path, overlap: str, early: bool, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path,
+    overlap: str,
+    early: bool,
+    expected_of_many: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Blocks are so few that sequences are preempted, some of them before their blocks are confirmed."""
     monkeypatch.setattr(core_module, "EARLY_TOKENS", 1)
@@ -145,12 +154,9 @@ def test_many_of_all_fates_get_the_tokens_of_one_core(
         return fates[-1]
 
     options: dict[str, Any] = {**SMALL, "overlap_scheduler": overlap, "max_num_tokens": 64}
-    requests = greedy_requests()
     with pair_of(tiny_model, options, {**options, "num_blocks": LONGEST // 8 + 4}) as pair:
         pair.control(draw)
-        deltas = pair.serve(requests, early=early)
+        deltas = pair.serve(greedy_requests(), early=early)
         assert pair.transfers == (fates.count(ARRIVE), len(fates) - fates.count(ARRIVE))
         assert min(pair.transfers) > 2 and pair.decode.stats().num_preemptions > 0
-    assert {name: tokens(found) for name, found in deltas.items()} == {
-        name: tokens(found) for name, found in alone(tiny_model, requests).items()
-    }
+    assert {name: tokens(found) for name, found in deltas.items()} == expected_of_many

@@ -115,18 +115,26 @@ def test_greedy_equals_one_core_however_it_is_scheduled(
     assert (stats.num_preemptions > 0) == ("num_blocks" in decode)
 
 
-@pytest.mark.parametrize(("kind", "overlap"), [("gemma3_text", "on"), ("mistral", "off")])
-def test_windows_hand_over_what_is_still_attended_to(tmp_path: Path, kind: str, overlap: str, early: bool) -> None:
-    folder = save(kind, tmp_path)
-    expected = alone(folder, greedy_requests())
+@pytest.fixture(scope="module", params=[("gemma3_text", "on"), ("mistral", "off")], ids="-".join)
+def windowed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str, dict[str, list[int]]]:
+    """A model with windows, whether steps overlap, and what one core generates."""
+    kind, overlap = request.param
+    folder = save(kind, tmp_path_factory.mktemp(kind))
+    return folder, overlap, {name: tokens(said) for name, said in alone(folder, greedy_requests()).items()}
+
+
+def test_windows_hand_over_what_is_still_attended_to(
+    windowed: tuple[Path, str, dict[str, list[int]]], early: bool
+) -> None:
+    folder, overlap, expected = windowed
     common = {**SMALL, "overlap_scheduler": overlap, "max_num_tokens": 60}
     with pair_of(folder, common, {**common, "num_blocks": LONGEST // 8 + 6}) as pair:
         for _ in range(2):
             deltas = pair.serve(greedy_requests(), early=early)
             assert not pair.early, "blocks behind a window are given up while the prompt is computed"
-            assert {name: tokens(said) for name, said in deltas.items()} == {
-                name: tokens(said) for name, said in expected.items()
-            }
+            assert {name: tokens(said) for name, said in deltas.items()} == expected
         assert pair.decode.stats().kv_transfer_failure_total == 0
 
 
@@ -147,10 +155,9 @@ def test_the_compiled_path_hands_over_too(tmp_path: Path, level: str) -> None:  
     }
 
 
-@pytest.mark.parametrize("overlap", ["off", "on"])
-@pytest.mark.parametrize(
-    "sampling",
-    [
+@pytest.fixture(
+    scope="module",
+    params=[
         {"temperature": 1.0, "top_p": 0.9, "seed": 7},
         {
             "temperature": 0.8,
@@ -161,7 +168,14 @@ def test_the_compiled_path_hands_over_too(tmp_path: Path, level: str) -> None:  
             "presence_penalty": 0.3,
         },
         {"logprobs": 3, "prompt_logprobs": 1},
-        {"logprobs": 0, "temperature": 1.0, "seed": 1, "min_tokens": 10, "ignore_eos": False, "logit_bias": {2: 5.0}},
+        {
+            "logprobs": 0,
+            "temperature": 1.0,
+            "seed": 1,
+            "min_tokens": 10,
+            "ignore_eos": False,
+            "logit_bias": {2: 5.0},
+        },
         {"frequency_penalty": 1.9, "bad_words": ((5,), (7, 8))},
         {"max_tokens": 1},
         {"max_tokens": 0, "prompt_logprobs": 0},
@@ -170,16 +184,19 @@ def test_the_compiled_path_hands_over_too(tmp_path: Path, level: str) -> None:  
     ],
     ids=lambda sampling: ",".join(sampling),
 )
+def sampled(request: pytest.FixtureRequest, tiny_model: Path) -> tuple[list[GenerateRequest], dict[str, Any]]:
+    """Requests of a sampling, and what one core says to them."""
+    requests = [request_of(str(index), prompt, **request.param) for index, prompt in enumerate(PROMPTS[:6])]
+    return requests, {name: spoken(said) for name, said in alone(tiny_model, requests).items()}
+
+
 def test_sampling_goes_on_as_if_it_had_begun_here(
-    tiny_model: Path, sampling: dict[str, Any], overlap: str, early: bool
+    tiny_model: Path, sampled: tuple[list[GenerateRequest], dict[str, Any]], overlap: str, early: bool
 ) -> None:
-    requests = [request_of(str(index), prompt, **sampling) for index, prompt in enumerate(PROMPTS[:10])]
-    expected = alone(tiny_model, requests)
+    requests, expected = sampled
     with pair_of(tiny_model, {**SMALL, "overlap_scheduler": overlap}) as pair:
         deltas = pair.serve(requests, early=early)
-    assert {name: spoken(said) for name, said in deltas.items()} == {
-        name: spoken(said) for name, said in expected.items()
-    }
+    assert {name: spoken(said) for name, said in deltas.items()} == expected
 
 
 def test_the_first_token_alone_is_held_and_nothing_runs_meanwhile(tiny_model: Path) -> None:

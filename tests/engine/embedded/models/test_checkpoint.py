@@ -121,7 +121,8 @@ def test_scaling_that_is_added_counts_more_than_what_was_there(kind: str, tmp_pa
     ids=["defaults", "older files", "newer files"],
 )
 def test_gemma_turns_heads_in_windows_otherwise(rope: dict[str, Any], tmp_path: Path) -> None:
-    config = read_config(write(tmp_path, {**SIZES, "model_type": "gemma3_text", "num_hidden_layers": 7, "head_dim": 32, **rope}))
+    sizes = {**SIZES, "model_type": "gemma3_text", "num_hidden_layers": 7, "head_dim": 32}
+    config = read_config(write(tmp_path, {**sizes, **rope}))
     reference = Gemma3RotaryEmbedding(load_config(str(tmp_path))[0])
     full, sliding = (rotary.frequencies for rotary in config.rotaries)
     assert torch.equal(full, reference.full_attention_inv_freq)
