@@ -165,8 +165,8 @@ def test_each_image_is_fetched_once(group: Replicas, pictures: PictureServer) ->
         urls = [pictures.add(f"/once/{place}/{index}.png", number(10 * index + place + 11)) for index in range(4)]
         answer = ask(front, message(NUMBER, urls[0]), n=3)
         assert [said(answer, choice) for choice in range(3)] == [f"The number is {place + 11}."] * 3
-        ask(front, message("Describe the first image.", urls[1], urls[1]))
-        ask(front, message("What number do you see in the second image?", urls[1], urls[2]))
+        ask(front, message("Describe the first image.", urls[1], urls[1]), max_tokens=2)
+        ask(front, message("What number do you see in the second image?", urls[1], urls[2]), max_tokens=2)
         with ThreadPoolExecutor(4) as threads:
             together = list(threads.map(shown, [message(NUMBER, urls[3])] * 4))
         assert {said(answer) for answer in together} == {f"The number is {place + 41}."}
@@ -191,7 +191,7 @@ def test_only_the_uncached_one_of_three_images_is_encoded(group: Replicas) -> No
         shape("red", "triangle", "black", 71),
         shape("green", "square", seed=72),
     )
-    ask(group.three, message("Describe the first image.", ring, square))
+    ask(group.three, message("Describe the first image.", ring, square), max_tokens=1)
     before, hits = group.encoded(), group.three.metric("trtllm_embedding_cache_hits_total")
     answer = ask(group.three, message("What colour is the triangle?", ring, triangle, square))
     assert group.encoded() == before + 1 and group.three.metric("trtllm_embedding_cache_hits_total") == hits + 2
@@ -216,7 +216,7 @@ def test_bombs_are_refused_while_others_are_answered(group: Replicas) -> None:
     with ThreadPoolExecutor(8) as threads:
         refused = [threads.submit(post, group.three, message(NUMBER, image)) for image in bad]
         taken = [
-            threads.submit(post, group.three, message(NUMBER, image + bytes(index)))
+            threads.submit(post, group.three, message(NUMBER, image + bytes(index)), max_tokens=2)
             for index, image in enumerate(large)
         ]
         asked = threads.submit(ask, group.three, message(NUMBER, number(61, seed=91)))

@@ -167,7 +167,7 @@ def test_another_vocabulary_is_refused(trained: Path, base: Path, tmp_path: Path
 def test_training_ends_in_time_with_weights_and_results(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the beginning, and from where another run ended."""
+    """From the beginning, and, after few steps, from where another run ended."""
     small = {
         "minutes": 0.1,
         "evaluation-seconds": 2,
@@ -179,8 +179,9 @@ def test_training_ends_in_time_with_weights_and_results(
         "device": "cpu",
     }
     flags = [f"--base={base}", f"--out={tmp_path}", *(f"--{name}={value}" for name, value in small.items())]
+    more = [f"--start={tmp_path}/smolvision.safetensors", "--look-share=0", "--steps=2"]
     for again in (False, True):
-        train([*flags, *([f"--start={tmp_path}/smolvision.safetensors", "--look-share=0"] if again else [])])
+        train([*flags, *(more if again else [])])
         said = capsys.readouterr().out
         assert ("look 100%" in said) != again and "answer 100%" in said
         results = json.loads((tmp_path / "results.json").read_text())

@@ -39,6 +39,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_llava(tmp_path_factory.mktemp("llava"))
 
 
+@pytest.fixture(scope="module")
+def long_video() -> MediaInput:
+    """3600 frames, which take seconds to make, too."""
+    return MediaInput(video_of(frames_of(60, 320, 240) * 60, "mp4", 100), kind="video")
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def encoder(folder: Path) -> AsyncIterator[EmbeddedEncoder]:
     """One encoder for all tests, since a process takes seconds to start.
@@ -285,10 +291,9 @@ async def test_small_images_pass_large_ones_and_requests_take_turns(encoder: Emb
     assert passed.count("large") <= 6 and passed.count("small") <= 10, passed
 
 
-async def test_a_short_video_does_not_wait_for_long_ones(encoder: EmbeddedEncoder) -> None:
+async def test_a_short_video_does_not_wait_for_long_ones(encoder: EmbeddedEncoder, long_video: MediaInput) -> None:
     await until_healthy(encoder)
-    frames = frames_of(60, 320, 240)
-    long, short = (MediaInput(video_of(frames * count, "mp4", 100), kind="video") for count in (60, 1))
+    short = MediaInput(video_of(frames_of(60, 320, 240), "mp4", 100), kind="video")
     await encoder.encode([short])
     done: list[str] = []
 
@@ -299,14 +304,14 @@ async def test_a_short_video_does_not_wait_for_long_ones(encoder: EmbeddedEncode
 
     async with asyncio.TaskGroup() as group:
         for _ in range(3):
-            group.create_task(encode("long", long))
+            group.create_task(encode("long", long_video))
         await asyncio.sleep(0)  # they are asked for first
         group.create_task(encode("short", short))
     assert "short" in done[:2], "on a busy machine it may need a second turn"
 
 
 async def test_a_large_file_that_hangs_is_named_and_fails_alone(
-    encoder: EmbeddedEncoder, monkeypatch: pytest.MonkeyPatch
+    encoder: EmbeddedEncoder, long_video: MediaInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process says that it has computed on the file for too long; others are answered in the meantime."""
     await until_healthy(encoder)
@@ -322,8 +327,7 @@ async def test_a_large_file_that_hangs_is_named_and_fails_alone(
 
     monkeypatch.setattr(EncoderProcess, "receive", busy)
     await encoder.encode([GOOD])  # the answers after this one are watched
-    video = MediaInput(video_of(frames_of(60, 320, 240) * 60, "mp4", 100), kind="video")
-    videos = [asyncio.create_task(encoder.encode([video])) for _ in range(3)]
+    videos = [asyncio.create_task(encoder.encode([long_video])) for _ in range(3)]
     ends = await asyncio.gather(*videos, return_exceptions=True)
     (failed,) = [end for end in ends if isinstance(end, BaseException)]
     assert "took longer than" in str(failed) and encoder.pid != pid
