@@ -164,11 +164,11 @@ def gemvs(model: str, fp8: bool) -> None:
         if name in ("out", "down"):
             arguments = {"residual": residual}
         outputs = n // 2 if name == "gate_up" else n
-        own = kernels._fitting(chosen.get(name, _OUTPUT_TILE), outputs, k)
+        own = kernels.tile_for(chosen.get(name, _OUTPUT_TILE), outputs, k, name == "gate_up")
         tiles = {tile for tile in TILES if outputs % tile[0] == 0 and tile[1] < 2 * k} | {own}
 
         def run(tile: tuple[int, int, int], some: list[Any]) -> None:
-            with patch.object(kernels, "_fitting", lambda *_: tile):
+            with patch.object(kernels, "tile_for", lambda *_: tile):
                 for weight in some:
                     kernels.gemv(x, weight, **arguments)
 

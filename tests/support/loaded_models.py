@@ -1,6 +1,7 @@
 """Models of transformers that are loaded once for many cores: that takes several times as long as most tests' steps."""
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -14,17 +15,19 @@ from engine.embedded.models.torch import runner
 
 @contextmanager
 def loaded_once(copies: int = 1) -> Iterator[None]:
-    """Load each folder `copies` times at most, and let runners of transformers' models have these in turn.
+    """Load each folder `copies` times at most, and let runners of transformers' models have these in turn. A folder
+    that is written again gives the old model.
 
-    So `copies` cores that are made one after the other share nothing. A core does not change a model that another has
-    adapted. What such a model attends to is known from its first core, before it was adapted.
+    So `copies` cores of a folder that are made one after the other share nothing. A core does not change a model that
+    another has adapted. What such a model attends to is known from its first core, before it was adapted.
     """
-    load, ask, turns = runner.load_weights, runner.ask, count()
+    load, ask = runner.load_weights, runner.ask
+    turns: defaultdict[Any, Iterator[int]] = defaultdict(count)
     made: dict[Any, Any] = {}
     asked: dict[Any, Attends] = {}
 
     def load_weights(auto: Any, folder: str, facts: Any, **options: Any) -> Any:
-        key = (folder, options["dtype"], next(turns) % copies)
+        key = (folder, options["dtype"], next(turns[folder, options["dtype"]]) % copies)
         if key not in made:
             made[key] = load(auto, folder, facts, **options)
         return made[key]

@@ -30,10 +30,10 @@ _NORMED = "qwen3"
 """The model type that normalises each head of queries and of keys."""
 
 _GEMMA = "gemma3_text"
-"""The model type of which `LlamaConfig.gemma` tells."""
+"""The model type of Gemma 3's text models."""
 
 _GEMMA_PATTERN = 6
-"""Every how many layers Gemma 3 attends to all tokens, where its config.json does not say."""
+"""Gemma 3 attends to all tokens in every sixth layer, unless its config.json says otherwise."""
 
 _FREQUENCIES = "rotary_emb.inv_freq"
 """Part of the names of tensors that old files contain although they follow from the configuration."""
@@ -177,7 +177,7 @@ def _check(facts: ModelFacts) -> None:
     text, gemma = facts.text, facts.text_type == _GEMMA
     kinds = {facts.model_type: facts.family, facts.text_type: facts.text_family}
     key, wanted = ("hidden_activation", "gelu_pytorch_tanh") if gemma else ("hidden_act", "silu")
-    named = text.get(key) or text.get("hidden_activation")
+    named = text.get(key) or text.get("hidden_activation")  # whatever config.json calls it
     activation = f"the activation {named}" if named else f"a model without {key}"
     known = KINDS if gemma else {"full_attention"}
     rotated = [rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 1.0)) for rope in ropes_of(facts)]

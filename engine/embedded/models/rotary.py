@@ -12,6 +12,8 @@ from engine.checkpoints.facts import ModelFacts
 
 _GEMMA_GLOBAL, _GEMMA_LOCAL = 1_000_000.0, 10_000.0
 """Bases of Gemma 3's rotary positions where its config.json names none: in full attention and in sliding windows."""
+_UNKNOWN = {"rope_type": "unknown", "rope_theta": 1.0}
+"""Parameters that `rotary_of` does not know."""
 
 
 class Rotary(NamedTuple):
@@ -45,17 +47,19 @@ def rotary_of(facts: ModelFacts, rope: dict[str, Any] | None = None) -> Rotary |
 
 def ropes_of(facts: ModelFacts) -> list[dict[str, Any]]:
     """Return the parameters of a model's rotary positions; of Gemma 3 those in full attention, then those in sliding
-    windows, as files of both of its formats have them."""
-    rope = facts.rope
+    windows, as transformers reads them from files of both formats (configuration_gemma3.py)."""
     if facts.text_type != "gemma3_text":
-        return [rope]
-    flat = {key: value for key, value in rope.items() if not isinstance(value, dict)}
-    local = {"rope_theta": facts.text.get("rope_local_base_freq", _GEMMA_LOCAL)}
-    full, sliding = (
-        rope[kind] if isinstance(rope.get(kind), dict) else other
-        for kind, other in (("full_attention", flat), ("sliding_attention", local))
-    )
-    return [{"rope_theta": _GEMMA_GLOBAL} | full, {"rope_theta": _GEMMA_LOCAL} | sliding]
+        return [facts.rope]
+    given, scaling = (facts.text.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+    kinds = {"full_attention": scaling, "sliding_attention": {}}
+    if not isinstance(given, dict) or not isinstance(scaling, dict) or (given and not given.keys() & kinds):
+        return [_UNKNOWN]
+    thetas = facts.text.get("rope_theta", _GEMMA_GLOBAL), facts.text.get("rope_local_base_freq", _GEMMA_LOCAL)
+    start: dict[str, Any] = {} if given else {"rope_type": "default"}
+    return [
+        {"rope_theta": theta} | start | (given.get(kind) or {}) | added
+        for theta, (kind, added) in zip(thetas, kinds.items(), strict=True)
+    ]
 
 
 def _rotary(facts: ModelFacts, rope: dict[str, Any]) -> Rotary | None:

@@ -52,7 +52,7 @@ class _Step:
     def __init__(self, number: int, step: StepInput, hidden: torch.Tensor) -> None:
         self.number = number
         self.hidden = hidden
-        self._chunks = step.admissions, step.starts, step.lengths
+        self._chunks = tuple(step.admissions), tuple(step.starts), tuple(step.lengths)
         self._rows: dict[int, _Rows] = {}
         """By admission; filled when one is first asked for, which of most steps none is while nothing is drafted."""
 

@@ -264,7 +264,7 @@ def gemv(
     weight, channels = weight if fp8 else (weight, x)
     K = x.shape[1]
     N = weight.shape[0] // 2 if gated else weight.shape[0]
-    block_n, block_k, warps = _fitting(tile, N, K)
+    block_n, block_k, warps = tile_for(tile, N, K, gated)
     fetch = fetch and K >= 128  # whole lines of memory
     out = residual if residual is not None else x.new_empty((1, N))
     scale, epsilon = norm if norm is not None else (x, 0.0)
@@ -281,18 +281,19 @@ def fits_gemv(shape: tuple[int, ...]) -> bool:
     return shape[1] % 64 == 0 and shape[0] % 16 == 0
 
 
-def _fitting(tile: tuple[int, int, int], n: int, k: int) -> tuple[int, int, int]:
-    """Return the tile of about as many values that suits a weight [n, k].
+def tile_for(tile: tuple[int, int, int], n: int, k: int, gated: bool) -> tuple[int, int, int]:
+    """Return the tile that suits a weight [n, k], or two such weights if it is gated.
 
-    A width that a program can read at once is, and of tiles for wider ones at most a quarter is beyond the last column:
-    that costs less than more passes. Enough programs are left to keep all multiprocessors busy.
+    Rows of up to `_AT_ONCE` values are read in one pass. For wider ones at most a quarter of a tile is beyond the last
+    column, which costs less than more passes. A tile of another width has as many values, of a gated weight half as
+    many. Enough programs are left to keep all multiprocessors busy.
     """
     block_n, block_k, warps = tile
-    if k <= _AT_ONCE:
-        whole = triton.next_power_of_2(k)
-        block_n, block_k = min(16, max(1, block_n * block_k // whole)), whole
-    while 3 * triton.cdiv(k, block_k) * block_k > 4 * k:
-        block_k //= 2
+    width = triton.next_power_of_2(k) if k <= _AT_ONCE else block_k
+    while k > _AT_ONCE and 3 * triton.cdiv(k, width) * width > 4 * k:
+        width //= 2
+    if width != block_k:
+        block_n = min(16, max(1, block_n * block_k // (2 if gated else 1) // width))
     while n % block_n or (block_n > 1 and n // block_n < _LEAST_PROGRAMS):
         block_n //= 2
-    return block_n, block_k, warps
+    return block_n, width, warps

@@ -117,7 +117,7 @@ class Products(ABC):
 class PlainProducts(Products):
     """Weights of the model's type: cuBLAS, and our own products where those of few rows are faster."""
 
-    # Measured on an H200 for nine models (benchmarks/kernels.py, docs/log.md).
+    # Measured on an H200 for eight models (benchmarks/results/2026-11-28-h200-one-row.md).
     tiles: ClassVar[Mapping[str, Tile]] = {
         "qkv": (2, 4096, 4),
         "out": (8, 1024, 4),

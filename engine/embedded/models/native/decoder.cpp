@@ -56,9 +56,11 @@ struct Layer {
   Matrix qkv, out, gate_up, down;  // gate_up: a panel of gate, one of up, and so on
   const float *attention_norm, *mlp_norm, *query_norm, *key_norm;  // the last two, of each head, may be null
   const float *attended_norm, *computed_norm;  // of what attention and the MLP add, or null
-  Cached* cache;  // of its group: [blocks][layers of the group][keys, then values, of each of kv_heads] (cache.h); here this layer's begin
-  int64_t stride, group, window, rotation;  // values from a block to the next; number of its block tables; tokens attended to, or 0 for all;
-                                            // number of its cosines and sines
+  Cached* cache;     // this layer's part of its group's: [blocks][layers][keys, then values, of each of kv_heads] (cache.h)
+  int64_t stride;    // values from a block to the next
+  int64_t group;     // number of its block tables
+  int64_t window;    // tokens that are attended to; 0 for all
+  int64_t rotation;  // number of its cosines and sines
 };
 struct Model {
   const Layer* layers;
@@ -207,7 +209,8 @@ class Decoder {
       team_.each(phase, queries_.size() * kv_heads, [&](int i) {
         if (i >= prompts_ * kv_heads) rotate_and_write(l, queries_[i / kv_heads], i % kv_heads);
         const long next = i + 1;  // mostly this thread's next task
-        const Cached* after = next < (long)queries_.size() * kv_heads ? first_keys(l, queries_[next / kv_heads], next % kv_heads) : nullptr;
+        const bool last = next == (long)queries_.size() * kv_heads;
+        const Cached* after = last ? nullptr : first_keys(l, queries_[next / kv_heads], next % kv_heads);
         attend(l, queries_[i / kv_heads], i % kv_heads, after);
       });
       add(phase, layer.out, outputs(layer.out, attended_, layer.out.inputs), layer.attended_norm);

@@ -78,7 +78,7 @@ class NativeHead:
         """See `HeadRunner`."""
         count, sequences, most = len(step.tokens), len(limits), max(max(limits), 1)
         cos, sin = self._rotary.turns(step.positions)
-        places: list[tuple[int, ...]] = []
+        places: list[tuple[int, int, int, int, int]] = []
         tables: list[int] = []
         row = 0
         for start, length, table in zip(step.starts, step.lengths, step.tables, strict=True):

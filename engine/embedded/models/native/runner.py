@@ -111,13 +111,15 @@ class NativeRunner(PendingTokens):
         tokens = np.array(self.token_ids(step), np.int32)
         turns = [rotary.turns(step.positions) for rotary in self._shape.rotaries]
         cos, sin = turns[0] if len(turns) == 1 else map(np.stack, zip(*turns, strict=True))
-        places: list[tuple[int, ...]] = []
+        places: list[tuple[int, int, int, int, int]] = []
         tables: list[int] = []
         row = 0
-        for start, length, (table, *sliding) in zip(step.starts, step.lengths, step.tables, strict=True):
-            blocks = len(table) if not sliding else -(-(start + length) // self._block_size)
+        for start, length, (first, *others) in zip(step.starts, step.lengths, step.tables, strict=True):
+            blocks = -(-(start + length) // self._block_size)
             places.append((row, length, start, len(tables), blocks))
-            tables += table if not sliding else [block for one in (table, *sliding) for block in one[:blocks]]
+            tables += first[:blocks] if others else first
+            for table in others:
+                tables += table[:blocks]
             row += length
         arrays = [np.array(values, np.int32) for values in (places, tables, step.rows)]
         logits = torch.empty(len(step.rows), self.vocab_size)

@@ -206,8 +206,9 @@ class Weights:
         return self._keep(functional.pad(bias, (0, self._padded(len(bias)) - len(bias))))
 
     def _vector(self, name: str) -> int:
-        """Keep the weights of a norm."""
-        return self._keep(self._floats(name) + self._config.gemma)
+        """Keep the weights of a norm; Gemma's count from one."""
+        weights = self._floats(name)
+        return self._keep(weights + 1.0 if self._config.gemma else weights)
 
     def _optional_vector(self, name: str) -> int | None:
         return self._vector(name) if name in self._shapes else None

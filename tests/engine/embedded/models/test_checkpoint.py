@@ -117,8 +117,15 @@ def test_scaling_that_is_added_counts_more_than_what_was_there(kind: str, tmp_pa
         {},
         {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
         {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 3e5}}},
+        {"rope_parameters": {"full_attention": {}, "sliding_attention": {}}, "rope_theta": 5e5},
+        {"rope_parameters": {"sliding_attention": {"rope_type": "default"}}, "rope_local_base_freq": 2e4},
+        {
+            "rope_parameters": {"full_attention": {"rope_theta": 7e5}, "sliding_attention": {"rope_theta": 7e3}},
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        {"rope_scaling": {"type": "linear", "factor": 8.0}},
     ],
-    ids=["defaults", "older files", "newer files"],
+    ids=["defaults", "older", "newer", "theta at the top", "local theta at the top", "scaling added", "older type"],
 )
 def test_gemma_turns_heads_in_windows_otherwise(rope: dict[str, Any], tmp_path: Path) -> None:
     sizes = {**SIZES, "model_type": "gemma3_text", "num_hidden_layers": 7, "head_dim": 32}
@@ -141,6 +148,8 @@ def test_gemma_turns_heads_in_windows_otherwise(rope: dict[str, Any], tmp_path: 
         ({"sliding_window_pattern": 0}, "sliding_window_pattern 0"),
         ({"sliding_window": None}, "no sliding_window"),
         ({"rope_local_base_freq": [1]}, "scaled rotary positions"),
+        ({"rope_parameters": {"rope_theta": 7e5}}, "scaled rotary positions"),
+        ({"rope_scaling": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, "scaled rotary positions"),
     ],
 )
 def test_other_models_like_gemma_are_refused(change: dict[str, Any], reason: str, tmp_path: Path) -> None:

@@ -54,15 +54,34 @@ def test_gates() -> None:
     same(kernels.silu_mul(x), functional.silu(x[:, :2100].float()) * x[:, 2100:].float())
 
 
-@pytest.mark.parametrize("k", [64, 256, 704, 2240, 4672])
+@pytest.mark.parametrize("k", [64, 256, 704, 2240, 4096, 4672])
 def test_products_of_one_row(k: int) -> None:
     x, weight, norm, residual = random(1, k), random(64, k, scale=0.1), random(k), random(1, 64)
     same(kernels.gemv(x, weight, tile=(8, 128, 4)), x.float() @ weight.float().T)
     same(kernels.gemv(x, weight, norm=(norm, 1e-5), tile=(8, 1024, 4)), normed(x, norm).float() @ weight.float().T)
     same(kernels.gemv(x, weight, gated=True, tile=(2, 2048, 4)), gated(x, weight))
     expected = residual.float() + x.float() @ weight.float().T
-    same(kernels.gemv(x, weight, residual=residual, fetch=ON_GPU and k in (256, 4096), tile=(4, 2048, 8)), expected)
+    same(kernels.gemv(x, weight, residual=residual, fetch=ON_GPU and not k & (k - 1), tile=(4, 2048, 8)), expected)
     same(residual, expected)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "gated", "tile"),
+    [
+        (6144, 4096, False, (2, 4096, 4)),
+        (14336, 4096, True, (2, 4096, 4)),
+        (4608, 3584, False, (2, 4096, 4)),  # an eighth of the tile is beyond the last column
+        (7168, 5120, False, (4, 2048, 4)),
+        (17408, 5120, True, (2, 2048, 4)),
+        (10240, 2560, True, (4, 1024, 4)),
+        (960, 576, False, (4, 1024, 4)),  # at once; wider tiles would be fewer than 200
+        (1536, 576, True, (4, 1024, 4)),
+        (64, 64, False, (1, 64, 4)),
+        (151936, 1536, False, (4, 2048, 4)),
+    ],
+)
+def test_tiles_suit_any_width(n: int, k: int, gated: bool, tile: tuple[int, int, int]) -> None:
+    assert kernels.tile_for((2, 4096, 4), n, k, gated) == tile
 
 
 @pytest.mark.parametrize("rows", [17, 33, 64])
@@ -362,7 +381,7 @@ def test_products_of_one_row_with_weights_in_eight_bits(k: int) -> None:
     same(kernels.gemv(x, pair, norm=(norm, 1e-5), tile=(8, 2048, 4)), normed(x, norm).float() @ weight.T)
     same(kernels.gemv(x, pair, gated=True, tile=(2, 4096, 4)), gated(x, weight))
     expected = residual.float() + x.float() @ weight.T
-    kernels.gemv(x, pair, residual=residual, fetch=ON_GPU and k in (256, 4096), tile=(4, 4096, 8))
+    kernels.gemv(x, pair, residual=residual, fetch=ON_GPU and not k & (k - 1), tile=(4, 4096, 8))
     same(residual, expected)
 
 
