@@ -21,7 +21,7 @@ RUNTIME := $(VENV)/.runtime-$(shell cat pyproject.toml constraints.txt | cksum |
 DEV := $(VENV)/.dev-$(shell cat pyproject.toml constraints.txt constraints-dev.txt | cksum | tr ' ' '-')
 
 .DEFAULT_GOAL := help
-.PHONY: help serve serve-vision serve-video serve-audio serve-draw serve-clips serve-disaggregated serve-routed doctor config test test-slow test-all check bench
+.PHONY: help serve serve-vision serve-video serve-audio serve-draw serve-clips serve-disaggregated serve-routed doctor config install test test-slow test-all check bench
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -55,6 +55,8 @@ doctor: $(RUNTIME)  ## Check this machine for the settings; ARGS="--engine trtll
 
 config: $(RUNTIME)  ## Show every setting and engine argument, and what set it; ARGS are settings
 	@exec $(BIN)/trellis config $(ARGS)
+
+install: $(DEV)  ## Install what tests and checks need, into .venv
 
 test: $(DEV)  ## Run the tests that fit five minutes on two cores; ARGS go to pytest
 	@exec $(PYTEST) -m "not slow" $(ARGS)

@@ -114,11 +114,10 @@ class NativeRunner(PendingTokens):
         places: list[tuple[int, int, int, int, int]] = []
         tables: list[int] = []
         row = 0
-        for start, length, (first, *others) in zip(step.starts, step.lengths, step.tables, strict=True):
+        for start, length, own in zip(step.starts, step.lengths, step.tables, strict=True):
             blocks = -(-(start + length) // self._block_size)
             places.append((row, length, start, len(tables), blocks))
-            tables += first[:blocks] if others else first
-            for table in others:
+            for table in own:
                 tables += table[:blocks]
             row += length
         arrays = [np.array(values, np.int32) for values in (places, tables, step.rows)]
