@@ -124,7 +124,7 @@ async def test_a_death_in_the_tree_fails_requests_ends_the_tree_and_brings_anoth
 
 async def test_an_engine_that_hangs_is_restarted(config: TrtllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_TRTLLM_FAULTS", json.dumps({"hang_after": 2}))
-    async with served(replace(config, hang_seconds=2.0)) as (process, client):
+    async with served(replace(config, hang_seconds=4.0)) as (process, client):
         monkeypatch.delenv("FAKE_TRTLLM_FAULTS")
         host = process.pid
         processes = [psutil.Process(host), *below(host)]
