@@ -2,8 +2,8 @@
 
     python -m benchmarks.kernels            # needs a GPU, triton and flashinfer
 
-The shape is that of Llama 3.1 8B, for products of one row those of `WIDTHS`. Every figure is the median over replays of
-a CUDA graph that runs the operation on `COPIES` copies of its weights, so that the cache does not help.
+The shape is that of Llama 3.1 8B, and for products of one row also those of `ONE_ROW`. Every figure is the median over
+replays of a CUDA graph that runs the operation on `COPIES` copies of its weights, so that the cache does not help.
 """
 
 import itertools
@@ -16,21 +16,20 @@ from unittest.mock import patch
 import torch
 from torch.nn import functional
 
+from benchmarks.gpu import model as models
+
 HIDDEN, HEADS, KV_HEADS, DIM, MIDDLE, VOCABULARY = 4096, 32, 8, 128, 14336, 49152
 SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 COPIES = 8
 BLOCK = 32
-WIDTHS = {
-    "llama-8b": (4096, 32, 8, 128, 14336, 128256),
-    "llama-3b": (3072, 24, 8, 128, 8192, 128256),
-    "qwen2.5-0.5b": (896, 14, 2, 64, 4864, 151936),
-    "qwen2.5-1.5b": (1536, 12, 2, 128, 8960, 151936),
-    "qwen2.5-7b": (3584, 28, 4, 128, 18944, 152064),
-    "qwen3-8b": (4096, 32, 8, 128, 12288, 151936),
-    "qwen3-14b": (5120, 40, 8, 128, 17408, 151936),
-    "smollm2-135m": (576, 9, 3, 64, 1536, 49152),
+ONE_ROW = {name: models.SHAPES[name] for name in ("llama-8b", "qwen2.5-7b", "qwen3-8b")} | {
+    "llama-3b": models.Shape(3072, 28, 24, 8, 8192, vocabulary=128256),
+    "qwen2.5-0.5b": models.Shape(896, 24, 14, 2, 4864, vocabulary=151936),
+    "qwen2.5-1.5b": models.Shape(1536, 28, 12, 2, 8960, vocabulary=151936),
+    "qwen3-14b": models.Shape(5120, 40, 40, 8, 17408, vocabulary=151936),
+    "smollm2-135m": models.Shape(576, 30, 9, 3, 1536),
 }
-"""Of models: hidden size, heads, key-value heads, size of a head, intermediate size, vocabulary."""
+"""Shapes of the models whose products of one row are measured."""
 TILES = [
     *((1, 4096, 4), (2, 1024, 4), (2, 2048, 4), (2, 4096, 4), (2, 4096, 8), (4, 512, 4), (4, 1024, 4), (4, 2048, 4)),
     *((4, 2048, 8), (4, 4096, 8), (8, 512, 4), (8, 1024, 4), (8, 1024, 8), (8, 2048, 8), (16, 256, 4), (16, 512, 4)),
@@ -140,13 +139,13 @@ def gemvs(model: str, fp8: bool) -> None:
     from engine.embedded.models.cuda.fp8 import Fp8Products
     from engine.embedded.models.cuda.weights import PlainProducts
 
-    hidden, heads, kv_heads, dim, middle, vocabulary = WIDTHS[model]
+    shape = ONE_ROW[model]
     shapes = {
-        "qkv": ((heads + 2 * kv_heads) * dim, hidden),
-        "out": (hidden, heads * dim),
-        "gate_up": (2 * middle, hidden),
-        "down": (hidden, middle),
-        "output": (vocabulary, hidden),
+        "qkv": ((shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.hidden),
+        "out": (shape.hidden, shape.heads * shape.head_dim),
+        "gate_up": (2 * shape.intermediate, shape.hidden),
+        "down": (shape.hidden, shape.intermediate),
+        "output": (shape.vocabulary, shape.hidden),
     }
     chosen = (Fp8Products if fp8 else PlainProducts).tiles
     for name, (n, k) in shapes.items():
@@ -160,11 +159,12 @@ def gemvs(model: str, fp8: bool) -> None:
         x = torch.randn(1, k, device="cuda", dtype=torch.bfloat16)
         norm = (torch.ones(k, device="cuda", dtype=torch.bfloat16), 1e-5)
         residual = torch.zeros(1, n, device="cuda", dtype=torch.bfloat16)
-        arguments: dict[str, Any] = {"gate_up": {"norm": norm, "gated": True}}.get(name, {"norm": norm})
-        if name in ("out", "down"):
-            arguments = {"residual": residual}
-        outputs = n // 2 if name == "gate_up" else n
-        own = kernels.tile_for(chosen.get(name, _OUTPUT_TILE), outputs, k, name == "gate_up")
+        gated = name == "gate_up"
+        arguments: dict[str, Any] = (
+            {"residual": residual} if name in ("out", "down") else {"norm": norm, "gated": gated}
+        )
+        outputs = n // 2 if gated else n
+        own = kernels.tile_for(chosen.get(name, _OUTPUT_TILE), outputs, k, gated)
         tiles = {tile for tile in TILES if outputs % tile[0] == 0 and tile[1] < 2 * k} | {own}
 
         def run(tile: tuple[int, int, int], some: list[Any]) -> None:
@@ -358,7 +358,7 @@ def main() -> None:
         "fp8": lambda: [fp8_products(rows) for rows in (1, 64, 256, 8192)],
         "few-tiles": lambda: [few_tiles(rows, fp8) for fp8 in (False, True) for rows in (16, 64, 128)],
         "layer": lambda: [layer(rows, fp8) for fp8 in (False, True) for rows in (2, 16, 64, 128, 256)],
-        "gemv": lambda: [gemvs(model, fp8=False) for model in WIDTHS],
+        "gemv": lambda: [gemvs(model, fp8=False) for model in ONE_ROW],
         "gemv-fp8": lambda: gemvs("llama-8b", fp8=True),
         "between": lambda: [between(rows) for rows in (1, 64, 256, 8192)],
         "decode": lambda: [decode_attention(*cell) for cell in ((1, 256), (64, 640), (256, 640))],

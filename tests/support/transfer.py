@@ -79,7 +79,7 @@ class Memory:
         return self.maps[region][:end]
 
     def digest(self, region: int) -> str:
-        """Of all bytes: copies of large regions would take most of a test's time."""
+        """Return a digest of a region's bytes. Copying a large region would take most of a test's time."""
         return blake3(self.maps[region]).hexdigest()
 
     def touched(self) -> bool:

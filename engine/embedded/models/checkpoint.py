@@ -127,8 +127,9 @@ def read_config(folder: Path, max_seq_len: int = 0) -> LlamaConfig:
     try:
         _check(facts)
         context_length = min(max_seq_len or facts.context_length, facts.context_length)
-        rotaries = [rotary for rope in ropes_of(facts) if (rotary := rotary_of(facts, rope)) is not None]
-        if len(rotaries) < len(ropes_of(facts)):
+        ropes = ropes_of(facts)
+        rotaries = [rotary for rope in ropes if (rotary := rotary_of(facts, rope)) is not None]
+        if len(rotaries) < len(ropes):
             raise UnsupportedModelError("the fast path does not know these scaled rotary positions")
         sliding, gemma = _sliding(facts), facts.text_type == _GEMMA
         window = facts.integer("sliding_window") if any(sliding) else 0

@@ -24,7 +24,7 @@ QUESTIONS = [
     "List the first 12 prime numbers, 2 3 5 and so on.",
     "Erkläre in einem Satz, was ein Compiler ist. 🙂",
     "def fibonacci(n):",
-    "Repeat this list back to me: " + ", ".join(f"item {i}" for i in range(60)),
+    "Repeat this list back to me: " + ", ".join(f"item {i}" for i in range(120)),
 ]
 
 

@@ -30,7 +30,7 @@ AT_ONCE = 3
 
 
 def outcomes_of(model: Path, seconds: float, names: Sequence[str]) -> list[probe.Outcome]:
-    """What comes of groups, each of which is a process of its own."""
+    """Run these groups of checks, each in a process of its own, and return what they found."""
     with ThreadPoolExecutor(AT_ONCE) as threads:
         ran = threads.map(lambda name: list(probe.outcomes_of(str(model), seconds, [name])), names)
         return [outcome for found in ran for outcome in found]

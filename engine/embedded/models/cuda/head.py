@@ -219,7 +219,7 @@ class _Chain:
         """By the number of positions that are read."""
         self.following: torch.cuda.CUDAGraph | None = None
         self.inputs = torch.zeros(4 * (size + most_read), dtype=torch.int32, device=like.device)
-        """What the host writes (`_parts`)."""
+        """Numbers that the host copies here before each draft; `_parts` says what each of them is."""
         self.positions, self.places, self.numbers, self.last = _parts(self.inputs, size, 0)[0]
         """Position of the last token found for each sequence, its place in the table, the number of tokens found, and
         the last row that is read."""

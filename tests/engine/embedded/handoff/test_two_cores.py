@@ -186,7 +186,7 @@ def test_the_compiled_path_hands_over_too(tmp_path: Path, level: str) -> None:  
 )
 def sampled(request: pytest.FixtureRequest, tiny_model: Path) -> tuple[list[GenerateRequest], dict[str, Any]]:
     """Requests of a sampling, and what one core says to them."""
-    requests = [request_of(str(index), prompt, **request.param) for index, prompt in enumerate(PROMPTS[:6])]
+    requests = [request_of(str(index), prompt, **request.param) for index, prompt in enumerate(PROMPTS[:10])]
     return requests, {name: spoken(said) for name, said in alone(tiny_model, requests).items()}
 
 
