@@ -163,6 +163,7 @@ def measure(
     server: Server, row: Cell, prompts: PromptMaker, args: argparse.Namespace, repeat: int, report: Report
 ) -> None:
     load = LoadRun(row.concurrency, max(3, row.concurrency * args.rounds), row.prompt_tokens, row.max_tokens)
+    wait_for_quiet()
     others = others_cpu_seconds(server)
     summary = run(server.target, load, prompts, f"{args.seed}/{row}/{repeat}")
     others = (others_cpu_seconds(server) - others) / summary.seconds
@@ -177,6 +178,14 @@ def measure(
         + (f", {summary.errors} errors: {summary.first_error}" if summary.errors else ""),
         flush=True,
     )
+
+
+def wait_for_quiet() -> None:
+    """Wait until the machine is idle, 10 seconds at most: vLLM's threads spin for a second behind their last request,
+    at the cost of the server whose turn comes next."""
+    until = time.monotonic() + 10
+    while psutil.cpu_percent(0.5) * (psutil.cpu_count() or 1) > 10 and time.monotonic() < until:
+        pass
 
 
 def others_cpu_seconds(server: Server) -> float:

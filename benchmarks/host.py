@@ -2,12 +2,13 @@
 
     python -m benchmarks.host [--modes ngram suffix eagle3] [--streams 1 16 64] [--step 0.5] [--row 4] [--repeats 8]
 
-The device is imagined: a step takes `--step` milliseconds of it and `--row` microseconds for each row, the host goes on
-meanwhile, and results come when they would be there. It computes known texts: `own`, whose words are as frequent as in
-any text, and `edit`, which repeats most of its prompt. Scheduler, plans, drafts and their lookup are the engine's own,
-and a head drafts a right token in `--right` of cases. `--step 0 --row 0` shows the host alone. Engines without and with
-speculation run in turns; ratios are medians over the repetitions, each against the plain engine in the same one.
-Launching kernels and copying results is not imagined in detail, so a GPU's steps take the host longer.
+The device is imagined: a step takes `--step` milliseconds of it, `--several` more if a sequence has several rows, and
+`--row` microseconds for each row; the host goes on meanwhile, and results come when they would be there. It computes
+known texts: `own`, whose words are as frequent as in any text, and `edit`, which repeats most of its prompt. Scheduler,
+plans, drafts and their lookup are the engine's own, and a head drafts a right token in `--right` of cases.
+`--step 0 --row 0` shows the host alone. Engines without and with speculation run in turns; ratios are medians over the
+repetitions, each against the plain engine in the same one. Launching kernels and copying results is not imagined in
+detail, so a GPU's steps take the host longer.
 """
 
 import argparse
@@ -110,10 +111,13 @@ class ImaginedRunner(PendingTokens):
     vocab_size, context_length, eos_token_ids, takes_images = VOCABULARY, CONTEXT, (2,), None
     graph_tokens = 256
 
-    def __init__(self, device: Device, streams: int, step: float, row: float, right: float, hidden: bool) -> None:
+    def __init__(
+        self, device: Device, streams: int, step: float, several: float, row: float, right: float, hidden: bool
+    ) -> None:
         super().__init__(streams, torch.device("cpu"))
         self.device = torch.device("meta")
         self.run, self.step, self.row, self.right = device.run, step, row, right
+        self.several = several
         self.groups = [LayerGroup(None, (0,), streams * CONTEXT // BLOCK)]
         self.memory = KvMemory("imagined", Attends((None,), 1, 1), [torch.zeros(1, 1)])
         self.sampler = ImaginedSampler(self)
@@ -133,7 +137,7 @@ class ImaginedRunner(PendingTokens):
         np.array((step.tokens, step.positions), dtype=np.int32)
         self.positions = [step.positions[row] for row in step.rows]
         wait(time.monotonic() + LAUNCH)
-        self.done = self.run(self.step + self.row * count)
+        self.done = self.run(self.step + self.row * count + self.several * (count > len(step.lengths)))
         if self._hidden is not None:
             self.hidden = self._hidden if count <= CONTEXT else torch.zeros((count, 1))
         return torch.empty((len(step.rows), 1))
@@ -167,7 +171,13 @@ def core_of(mode: str, device: Device, options: argparse.Namespace, folder: Path
         speculative_model=head if mode == "eagle3" else "",
     )
     runner = ImaginedRunner(
-        device, streams, options.step * 1e-3, options.row * 1e-6, options.right, hidden=mode == "eagle3"
+        device,
+        streams,
+        options.step * 1e-3,
+        options.several * 1e-3,
+        options.row * 1e-6,
+        options.right,
+        hidden=mode == "eagle3",
     )
     return EngineCore(config, lambda _: None, LoadedModel(runner, create_speculator(config, runner)))
 
@@ -195,6 +205,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=["own", "edit"], choices=["own", "edit"])
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--step", type=float, default=0.5)
+    parser.add_argument("--several", type=float, default=0.0)
     parser.add_argument("--row", type=float, default=4.0)
     parser.add_argument("--right", type=float, default=0.6)
     parser.add_argument("--repeats", type=int, default=8)

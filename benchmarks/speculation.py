@@ -3,13 +3,14 @@
     python -m benchmarks.speculation [--modes ngram suffix] [--streams 1 16] [--repeats 6] [--draft-model FOLDER]
     python -m benchmarks.speculation --model qwen2.5-coder-0.5b --workloads edit --streams 1 --quantization int8
 
-Engines without and with speculation run in this process, in turns, on the same requests. `edit`: chats that ask for a
-changed file; of what a model that can edit answers, most repeats the file, and the table shows how much. `predicted`:
-the same with the file as `prediction`. `story`: sampled text of its own. `held-out`: greedy answers to prompts that
-the head in `smoleagle/` was not trained on. Rates are of output tokens, from when every stream has its first one;
-ratios are medians over the repetitions, each against the plain engine in the same one. Processor time says more than
-time where others use the machine. On a CPU every answer must be the plain engine's; on a GPU, whose products round
-differently for other numbers of rows, `same` is the share of answers that are.
+Engines without and with speculation run in this process, in turns, on the same requests, of which each stream sends
+`--turns` one after the other. `edit`: chats that ask for a changed file; of what a model that can edit answers, most
+repeats the file, and the table shows how much. `predicted`: the same with the file as `prediction`. `story`: sampled
+text of its own. `held-out`: greedy answers to prompts that the head in `smoleagle/` was not trained on. Rates are of
+output tokens, from when every stream has its first one until one has no more requests; ratios are medians over the
+repetitions, each against the plain engine in the same one. Processor time says more than time where others use the
+machine. On a CPU every answer must be the plain engine's; on a GPU, whose products round differently for other numbers
+of rows, `same` is the share of answers that are.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import os
 import random
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -192,8 +194,8 @@ def core_of(folder: Path, settings: Settings, streams: int, length: int, **optio
     return EngineCore(config, lambda _: None)
 
 
-def run(core: EngineCore, tokenizer: Tokenizer, asked: list[Case], tokens: int, salt: str) -> Rate:
-    """Run chats at the same time."""
+def run(core: EngineCore, tokenizer: Tokenizer, asked: list[Case], tokens: int, salt: str, streams: int = 0) -> Rate:
+    """Run chats, `streams` of them at a time, or all."""
     requests = []
     for index, case in enumerate(asked):
         chat = f"<|im_start|>user\n{case.prompt}<|im_end|>\n<|im_start|>assistant\n"
@@ -206,33 +208,55 @@ def run(core: EngineCore, tokenizer: Tokenizer, asked: list[Case], tokens: int, 
             prediction=tuple(tokenizer.encode(case.prediction)) if case.prediction else (),
         )
         requests.append(request)
-    return run_requests(core, requests, [case.grammar for case in asked])
+    return run_requests(core, requests, [case.grammar for case in asked], streams)
 
 
 def run_requests(
-    core: EngineCore, asked: list[GenerateRequest], grammars: Iterable[Compiled | None] = itertools.repeat(None)
+    core: EngineCore,
+    asked: list[GenerateRequest],
+    grammars: Iterable[Compiled | None] = itertools.repeat(None),
+    streams: int = 0,
 ) -> Rate:
-    """Run requests, whose ids are their numbers, at the same time."""
+    """Run requests, whose ids are their numbers, all at the same time; or `streams` of them, where the next one follows
+    each that ends. The rate is then that while there are so many: a request that is slower does not decide it."""
     runner = core.runner
-    for index, (request, grammar) in enumerate(zip(asked, grammars, strict=False)):
+    waiting = deque(enumerate(zip(asked, grammars, strict=False)))
+
+    def add_next() -> None:
+        index, (request, grammar) = waiting.popleft()
         prompt, params = request.prompt_token_ids, request.sampling
         matcher = Matcher(runner.eos_token_ids, grammar) if grammar is not None else None
         state = SamplerState(
             params, prompt, runner.eos_token_ids, params.seed or 0, matcher, runner.vocab_size, runner.device
         )
         core.add(Sequence(request=request, sampler=state, rank=index, arrival=time.monotonic(), tokens=list(prompt)))
+
+    first = streams or len(asked)
+    for _ in range(first):
+        add_next()
     answers: list[list[int]] = [[] for _ in asked]
-    started, processor, steps, before = 0.0, 0.0, 0, 0
+    started, processor, steps, before, left = 0.0, 0.0, 0, 0, len(asked)
+    rate: Rate | None = None
+
+    def measured() -> Rate:
+        elapsed, used = time.monotonic() - started, time.process_time() - processor
+        return Rate(answers, elapsed, used, steps, sum(map(len, answers)) - before)
+
     while core.busy:
         steps += 1
         for name, delta in core.step():
             assert isinstance(delta, Delta), delta
             answers[int(name)] += delta.token_ids
-        if not started and all(answers):
+            if delta.finish_reason is not None:
+                left -= 1
+                if waiting:
+                    add_next()
+        if not started and all(answers[:first]):
             started, processor, steps = time.monotonic(), time.process_time(), 0
             before = sum(map(len, answers))
-    elapsed, used = time.monotonic() - started, time.process_time() - processor
-    return Rate(answers, elapsed, used, steps, sum(map(len, answers)) - before)
+        if streams and rate is None and left < streams:
+            rate = measured()
+    return rate or measured()
 
 
 def main() -> None:
@@ -247,7 +271,8 @@ def main() -> None:
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--draft-tokens", type=int, default=EmbeddedConfig(model="").speculative_tokens)
-    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--quantization", default="none", choices=["none", "int8"])
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -292,10 +317,10 @@ def main() -> None:
         before = {mode: drafted(cores[mode]) for mode in cores}
         with torch.inference_mode():
             for repeat in range(options.repeats):
-                asked = cases(workload, streams, repeat)
+                asked = cases(workload, streams * options.turns, repeat)
                 for mode, engine in cores.items():
                     salt = f"{workload} {streams} {repeat}"
-                    rates[mode].append(run(engine, tokenizer, asked, options.tokens, salt))
+                    rates[mode].append(run(engine, tokenizer, asked, options.tokens, salt, streams))
                     same = rates[mode][-1].answers == rates["none"][-1].answers
                     assert same or options.device == "cuda", "speculation changed an answer"
                 answers = rates["none"][-1].answers

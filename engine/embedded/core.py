@@ -35,6 +35,7 @@ from engine.embedded.models.runner import ModelRunner, StepInput
 from engine.embedded.sampling.sampler import Drawn, Sampler, prompt_logprobs
 from engine.embedded.scheduler import Scheduler
 from engine.embedded.sequence import Sequence, SequenceStatus
+from engine.embedded.speculation.costs import DecodeStep
 from engine.embedded.speculation.create import create_speculator
 from engine.embedded.speculation.speculator import Speculator
 from engine.embedded.step import Chunk, PromptRows, lacking_embeddings, note_pending, prompt_rows, step_input
@@ -84,7 +85,10 @@ class _LaunchedStep:
     """Logits of `sampling`, in order: a row for each token that may be sampled."""
     started: float
     clock: float
-    """Start time, by the clock that measures the cost of a step; the choice of drafts is part of it."""
+    """Start time, by the clock that measures the cost of a step; the choice of drafts is part of it, without the time
+    of a model that drafts."""
+    planned: float
+    """When the choice of drafts began, by that clock."""
     rows: list[int] | None = None
     """The first row of each chunk of `sampling`, or None if no chunk has a draft, and so each has one row."""
     drawn: Drawn | None = None
@@ -191,8 +195,8 @@ class EngineCore:
         self._launched: _LaunchedStep | None = None
         # On a CPU a step costs its processor time: how long it takes depends on who else uses the processor.
         self._clock = time.process_time if on_cpu else time.monotonic
-        self._began = 0.0
-        """Beginning of the present step, by that clock."""
+        self._planned = self._began = 0.0
+        """When the choice of drafts for the present step began, and the step, by that clock."""
         self._finished = 0.0
         """End of the last step, by that clock."""
 
@@ -350,6 +354,7 @@ class EngineCore:
         outputs += self._end_lost()
         ran, preemptions = self._launched is not None, self.scheduler.preemptions
         if self.speculator is not None:
+            self._planned = self._clock()
             outputs += self._plan_drafts()
             self._began = self._clock() - self.speculator.planning
         previous, self._launched = self._launched, None
@@ -455,9 +460,11 @@ class EngineCore:
         """Choose drafts for the next step, and finish the one under way if that has drafts or if it is worth waiting
         for: what a draft follows has to be known."""
         assert self.speculator is not None
-        sequences = [s for s in self.scheduler.running if self._sampler.takes_drafts(s.sampler)]
         waits = self._launched is not None and self._launched.rows is not None
         outputs = self._settle() if waits else []
+        if not self.speculator.next_step():
+            return outputs
+        sequences = [s for s in self.scheduler.running if self._sampler.takes_drafts(s.sampler)]
         if self.speculator.plan(sequences) and self._launched is not None:
             outputs += self._settle()
             self.speculator.plan([s for s in sequences if s.status is SequenceStatus.RUNNING])
@@ -519,7 +526,7 @@ class EngineCore:
             if any(chunk.draft for chunk in sampling):
                 rows = list(accumulate((chunk.sampled for chunk in sampling[:-1]), initial=0))
             logits = logits[first:] if first else logits
-            return _LaunchedStep(chunks, sampling, slots, logits, started, self._began, rows)
+            return _LaunchedStep(chunks, sampling, slots, logits, started, self._began, self._planned, rows)
 
     def _waits(self, step: _LaunchedStep) -> bool:
         """Return whether tokens that the host has not seen yet are needed to draw those of a step."""
@@ -574,6 +581,7 @@ class EngineCore:
         assert step.drawn is not None
         note_pending(step.sampling, -1)
         outputs: Outputs = []
+        taken: dict[Sequence, _Taken] = {}
         self._forget_refuted(self._fetches.confirm(step.chunks))
         try:
             taken = self._take(step, step.drawn)
@@ -590,11 +598,18 @@ class EngineCore:
         self._latency_ms = (now - step.started) * 1e3
         if self.speculator is not None:
             clock = self._clock()
-            if all(chunk.sampled == chunk.length for chunk in step.chunks):
-                rows = sum(chunk.length for chunk in step.chunks)
-                # With overlap, a step that began behind the end of the last one waited to know what drafts follow.
-                waited = step.rows is not None or (self._overlap and step.clock >= self._finished)
-                self.speculator.note_step(len(step.chunks), rows, waited, clock - max(step.clock, self._finished))
+            measures = self.speculator.measures(len(step.chunks))
+            if measures and all(chunk.sampled == chunk.length for chunk in step.chunks):
+                decoded = DecodeStep(
+                    sequences=len(step.chunks),
+                    rows=sum(chunk.length for chunk in step.chunks),
+                    tokens=sum(len(found.tokens) for found in taken.values()),
+                    # With overlap, a step that began behind the end of the last one waited to know what drafts follow.
+                    waited=step.rows is not None or (self._overlap and step.clock >= self._finished),
+                    seconds=clock - max(step.clock, self._finished),
+                    elapsed=clock - max(step.planned, self._finished),
+                )
+                self.speculator.note_step(decoded)
             self._finished = clock
         return outputs
 

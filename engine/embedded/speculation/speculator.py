@@ -6,18 +6,30 @@ and none unless the step becomes faster by a margin. Load counts by itself: wher
 
 A draft model or a head costs time before it is known what it brings. It is asked where no earlier text promises as
 much, and it pauses while it saves less time than it takes.
+
+While speculation slows the engine down as a whole, nothing is looked for, most of the time: see `costs.Comparison`.
 """
 
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from engine.embedded.models.runner import StepInput
 from engine.embedded.sequence import Sequence, SequenceStatus
+from engine.embedded.speculation.costs import (
+    LONGEST_PAUSE,
+    LOST,
+    MOST_COUNTED,
+    MOST_SAVED,
+    PROBE_AFTER,
+    REINVESTED,
+    Costs,
+    DecodeStep,
+    StepCosts,
+)
 from engine.embedded.speculation.drafter import CLASSES, NOTHING, Draft, Drafter, HiddenStatesReader
 from engine.stats import SpecDecodingStats
 
@@ -27,40 +39,20 @@ _ASSUMED = 4.0
 """Tokens that an assumption counts as."""
 _MEMORY_OF_ALL, _MEMORY_OF_ONE = 0.998, 0.95
 """Decay of older observations with each new one of the same class, in the engine and in a sequence."""
-_ROW_SHARE = 0.15
-"""Assumed share of a step of one row by which each further row makes it longer."""
-_STEPS_REMEMBERED, _OTHERS_REMEMBERED = 0.96, 0.999
-"""Decay of older steps with each new one, and of those with drafts with each one without."""
 _OVERHEAD = 0.004
 """Most of the time that lookup, or the question whether to ask a model, may take where it leads to nothing, as a share
 of that of steps."""
 _LONGEST_REST = 1024
 """Most steps without a lookup, or without asking a model, for that reason."""
-_REINVESTED = 0.1
-"""Share of the time saved by drafts that lookup may take before it has to rest: behind an edit, or the end of a
-repetition, it leads to nothing for a few steps."""
-_MOST_SAVED = 4.0
-"""Most of the time that is counted as saved, in steps: what once repeated may not do so any more."""
-_PROBE_AFTER = 64
-"""Steps after which a sequence may be drafted for again by a model that was not worth asking, one at a time; later if
-the last one took more than the share `_LOST` of their time."""
 _NEXT = 0.6
 """Assumed share of right tokens that a model drafts behind right ones."""
 _GAIN_REMEMBERED = 0.95
 _JUDGED_AFTER = 8
 """Drafts of a model after which it is known whether they pay."""
-_MOST_READING = 8.0
-"""Most that counts of the time of a draft, as a multiple of the usual time."""
-_LOST = 0.01
-"""Share of the time that a model may take for nothing."""
-_LONGEST_PAUSE = 1024
+_MOST_LOST_BY_MODEL = 6.0
+"""Time after whose loss that is known sooner, in steps without drafts."""
 _TRIAL_STEPS = 2.0
 """Time that the drafts of a trial may take, in steps without any, as far as their costs are known."""
-_TRIAL_SHARE = 0.003
-"""Share of the time that the drafts of trials may take; looking them up, and waiting for what they follow, takes more
-than that again."""
-_LONGEST_BETWEEN_TRIALS = 4096
-"""Most steps without a draft after which what drafts cost is tried again."""
 
 
 class Acceptance:
@@ -80,121 +72,6 @@ class Acceptance:
         return (self._right[kind] + _ASSUMED * otherwise) / (self._seen[kind] + _ASSUMED)
 
 
-class Line(NamedTuple):
-    """Seconds of a step: `base`, and `row` for each row."""
-
-    base: float
-    row: float
-
-    def at(self, rows: int) -> float:
-        return self.base + self.row * rows
-
-
-_CERTAINTY = Line(0.5, 20.0)
-"""Weights of the assumed costs: one step of several rows must not overthrow them."""
-
-
-class Steps:
-    """Fits a `Line` to measured steps by least squares; older ones count less."""
-
-    def __init__(self) -> None:
-        self._count = self._rows = self._squares = self._seconds = self._products = 0.0
-        """Sums over steps, of 1, rows, rows squared, seconds, and rows times seconds."""
-
-    def note(self, rows: int, seconds: float) -> None:
-        self._fade(_STEPS_REMEMBERED)
-        self._count += 1
-        self._rows += rows
-        self._squares += rows * rows
-        self._seconds += seconds
-        self._products += rows * seconds
-
-    def age(self) -> None:
-        """Note a step of the other kind."""
-        self._fade(_OTHERS_REMEMBERED)
-
-    def _fade(self, share: float) -> None:
-        self._count *= share
-        self._rows *= share
-        self._squares *= share
-        self._seconds *= share
-        self._products *= share
-
-    def fit(self, assumed: Line) -> Line:
-        """Return the line; `assumed` counts as `_CERTAINTY` says. In plain arithmetic, as numpy takes longer."""
-        count, squares = self._count + _CERTAINTY.base, self._squares + _CERTAINTY.row
-        seconds = self._seconds + _CERTAINTY.base * assumed.base
-        products = self._products + _CERTAINTY.row * assumed.row
-        determinant = count * squares - self._rows * self._rows
-        base = (seconds * squares - products * self._rows) / determinant
-        row = (products * count - seconds * self._rows) / determinant
-        return Line(max(base, 0.0), max(row, 0.001 * assumed.row))
-
-
-class Costs(NamedTuple):
-    """Times of steps without drafts, and of steps that waited for the tokens before them so that they could have
-    drafts, whether they got any or not."""
-
-    plain: Line
-    drafted: Line
-
-
-class StepCosts:
-    """Measures what steps of some number of sequences take, those with drafts apart: however many there are, it must be
-    known what a step takes without. What drafts cost is forgotten in the end where none are computed, so that they are
-    tried again."""
-
-    def __init__(self) -> None:
-        self._plain, self._drafted = Steps(), Steps()
-        self._usual = 0.0
-        """Seconds of a step of one row without drafts, if a row costs what is assumed."""
-        self._excess = [1.0, 1.0]
-        """How much longer than expected the last step took, without drafts and with."""
-        self._without = 0
-        """Number of steps since one with drafts."""
-        self._next_trial = _PROBE_AFTER
-        """Number of such steps after which drafts are tried again."""
-        self._fitted: Costs | None = None
-
-    @property
-    def needs_trial(self) -> bool:
-        """Whether drafts should be tried again, since none were for long."""
-        return self._without >= self._next_trial
-
-    def note_trial(self) -> None:
-        """Note that drafts are tried."""
-        self._without = 0
-
-    def note(self, sequences: int, rows: int, drafted: bool, seconds: float) -> None:
-        """Note a step without prompts. If it took much longer than expected, as when others use the processor, it
-        counts as half as long again, or as much longer as the one before it took."""
-        self._without += 1
-        if self._usual:
-            costs = self.fit()
-            expected = (costs.drafted if drafted else costs.plain).at(rows)
-            most = expected * max(1.5, self._excess[drafted])
-            self._excess[drafted] = seconds / max(expected, 1e-9)
-            seconds = min(seconds, most)
-            if rows > sequences and (plain := costs.plain.at(sequences)):
-                self._without = 0
-                between = int((seconds - plain) / (_TRIAL_SHARE * plain))
-                self._next_trial = min(max(between, _PROBE_AFTER), _LONGEST_BETWEEN_TRIALS)
-        if drafted:
-            self._drafted.note(rows, seconds)
-        else:
-            self._plain.note(rows, seconds)
-            self._drafted.age()
-            usual = seconds / (1 + _ROW_SHARE * (rows - 1))
-            self._usual += (usual - self._usual) * (0.1 if self._usual else 1)
-        self._fitted = None
-
-    def fit(self) -> Costs:
-        if self._fitted is None:
-            plain = self._plain.fit(Line((1 - _ROW_SHARE) * self._usual, _ROW_SHARE * self._usual))
-            self._fitted = Costs(plain, self._drafted.fit(plain))
-        return self._fitted
-
-
 class Returns:
     """Whether the drafts of a model pay: the seconds that they save and take; older drafts count less."""
 
@@ -211,10 +88,13 @@ class Returns:
         self._pause = 0
         """Steps for which the model is not asked."""
 
+    @property
     def pauses(self) -> bool:
-        """Count a step; return whether the model is not asked in it."""
-        self._pause = max(self._pause - 1, 0)
+        """Whether the model is not asked."""
         return self._pause > 0
+
+    def count_step(self) -> None:
+        self._pause = max(self._pause - 1, 0)
 
     def took(self, tokens: int, seconds: float) -> float:
         """Note the time that drafts took; return the part that counts. Reading text takes longer than usual, and
@@ -223,7 +103,7 @@ class Returns:
         if self._is_first:
             self._is_first = False
             return 0.0
-        counted = min(seconds / tokens, _MOST_READING * self.seconds) if self.seconds else seconds / tokens
+        counted = min(seconds / tokens, MOST_COUNTED * self.seconds) if self.seconds else seconds / tokens
         usual = min(counted, 2 * self.seconds) if self.seconds else counted
         self.seconds += (usual - self.seconds) * (0.1 if usual > self.seconds > 0 else 0.5)
         return counted * tokens
@@ -234,8 +114,8 @@ class Returns:
         self.accepted += (accepted / drafts - self.accepted) * (1 - _GAIN_REMEMBERED)
         self._gain = self._gain * _GAIN_REMEMBERED + seconds
         self._asked += 1
-        if self._asked >= _JUDGED_AFTER and self._gain < 0:
-            self._pause = min(int(-self._gain / max(_LOST * step, 1e-9)), _LONGEST_PAUSE)
+        if self._gain < (0 if self._asked >= _JUDGED_AFTER else -_MOST_LOST_BY_MODEL * step):
+            self._pause = min(int(-self._gain / max(LOST * step, 1e-9)), LONGEST_PAUSE)
             self._gain, self._asked = 0.0, 0
 
 
@@ -284,6 +164,10 @@ class Speculator:
         self._acceptance = Acceptance(_MEMORY_OF_ALL)
         self._costs: dict[int, StepCosts] = {}
         """By the number of sequences in a step, as a power of two: each has work of its own on the host."""
+        self._latest, self._latest_size = StepCosts(), -1
+        """That of the last step that was noted, and its key."""
+        self._planned: list[Sequence] = []
+        """Sequences that may have drafts."""
         self._followed: dict[Sequence, _Followed] = {}
         self._rest = 0
         """Steps for which nothing is looked up, as it would take too long for nothing."""
@@ -295,7 +179,7 @@ class Speculator:
         """Times in a row that it was not worth it."""
         self._unprobed = 0
         """Steps since a sequence was drafted for only to know what that brings."""
-        self._next_probe = _PROBE_AFTER
+        self._next_probe = PROBE_AFTER
         """Number of such steps after which another one may be drafted for in this way."""
         self._saved = 0.0
         """Seconds that lookup may still take for nothing, as its drafts have saved more."""
@@ -308,6 +192,20 @@ class Speculator:
         """Sequences that a model has drafted for, and how many tokens of that the step computes."""
         self._spent = 0.0
         """Seconds that it took for that."""
+        self._modelled = 0.0
+        """Seconds that it took since the last step that was noted: `_returns` judges it by them."""
+
+    def next_step(self) -> bool:
+        """Count a step; return whether drafts are to be chosen for it. Otherwise no sequence has one."""
+        self._returns.count_step()
+        self._rest, self._unasked = max(self._rest - 1, 0), max(self._unasked - 1, 0)
+        if self._latest.next() or not self._min_speedup:
+            return True
+        self.planning = self._modelled = 0.0
+        self._drop_drafts()
+        if self._asked:
+            self._settle()
+        return False
 
     def plan(self, sequences: Many[Sequence]) -> bool:
         """Give sequences that decode in the next step their drafts (`Sequence.draft`); return whether one has any.
@@ -321,13 +219,11 @@ class Speculator:
         return planned
 
     def _plan(self, sequences: Many[Sequence]) -> bool:
-        for sequence in sequences:
-            sequence.draft = []
+        self._drop_drafts()
         if self._asked:
             self._settle()
         looks = self._lookup is not None and self._rest <= 0
-        asks = self._model is not None and self._unasked <= 0 and not (self._min_speedup and self._returns.pauses())
-        self._rest, self._unasked = max(self._rest - 1, 0), max(self._unasked - 1, 0)
+        asks = self._model is not None and self._unasked <= 0 and not (self._min_speedup and self._returns.pauses)
         if not (looks or asks):
             return False
         started = time.thread_time()
@@ -359,6 +255,7 @@ class Speculator:
                 costs.note_trial()
         for sequence, draft, length in zip(sequences, drafts, lengths, strict=True):
             sequence.draft = draft.tokens[:length]
+        self._planned = sequences
         # What follows a token that is under way is not computed.
         self._asked = {sequences[i]: 0 if sequences[i].pending else lengths[i] for i in asked}
         looked += time.thread_time() - started
@@ -370,13 +267,19 @@ class Speculator:
 
     def read(self, step: StepInput, hidden: torch.Tensor) -> None:
         """Pass a step's hidden states on to the drafter."""
-        if self._reader is not None:
+        if self._reader is not None and (self._latest.comparison.reads or not self._min_speedup):
             self._reader.read(step, hidden)
 
-    def note_step(self, sequences: int, rows: int, drafted: bool, seconds: float) -> None:
-        """Note how long a step of some sequences took that computed no prompts, and its plan if that ran before it;
-        `drafted` if it waited for what its drafts follow."""
-        self._costs_of(sequences).note(sequences, rows, drafted, seconds)
+    def measures(self, sequences: int) -> bool:
+        """Return whether a step of so many sequences is to be noted."""
+        return self._latest.comparison.measures or sequences.bit_length() != self._latest_size
+
+    def note_step(self, step: DecodeStep) -> None:
+        """Note how long a step took and what came of it."""
+        self._latest, self._latest_size = self._costs_of(step.sequences), step.sequences.bit_length()
+        modelled = min(self._modelled, step.elapsed)
+        self._modelled -= modelled
+        self._latest.note(step._replace(elapsed=step.elapsed - modelled))
 
     def note_draft(self, sequence: Sequence, length: int, accepted: int) -> None:
         """Count a draft that was computed for a sequence, and how many of its tokens were accepted."""
@@ -386,7 +289,7 @@ class Speculator:
             costs = self._costs_of(self._rows).fit()
             usual = costs.plain.at(self._rows)
             saved = max(accepted * usual / self._rows - costs.drafted.row * length, 0.0)
-            self._saved = min(self._saved + _REINVESTED * saved, _MOST_SAVED * usual)
+            self._saved = min(self._saved + REINVESTED * saved, MOST_SAVED * usual)
         for place in range(accepted):
             self._accepted[place] += 1
 
@@ -406,8 +309,16 @@ class Speculator:
             if drafter is not None:
                 drafter.forget(sequence)
 
+    def _drop_drafts(self) -> None:
+        for sequence in self._planned:
+            sequence.draft = []
+        self._planned = []
+
     def _costs_of(self, sequences: int) -> StepCosts:
-        return self._costs.setdefault(sequences.bit_length(), StepCosts())
+        size = sequences.bit_length()
+        if (costs := self._costs.get(size)) is None:
+            costs = self._costs[size] = StepCosts()
+        return costs
 
     def _room(self, sequence: Sequence) -> int:
         """Return how many drafted tokens a sequence can have: with one more, they must not go beyond its end."""
@@ -464,7 +375,7 @@ class Speculator:
             if sum(self._chances(sequence, drafts[index])) > self._returns.accepted:
                 continue
             followed.without = 0 if limits[index] else followed.without + 1 + self._rested
-            if followed.without >= _PROBE_AFTER and self._unprobed >= self._next_probe:
+            if followed.without >= PROBE_AFTER and self._unprobed >= self._next_probe:
                 limits[index], followed.without, self._unprobed = min(1 + sequence.pending, rooms[index]), 0, 0
                 probes = True
             if limits[index]:
@@ -482,13 +393,14 @@ class Speculator:
         found = self._model.draft([sequences[i] for i in asked], [limits[i] for i in asked], least)
         spent = self._clock() - started
         self.planning -= spent
+        self._modelled += spent
         asked = [index for index, draft in zip(asked, found, strict=True) if draft.tokens]
         for index, draft in zip(asked, filter(_any, found), strict=True):
             drafts[index] = self._followed[sequences[index]].modelled = draft
         if tokens := sum(len(drafts[index].tokens) for index in asked):
             self._spent = spent = self._returns.took(tokens, spent)
         if probes and (usual := costs.plain.at(rows)):
-            self._next_probe = min(max(int(spent / (_LOST * usual)), _PROBE_AFTER), _LONGEST_PAUSE)
+            self._next_probe = min(max(int(spent / (LOST * usual)), PROBE_AFTER), LONGEST_PAUSE)
         return asked
 
     def _chances(self, sequence: Sequence, draft: Draft) -> list[float]:

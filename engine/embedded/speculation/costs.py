@@ -1,0 +1,248 @@
+"""What steps take, without drafts and with, and whether speculation pays as a whole.
+
+Estimates of single drafts can be wrong, and where a step takes half a millisecond the search for drafts is part of it.
+So steps with speculation and without are compared in turns, by the tokens per second that came of them.
+"""
+
+from typing import NamedTuple
+
+LOST = 0.01
+"""Share of the time that speculation as a whole, and that a model, may take for nothing."""
+LONGEST_PAUSE = 1024
+"""Most steps of a pause of either."""
+MOST_COUNTED = 8.0
+"""Most that counts of the time of a draft, or of a step in turn with speculation, as a multiple of the usual time."""
+REINVESTED = 0.1
+"""Share of the time saved by drafts that speculation may take before it has to rest: behind an edit, or the end of a
+repetition, it leads to nothing for a few steps."""
+MOST_SAVED = 4.0
+"""Most of the time that is counted as saved, in steps: what once repeated may not do so any more."""
+PROBE_AFTER = 64
+"""Steps after which a sequence may be drafted for again by a model that was not worth asking, one at a time; later if
+the last one took more than the share `LOST` of their time."""
+_ROW_SHARE = 0.15
+"""Assumed share of a step of one row by which each further row makes it longer."""
+_STEPS_REMEMBERED, _OTHERS_REMEMBERED = 0.96, 0.999
+"""Decay of older steps with each new one, and of those with drafts with each one without."""
+_TRIAL_SHARE = 0.003
+"""Share of the time that the drafts of trials may take; looking them up, and waiting for what they follow, takes more
+than that again."""
+_LONGEST_BETWEEN_TRIALS = 4096
+"""Most steps without a draft after which what drafts cost is tried again."""
+_TURN = 34
+"""Steps of a turn with speculation."""
+_SETTLING = 2
+"""The first of them, and of a pause, which do not count: they may have begun before it."""
+_MOST_LOST = 6.0
+"""Time after whose loss a turn ends at once, in steps without speculation."""
+_TURNS = 16
+"""Comparison after which it is measured again what steps take without speculation, though it pays."""
+_SHORTEST_PAUSE = 12
+"""Fewest steps of a pause, and those of its beginning that are measured."""
+_READ_BEFORE = 40
+"""Steps before the end of a pause from which on hidden states are read: more than a block has positions, behind which a
+head goes on after a gap."""
+
+
+class DecodeStep(NamedTuple):
+    """A step that computed no prompts."""
+
+    sequences: int
+    rows: int
+    tokens: int
+    """Tokens that came of it."""
+    waited: bool
+    """Whether it waited for the tokens before it, so that it could have drafts."""
+    seconds: float
+    """How long it took, with its plan if that ran before it, but without the time of a model that drafts."""
+    elapsed: float
+    """The same with that time, part of which may be counted with the step before."""
+
+
+class Line(NamedTuple):
+    """Seconds of a step: `base`, and `row` for each row."""
+
+    base: float
+    row: float
+
+    def at(self, rows: int) -> float:
+        return self.base + self.row * rows
+
+
+_CERTAINTY = Line(0.5, 20.0)
+"""Weights of the assumed costs: one step of several rows must not overthrow them."""
+
+
+class Steps:
+    """Fits a `Line` to measured steps by least squares; older ones count less."""
+
+    def __init__(self) -> None:
+        self._count = self._rows = self._squares = self._seconds = self._products = 0.0
+        """Sums over steps, of 1, rows, rows squared, seconds, and rows times seconds."""
+
+    def note(self, rows: int, seconds: float) -> None:
+        self._fade(_STEPS_REMEMBERED)
+        self._count += 1
+        self._rows += rows
+        self._squares += rows * rows
+        self._seconds += seconds
+        self._products += rows * seconds
+
+    def age(self, steps: int) -> None:
+        """Note steps of the other kind."""
+        self._fade(_OTHERS_REMEMBERED**steps)
+
+    def _fade(self, share: float) -> None:
+        self._count *= share
+        self._rows *= share
+        self._squares *= share
+        self._seconds *= share
+        self._products *= share
+
+    def fit(self, assumed: Line) -> Line:
+        """Return the line; `assumed` counts as `_CERTAINTY` says. In plain arithmetic, as numpy takes longer."""
+        count, squares = self._count + _CERTAINTY.base, self._squares + _CERTAINTY.row
+        seconds = self._seconds + _CERTAINTY.base * assumed.base
+        products = self._products + _CERTAINTY.row * assumed.row
+        determinant = count * squares - self._rows * self._rows
+        base = (seconds * squares - products * self._rows) / determinant
+        row = (products * count - seconds * self._rows) / determinant
+        return Line(max(base, 0.0), max(row, 0.001 * assumed.row))
+
+
+class Costs(NamedTuple):
+    """Times of steps without drafts, and of steps that waited for the tokens before them so that they could have
+    drafts, whether they got any or not."""
+
+    plain: Line
+    drafted: Line
+
+
+class Comparison:
+    """Whether steps are with speculation. A turn with it that was slower than steps without is followed by a pause, so
+    long that the time lost is little of the whole. It begins with a pause, to compare."""
+
+    def __init__(self) -> None:
+        self._pause = self._left = _SHORTEST_PAUSE
+        """Steps of the pause, and those to come."""
+        self._noted = 0
+        """Steps of this turn."""
+        self._seconds = self._worth = 0.0
+        """Seconds of these steps, and those in which their tokens would have come without speculation."""
+        self._paid = 0
+        """Turns in a row that paid."""
+        self._saved = 0.0
+        """Seconds that turns may lose, as others have saved more."""
+
+    @property
+    def pauses(self) -> bool:
+        return self._left > 0
+
+    @property
+    def measures(self) -> bool:
+        """Whether steps are noted: of a pause only the first ones, so that it costs nothing."""
+        return not self.pauses or _SETTLING < self._pause - self._left + 1 <= _SHORTEST_PAUSE
+
+    @property
+    def reads(self) -> bool:
+        """Whether hidden states are read: of a pause only the last ones, if it is long."""
+        return self._left <= _READ_BEFORE
+
+    def next(self) -> bool:
+        """Count a step; return whether it is with speculation."""
+        self._left -= 1
+        return not self.pauses
+
+    def note(self, seconds: float, worth: float, plain: float) -> None:
+        """Note a step with speculation: its seconds, those in which its tokens would have come without, and those of a
+        step without."""
+        self._noted += 1
+        if self._noted <= _SETTLING:
+            return
+        self._seconds += seconds
+        self._worth += worth
+        if self._noted < _TURN and self._worth - self._seconds + self._saved > -_MOST_LOST * plain:
+            return
+        saved, self._seconds, self._worth = self._worth - self._seconds, 0.0, 0.0
+        if saved > 0:
+            self._saved = min(self._saved + REINVESTED * saved, MOST_SAVED * plain)
+            self._noted = _SETTLING
+            self._paid += 1
+            if self._paid >= _TURNS:
+                self._rest(_SHORTEST_PAUSE)
+            return
+        lost, self._saved = max(-saved - self._saved, 0.0), max(self._saved + saved, 0.0)
+        self._rest(min(max(int(lost / max(LOST * plain, 1e-9)), _TURN), LONGEST_PAUSE))
+
+    def _rest(self, steps: int) -> None:
+        self._pause = self._left = steps
+        self._noted = self._paid = 0
+
+
+class StepCosts:
+    """Measures what steps of some number of sequences take: those in turn without speculation, and those with drafts.
+    What drafts cost is forgotten in the end where none are computed, so that they are tried again."""
+
+    def __init__(self) -> None:
+        self.comparison = Comparison()
+        self._plain, self._drafted = Steps(), Steps()
+        self._usual = 0.0
+        """Seconds of a step of one row without drafts, if a row costs what is assumed."""
+        self._excess = [1.0, 1.0]
+        """How much longer than expected the last step took, without drafts and with."""
+        self._passed = 0
+        """Steps since the last one that was noted."""
+        self._without = 0
+        """Number of steps since one with drafts, up to the last that was noted."""
+        self._next_trial = PROBE_AFTER
+        """Number of such steps after which drafts are tried again."""
+        self._fitted: Costs | None = None
+
+    @property
+    def needs_trial(self) -> bool:
+        """Whether drafts should be tried again, since none were for long."""
+        return self._without >= self._next_trial
+
+    def next(self) -> bool:
+        """Count a step; return whether it is with speculation."""
+        self._passed += not self.comparison.measures
+        return self.comparison.next()
+
+    def note_trial(self) -> None:
+        """Note that drafts are tried."""
+        self._without = 0
+
+    def note(self, step: DecodeStep) -> None:
+        """Note a step. If it took much longer than expected, as when others use the processor, it counts as half as
+        long again, or as much longer as the one before it took."""
+        steps, self._passed = 1 + self._passed, 0
+        self._without += steps
+        sequences, rows, drafted, seconds = step.sequences, step.rows, step.waited, step.seconds
+        pauses = self.comparison.pauses
+        if self._usual:
+            costs = self.fit()
+            expected = (costs.drafted if drafted else costs.plain).at(rows)
+            most = expected * max(1.5, self._excess[drafted])
+            self._excess[drafted] = seconds / max(expected, 1e-9)
+            seconds = min(seconds, most)
+            if rows > sequences and (plain := costs.plain.at(sequences)):
+                self._without = 0
+                between = int((seconds - plain) / (_TRIAL_SHARE * plain))
+                self._next_trial = min(max(between, PROBE_AFTER), _LONGEST_BETWEEN_TRIALS)
+            if not pauses and (plain := costs.plain.at(sequences)):
+                self.comparison.note(min(step.elapsed, MOST_COUNTED * expected), plain * step.tokens / sequences, plain)
+        if drafted:
+            self._drafted.note(rows, seconds)
+        else:
+            self._drafted.age(steps)
+        if not drafted and (pauses or not self._usual):
+            self._plain.note(rows, seconds)
+            usual = seconds / (1 + _ROW_SHARE * (rows - 1))
+            self._usual += (usual - self._usual) * (0.1 if self._usual else 1)
+        self._fitted = None
+
+    def fit(self) -> Costs:
+        if self._fitted is None:
+            plain = self._plain.fit(Line((1 - _ROW_SHARE) * self._usual, _ROW_SHARE * self._usual))
+            self._fitted = Costs(plain, self._drafted.fit(plain))
+        return self._fitted
