@@ -184,8 +184,10 @@ def wait_for_quiet() -> None:
     """Wait until the machine is idle, 10 seconds at most: vLLM's threads spin for a second behind their last request,
     at the cost of the server whose turn comes next."""
     until = time.monotonic() + 10
-    while psutil.cpu_percent(0.5) * (psutil.cpu_count() or 1) > 10 and time.monotonic() < until:
-        pass
+    while (used := psutil.cpu_percent(0.5) * (psutil.cpu_count() or 1)) > 10:
+        if time.monotonic() > until:
+            print(f"others use {used:.0f} % of a core")
+            break
 
 
 def others_cpu_seconds(server: Server) -> float:

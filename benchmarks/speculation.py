@@ -254,8 +254,9 @@ def run_requests(
         if not started and all(answers[:first]):
             started, processor, steps = time.monotonic(), time.process_time(), 0
             before = sum(map(len, answers))
-        if streams and rate is None and left < streams:
+        if streams and started and rate is None and left < streams:
             rate = measured()
+    assert started, "not all streams had a token at the same time"
     return rate or measured()
 
 

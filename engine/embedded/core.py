@@ -582,6 +582,7 @@ class EngineCore:
         note_pending(step.sampling, -1)
         outputs: Outputs = []
         taken: dict[Sequence, _Taken] = {}
+        failed: Exception | None = None
         self._forget_refuted(self._fetches.confirm(step.chunks))
         try:
             taken = self._take(step, step.drawn)
@@ -593,17 +594,18 @@ class EngineCore:
             for sequence, found in taken.items():
                 outputs.append((sequence.request.request_id, self._answer(sequence, found)))
         except (RuntimeError, ValueError) as error:
+            failed = error
             outputs += self._fail(step.chunks, error)
         now = time.monotonic()
         self._latency_ms = (now - step.started) * 1e3
         if self.speculator is not None:
             clock = self._clock()
-            measures = self.speculator.measures(len(step.chunks))
+            measures = failed is None and self.speculator.measures(len(step.chunks))
             if measures and all(chunk.sampled == chunk.length for chunk in step.chunks):
                 decoded = DecodeStep(
                     sequences=len(step.chunks),
                     rows=sum(chunk.length for chunk in step.chunks),
-                    tokens=sum(len(found.tokens) for found in taken.values()),
+                    tokens=sum(len(found.tokens) for found in taken.values()) + len(step.chunks) - len(taken),
                     # With overlap, a step that began behind the end of the last one waited to know what drafts follow.
                     waited=step.rows is not None or (self._overlap and step.clock >= self._finished),
                     seconds=clock - max(step.clock, self._finished),

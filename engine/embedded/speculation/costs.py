@@ -29,7 +29,7 @@ _TRIAL_SHARE = 0.003
 than that again."""
 _LONGEST_BETWEEN_TRIALS = 4096
 """Most steps without a draft after which what drafts cost is tried again."""
-_TURN = 34
+TURN = 34
 """Steps of a turn with speculation."""
 _SETTLING = 2
 """The first of them, and of a pause, which do not count: they may have begun before it."""
@@ -37,11 +37,10 @@ _MOST_LOST = 6.0
 """Time after whose loss a turn ends at once, in steps without speculation."""
 _TURNS = 16
 """Comparison after which it is measured again what steps take without speculation, though it pays."""
-_SHORTEST_PAUSE = 12
+SHORTEST_PAUSE = 12
 """Fewest steps of a pause, and those of its beginning that are measured."""
-_READ_BEFORE = 40
-"""Steps before the end of a pause from which on hidden states are read: more than a block has positions, behind which a
-head goes on after a gap."""
+_OTHER_LOAD = 1.25
+"""Multiple of the sequences whose steps were measured in the last pause, from which on they tell little of a step."""
 
 
 class DecodeStep(NamedTuple):
@@ -50,7 +49,7 @@ class DecodeStep(NamedTuple):
     sequences: int
     rows: int
     tokens: int
-    """Tokens that came of it."""
+    """Tokens that came of it, and one for each sequence that had ended before: plain steps compute those, too."""
     waited: bool
     """Whether it waited for the tokens before it, so that it could have drafts."""
     seconds: float
@@ -122,8 +121,10 @@ class Comparison:
     """Whether steps are with speculation. A turn with it that was slower than steps without is followed by a pause, so
     long that the time lost is little of the whole. It begins with a pause, to compare."""
 
-    def __init__(self) -> None:
-        self._pause = self._left = _SHORTEST_PAUSE
+    def __init__(self, read_before: int) -> None:
+        """`read_before`: steps before the end of a pause from which on hidden states are read."""
+        self._read_before = read_before
+        self._pause = self._left = SHORTEST_PAUSE
         """Steps of the pause, and those to come."""
         self._noted = 0
         """Steps of this turn."""
@@ -141,12 +142,12 @@ class Comparison:
     @property
     def measures(self) -> bool:
         """Whether steps are noted: of a pause only the first ones, so that it costs nothing."""
-        return not self.pauses or _SETTLING < self._pause - self._left + 1 <= _SHORTEST_PAUSE
+        return not self.pauses or _SETTLING < self._pause - self._left + 1 <= SHORTEST_PAUSE
 
     @property
     def reads(self) -> bool:
         """Whether hidden states are read: of a pause only the last ones, if it is long."""
-        return self._left <= _READ_BEFORE
+        return self._left <= self._read_before
 
     def next(self) -> bool:
         """Count a step; return whether it is with speculation."""
@@ -161,7 +162,7 @@ class Comparison:
             return
         self._seconds += seconds
         self._worth += worth
-        if self._noted < _TURN and self._worth - self._seconds + self._saved > -_MOST_LOST * plain:
+        if self._noted < TURN and self._worth - self._seconds + self._saved > -_MOST_LOST * plain:
             return
         saved, self._seconds, self._worth = self._worth - self._seconds, 0.0, 0.0
         if saved > 0:
@@ -169,29 +170,37 @@ class Comparison:
             self._noted = _SETTLING
             self._paid += 1
             if self._paid >= _TURNS:
-                self._rest(_SHORTEST_PAUSE)
+                self.measure_again()
             return
         lost, self._saved = max(-saved - self._saved, 0.0), max(self._saved + saved, 0.0)
-        self._rest(min(max(int(lost / max(LOST * plain, 1e-9)), _TURN), LONGEST_PAUSE))
+        self._rest(min(max(int(lost / max(LOST * plain, 1e-9)), TURN), LONGEST_PAUSE))
+
+    def measure_again(self) -> None:
+        """Begin a pause in which it is measured what steps take without."""
+        self._rest(SHORTEST_PAUSE)
 
     def _rest(self, steps: int) -> None:
         self._pause = self._left = steps
         self._noted = self._paid = 0
+        self._seconds = self._worth = 0.0
 
 
 class StepCosts:
     """Measures what steps of some number of sequences take: those in turn without speculation, and those with drafts.
     What drafts cost is forgotten in the end where none are computed, so that they are tried again."""
 
-    def __init__(self) -> None:
-        self.comparison = Comparison()
+    def __init__(self, read_before: int) -> None:
+        """See `Comparison`."""
+        self.comparison = Comparison(read_before)
+        self._sizes = range(0)
+        """Sequences of steps that were measured in the last pause, from the fewest to the most."""
         self._plain, self._drafted = Steps(), Steps()
         self._usual = 0.0
         """Seconds of a step of one row without drafts, if a row costs what is assumed."""
         self._excess = [1.0, 1.0]
         """How much longer than expected the last step took, without drafts and with."""
         self._passed = 0
-        """Steps since the last one that was noted."""
+        """Steps of pauses since the last step that was noted."""
         self._without = 0
         """Number of steps since one with drafts, up to the last that was noted."""
         self._next_trial = PROBE_AFTER
@@ -212,9 +221,10 @@ class StepCosts:
         """Note that drafts are tried."""
         self._without = 0
 
-    def note(self, step: DecodeStep) -> None:
+    def note(self, step: DecodeStep, search: float) -> None:
         """Note a step. If it took much longer than expected, as when others use the processor, it counts as half as
-        long again, or as much longer as the one before it took."""
+        long again, or as much longer as the one before it took; `search`, the seconds of the last plan, counts in
+        full."""
         steps, self._passed = 1 + self._passed, 0
         self._without += steps
         sequences, rows, drafted, seconds = step.sequences, step.rows, step.waited, step.seconds
@@ -230,16 +240,30 @@ class StepCosts:
                 between = int((seconds - plain) / (_TRIAL_SHARE * plain))
                 self._next_trial = min(max(between, PROBE_AFTER), _LONGEST_BETWEEN_TRIALS)
             if not pauses and (plain := costs.plain.at(sequences)):
-                self.comparison.note(min(step.elapsed, MOST_COUNTED * expected), plain * step.tokens / sequences, plain)
+                self._compare(step, min(step.elapsed, most + search), plain)
         if drafted:
             self._drafted.note(rows, seconds)
         else:
             self._drafted.age(steps)
+        if pauses and not drafted:
+            first, last = (self._sizes.start, self._sizes.stop) if self._sizes else (sequences, sequences + 1)
+            self._sizes = range(min(first, sequences), max(last, sequences + 1))
         if not drafted and (pauses or not self._usual):
             self._plain.note(rows, seconds)
             usual = seconds / (1 + _ROW_SHARE * (rows - 1))
             self._usual += (usual - self._usual) * (0.1 if self._usual else 1)
         self._fitted = None
+
+    def _compare(self, step: DecodeStep, seconds: float, plain: float) -> None:
+        """Note a step of a turn; the turn ends where it is not known what steps of so many sequences take without."""
+        fewest, most = self._sizes.start / _OTHER_LOAD, (self._sizes.stop - 1) * _OTHER_LOAD
+        if not fewest <= step.sequences <= most:
+            self._sizes = range(0)
+            self.comparison.measure_again()
+        else:
+            self.comparison.note(seconds, plain * step.tokens / step.sequences, plain)
+            if self.comparison.pauses:
+                self._sizes = range(0)
 
     def fit(self) -> Costs:
         if self._fitted is None:

@@ -36,4 +36,5 @@ def create_speculator(config: EmbeddedConfig, runner: ModelRunner) -> Speculator
         most=config.speculative_tokens,
         min_speedup=config.speculative_min_speedup,
         context_length=runner.context_length,
+        block_size=config.kv_block_size,
     )

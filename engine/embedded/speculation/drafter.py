@@ -32,6 +32,10 @@ class HiddenStatesReader(Protocol):
         """Read the hidden states [tokens, size] of a step's tokens. The next step may overwrite them."""
         ...
 
+    def skip(self) -> None:
+        """Note that those of some steps will not be read."""
+        ...
+
 
 class Drafter(Protocol):
     """Proposes tokens for sequences that decode. What it proposes changes how soon tokens come, and never which.

@@ -157,6 +157,13 @@ class Eagle:
         while self._rows > _KEPT_OF_ALL and len(self._steps) > 1:
             self._rows -= len(self._steps.popleft().hidden)
 
+    def skip(self) -> None:
+        """See `HiddenStatesReader`. What was kept until now may be of drafted tokens that proved wrong, which nothing
+        that is read later would show."""
+        self._steps.clear()
+        self._rows = 0
+        self._number += 1
+
     def draft(self, sequences: Many[Sequence], limits: Many[int], least: float = 0.0) -> list[Draft]:
         """See `Drafter`. Reads positions whose hidden states wait and whose next token is known: others were computed
         for tokens of drafts that proved wrong, or the next one is under way."""

@@ -51,6 +51,8 @@ _JUDGED_AFTER = 8
 """Drafts of a model after which it is known whether they pay."""
 _MOST_LOST_BY_MODEL = 6.0
 """Time after whose loss that is known sooner, in steps without drafts."""
+_MORE_READ = 8
+"""Steps of a pause, beside those of a block, at whose end hidden states are read."""
 _TRIAL_STEPS = 2.0
 """Time that the drafts of a trial may take, in steps without any, as far as their costs are known."""
 
@@ -114,7 +116,7 @@ class Returns:
         self.accepted += (accepted / drafts - self.accepted) * (1 - _GAIN_REMEMBERED)
         self._gain = self._gain * _GAIN_REMEMBERED + seconds
         self._asked += 1
-        if self._gain < (0 if self._asked >= _JUDGED_AFTER else -_MOST_LOST_BY_MODEL * step):
+        if self._gain < 0 and (self._asked >= _JUDGED_AFTER or self._gain < -_MOST_LOST_BY_MODEL * step < 0):
             self._pause = min(int(-self._gain / max(LOST * step, 1e-9)), LONGEST_PAUSE)
             self._gain, self._asked = 0.0, 0
 
@@ -145,11 +147,13 @@ class Speculator:
         min_speedup: float,
         context_length: int,
         lookup: Drafter | None = None,
+        block_size: int = 32,
         clock: Callable[[], float] = time.process_time,
     ) -> None:
         """A sequence has at most `most` drafted tokens in a step; a step has none unless they make it `min_speedup`
         times as fast; 0 computes every draft, whatever it costs. `lookup`: the free drafter beside one that costs.
-        `clock` measures what drafts cost."""
+        `block_size`: positions of a KV block, at whose beginning a head goes on behind hidden states that were not
+        read. `clock` measures what drafts cost."""
         self.drafter = drafter
         self._lookup: Drafter | None = drafter if drafter.free else lookup
         self._model: Drafter | None = None if drafter.free else drafter
@@ -164,10 +168,11 @@ class Speculator:
         self._acceptance = Acceptance(_MEMORY_OF_ALL)
         self._costs: dict[int, StepCosts] = {}
         """By the number of sequences in a step, as a power of two: each has work of its own on the host."""
-        self._latest, self._latest_size = StepCosts(), -1
+        self._read_before = block_size + _MORE_READ
+        self._latest, self._latest_size = StepCosts(self._read_before), -1
         """That of the last step that was noted, and its key."""
         self._planned: list[Sequence] = []
-        """Sequences that may have drafts."""
+        """Sequences that have drafts."""
         self._followed: dict[Sequence, _Followed] = {}
         self._rest = 0
         """Steps for which nothing is looked up, as it would take too long for nothing."""
@@ -194,11 +199,18 @@ class Speculator:
         """Seconds that it took for that."""
         self._modelled = 0.0
         """Seconds that it took since the last step that was noted: `_returns` judges it by them."""
+        self._is_noted = False
+        """Whether a step was noted since the last was begun."""
+        self._reads = True
+        """Whether the last step's hidden states were read."""
 
     def next_step(self) -> bool:
         """Count a step; return whether drafts are to be chosen for it. Otherwise no sequence has one."""
         self._returns.count_step()
         self._rest, self._unasked = max(self._rest - 1, 0), max(self._unasked - 1, 0)
+        if not self._is_noted:  # what a model took for a step with prompts is no part of the next one
+            self._modelled = 0.0
+        self._is_noted = False
         if self._latest.next() or not self._min_speedup:
             return True
         self.planning = self._modelled = 0.0
@@ -255,7 +267,7 @@ class Speculator:
                 costs.note_trial()
         for sequence, draft, length in zip(sequences, drafts, lengths, strict=True):
             sequence.draft = draft.tokens[:length]
-        self._planned = sequences
+        self._planned = [sequence for sequence in sequences if sequence.draft]
         # What follows a token that is under way is not computed.
         self._asked = {sequences[i]: 0 if sequences[i].pending else lengths[i] for i in asked}
         looked += time.thread_time() - started
@@ -266,9 +278,15 @@ class Speculator:
         return any(lengths)
 
     def read(self, step: StepInput, hidden: torch.Tensor) -> None:
-        """Pass a step's hidden states on to the drafter."""
-        if self._reader is not None and (self._latest.comparison.reads or not self._min_speedup):
+        """Pass a step's hidden states on to the drafter, unless a pause is long."""
+        if self._reader is None:
+            return
+        reads = not self._min_speedup or self._latest.comparison.reads
+        if reads:
             self._reader.read(step, hidden)
+        elif self._reads:
+            self._reader.skip()
+        self._reads = reads
 
     def measures(self, sequences: int) -> bool:
         """Return whether a step of so many sequences is to be noted."""
@@ -277,9 +295,10 @@ class Speculator:
     def note_step(self, step: DecodeStep) -> None:
         """Note how long a step took and what came of it."""
         self._latest, self._latest_size = self._costs_of(step.sequences), step.sequences.bit_length()
+        self._is_noted = True
         modelled = min(self._modelled, step.elapsed)
         self._modelled -= modelled
-        self._latest.note(step._replace(elapsed=step.elapsed - modelled))
+        self._latest.note(step._replace(elapsed=step.elapsed - modelled), self.planning)
 
     def note_draft(self, sequence: Sequence, length: int, accepted: int) -> None:
         """Count a draft that was computed for a sequence, and how many of its tokens were accepted."""
@@ -305,6 +324,9 @@ class Speculator:
     def forget(self, sequence: Sequence) -> None:
         """Drop the state of a sequence that has ended."""
         self._followed.pop(sequence, None)
+        self._asked.pop(sequence, None)
+        if sequence in self._planned:
+            self._planned.remove(sequence)
         for drafter in (self._lookup, self._model):
             if drafter is not None:
                 drafter.forget(sequence)
@@ -317,7 +339,7 @@ class Speculator:
     def _costs_of(self, sequences: int) -> StepCosts:
         size = sequences.bit_length()
         if (costs := self._costs.get(size)) is None:
-            costs = self._costs[size] = StepCosts()
+            costs = self._costs[size] = StepCosts(self._read_before)
         return costs
 
     def _room(self, sequence: Sequence) -> int:
@@ -385,7 +407,8 @@ class Speculator:
         if not asked:
             if self._min_speedup and self._in_vain > _JUDGED_AFTER and costs.plain.at(rows):
                 looked = time.thread_time() - started
-                self._unasked = self._rested = self._rest_after(looked, self._costs_of(rows), rows)
+                self._unasked = self._rest_after(looked, self._costs_of(rows), rows)
+                self._rested = self._unasked - 1
             return []
         rate = (rows + self._returns.accepted * len(asked)) / max(costs.drafted.at(rows + len(asked)), 1e-9)
         least = (costs.drafted.row + self._returns.seconds) * rate / _NEXT if self._min_speedup else 0.0
@@ -413,8 +436,8 @@ class Speculator:
 
     @staticmethod
     def _rest_after(looked: float, costs: StepCosts, rows: int) -> int:
-        """Return for how many steps to rest after so many seconds that led to nothing; the time of steps is known."""
-        return min(int(looked / (_OVERHEAD * costs.fit().plain.at(rows))), _LONGEST_REST)
+        """Return at which step to go on after so many seconds that led to nothing; the time of steps is known."""
+        return min(int(looked / (_OVERHEAD * costs.fit().plain.at(rows))), _LONGEST_REST) + 1
 
     def _can_pay(self, costs: Costs, rows: int) -> bool:
         """Return whether drafts for all of a step's sequences are worth it if every token is right."""

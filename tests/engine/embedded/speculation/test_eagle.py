@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +18,11 @@ from engine.checkpoints.eagle import read_eagle_head
 from engine.checkpoints.facts import read_model_facts
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
-from engine.embedded.models.heads import HeadStep, load_tensors
+from engine.embedded.models.heads import HeadDraft, HeadStep, load_tensors
 from engine.embedded.models.load import load_runner
 from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence
-from engine.embedded.speculation.eagle import HeadReading
+from engine.embedded.speculation.eagle import Eagle, HeadReading
 from engine.errors import EngineFailure
 from engine.types import Delta, GenerateRequest, SamplingParams
 from smoleagle.model import Head
@@ -121,13 +122,17 @@ def config_of(folder: Path, **options: Any) -> EmbeddedConfig:
     return EmbeddedConfig(model=str(folder), **{**fixed, **options})
 
 
+def add(core: EngineCore, name: str, prompt: list[int], **sampling: Any) -> None:
+    params = SamplingParams(**{"max_tokens": 40, "temperature": 0.0, "ignore_eos": True, **sampling})
+    request = GenerateRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=params)
+    state = SamplerState(params, prompt, (2,), params.seed or 0, None, VOCAB, torch.device("cpu"))
+    core.add(Sequence(request=request, sampler=state, rank=0.0, arrival=0.0, tokens=list(prompt)))
+
+
 def answers(core: EngineCore, **sampling: Any) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in PROMPTS]
     for index, prompt in enumerate(PROMPTS):
-        params = SamplingParams(**{"max_tokens": 40, "temperature": 0.0, "ignore_eos": True, **sampling})
-        request = GenerateRequest(request_id=str(index), prompt_token_ids=tuple(prompt), sampling=params)
-        state = SamplerState(params, prompt, (2,), params.seed or 0, None, VOCAB, torch.device("cpu"))
-        core.add(Sequence(request=request, sampler=state, rank=0.0, arrival=0.0, tokens=list(prompt)))
+        add(core, str(index), prompt, **sampling)
     with torch.inference_mode():
         while core.busy:
             for name, delta in core.step():
@@ -226,11 +231,17 @@ def test_a_head_changes_nothing(
         assert (stats.num_accepted_tokens > 50) == (path is repeater)
 
 
-def test_sequences_that_have_ended_are_not_kept(folder: Path, head_folder: Path) -> None:
+@pytest.mark.parametrize("min_speedup", [0.0, 1000.0])
+def test_sequences_that_have_ended_are_not_kept(folder: Path, head_folder: Path, min_speedup: float) -> None:
     """Their hidden states may be, while nothing is drafted."""
-    asked = {"speculative": "eagle3", "speculative_model": str(head_folder), "speculative_min_speedup": 1000.0}
+    asked = {"speculative": "eagle3", "speculative_model": str(head_folder), "speculative_min_speedup": min_speedup}
     core = EngineCore(config_of(folder, speculative_tokens=DEPTH, **asked), lambda _: None)
     answers(core)
+    add(core, "aborted", PROMPTS[0])
+    with torch.inference_mode():
+        for _ in range(8):
+            core.step()
+    core.abort("aborted")
     gc.collect()
     assert not [kept for kept in gc.get_objects() if isinstance(kept, Sequence)]
 
@@ -310,3 +321,37 @@ def test_waiting_hidden_states_do_not_keep_whole_steps_in_memory() -> None:
     held = sum(piece.untyped_storage().nbytes() for piece in reader.waiting)
     assert held <= 20 * step.nbytes, "not all 400 steps"
     assert reader.take(400)[:, 0].tolist() == [*range(400)]
+
+
+def test_hidden_states_before_unread_steps_are_not_used(
+    folder: Path, head_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tokens 0 to 7 those from 4 on were drafts that proved wrong, and two steps behind them were not read."""
+    given: list[list[float]] = []
+
+    class Recorder:
+        def draft(self, step: HeadStep, limits: list[int], least: float) -> list[HeadDraft]:
+            given.append(step.inputs[:, 0].tolist())
+            return [HeadDraft([], []) for _ in limits]
+
+    asked = config_of(folder, speculative="eagle3", speculative_model=str(head_folder))
+    target = load_runner(asked)
+    monkeypatch.setattr(target, "load_head", lambda *_: Recorder())
+    eagle = Eagle(asked, target)
+    params = SamplingParams(max_tokens=40)
+    tokens = [*range(3, 3 + 2 * BLOCK + 3)]
+    sequence = Sequence(
+        request=GenerateRequest(request_id="a", prompt_token_ids=(3,), sampling=params),
+        sampler=SamplerState(params, (3,), (2,), 0, None, VOCAB, torch.device("cpu")),
+        rank=0.0, arrival=0.0, tokens=tokens, tables=[[0, 1, 2, 3]], slot=0, admission=1,
+    )  # fmt: skip
+
+    def read(start: int, end: int, offset: int) -> None:
+        step: Any = SimpleNamespace(tokens=tokens[start:end], admissions=[1], starts=[start], lengths=[end - start])
+        eagle.read(step, torch.arange(start + offset, end + offset, dtype=torch.float32)[:, None])
+
+    read(0, 8, 0)
+    eagle.skip()
+    read(6, 2 * BLOCK + 2, 100)
+    eagle.draft([sequence], [2])
+    assert given == [[100.0 + position for position in range(BLOCK, 2 * BLOCK + 2)]]

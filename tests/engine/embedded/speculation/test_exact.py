@@ -19,6 +19,7 @@ from engine.embedded.grammar.compiler import Matcher
 from engine.embedded.grammar.library import Bitmask
 from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence
+from engine.embedded.speculation import costs
 from engine.embedded.speculation.drafter import Draft
 from engine.embedded.speculation.speculator import Speculator
 from engine.kit.logits import register
@@ -235,6 +236,7 @@ def test_every_request_says_the_same(
     wrongs=st.lists(st.integers(0, 9), min_size=1, max_size=6),
     names=st.sets(st.sampled_from(sorted(REQUESTS)), min_size=1, max_size=4),
     overlap=st.sampled_from(["on", "off"]),
+    min_speedup=st.sampled_from([0.0, 0.01]),
 )
 def test_any_draft_gives_the_same(
     cores: dict[str, EngineCore],
@@ -244,12 +246,18 @@ def test_any_draft_gives_the_same(
     wrongs: list[int],
     names: set[str],
     overlap: str,
+    min_speedup: float,
 ) -> None:
+    """Also where turns with speculation and pauses follow each other quickly."""
     core = cores[overlap]
-    core.speculator = Speculator(Guesser(answers, lengths, wrongs), most=8, min_speedup=0, context_length=CONTEXT)
-    for name in names:
-        add(core, name, **REQUESTS[name])
-    found = run(core)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "TURN", 5)
+        patch.setattr(costs, "SHORTEST_PAUSE", 4)
+        guesser = Guesser(answers, lengths, wrongs)
+        core.speculator = Speculator(guesser, most=8, min_speedup=min_speedup, context_length=CONTEXT)
+        for name in names:
+            add(core, name, **REQUESTS[name])
+        found = run(core)
     assert {name: said(deltas) for name, deltas in found.items()} == {name: said(plain[name]) for name in names}
 
 
