@@ -140,6 +140,8 @@ def compare(compared: list[Spec], args: argparse.Namespace, report: Report) -> N
         for repeat in range(args.repeats):
             for row in args.cells:
                 for server in running:
+                    if len(running) > 1:
+                        wait_for_quiet()
                     measure(server, row, prompts[server.spec.name], args, repeat, report)
             report.write(args.output)  # keep results if a later repetition fails
         for server in running:
@@ -163,7 +165,6 @@ def measure(
     server: Server, row: Cell, prompts: PromptMaker, args: argparse.Namespace, repeat: int, report: Report
 ) -> None:
     load = LoadRun(row.concurrency, max(3, row.concurrency * args.rounds), row.prompt_tokens, row.max_tokens)
-    wait_for_quiet()
     others = others_cpu_seconds(server)
     summary = run(server.target, load, prompts, f"{args.seed}/{row}/{repeat}")
     others = (others_cpu_seconds(server) - others) / summary.seconds
