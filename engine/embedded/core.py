@@ -581,8 +581,7 @@ class EngineCore:
         assert step.drawn is not None
         note_pending(step.sampling, -1)
         outputs: Outputs = []
-        taken: dict[Sequence, _Taken] = {}
-        failed: Exception | None = None
+        taken: dict[Sequence, _Taken] | None = None
         self._forget_refuted(self._fetches.confirm(step.chunks))
         try:
             taken = self._take(step, step.drawn)
@@ -594,26 +593,33 @@ class EngineCore:
             for sequence, found in taken.items():
                 outputs.append((sequence.request.request_id, self._answer(sequence, found)))
         except (RuntimeError, ValueError) as error:
-            failed = error
+            taken = None
             outputs += self._fail(step.chunks, error)
         now = time.monotonic()
         self._latency_ms = (now - step.started) * 1e3
         if self.speculator is not None:
-            clock = self._clock()
-            measures = failed is None and self.speculator.measures(len(step.chunks))
-            if measures and all(chunk.sampled == chunk.length for chunk in step.chunks):
-                decoded = DecodeStep(
-                    sequences=len(step.chunks),
-                    rows=sum(chunk.length for chunk in step.chunks),
-                    tokens=sum(len(found.tokens) for found in taken.values()) + len(step.chunks) - len(taken),
-                    # With overlap, a step that began behind the end of the last one waited to know what drafts follow.
-                    waited=step.rows is not None or (self._overlap and step.clock >= self._finished),
-                    seconds=clock - max(step.clock, self._finished),
-                    elapsed=clock - max(step.planned, self._finished),
-                )
-                self.speculator.note_step(decoded)
-            self._finished = clock
+            self._note_duration(step, taken)
         return outputs
+
+    def _note_duration(self, step: _LaunchedStep, taken: dict[Sequence, _Taken] | None) -> None:
+        """Let the speculator know how long a step without prompts took that did not fail."""
+        assert self.speculator is not None
+        clock, before = self._clock(), self._finished
+        self._finished = clock
+        if taken is None or not self.speculator.measures(len(step.chunks)):
+            return
+        if any(chunk.sampled != chunk.length for chunk in step.chunks):
+            return
+        decoded = DecodeStep(
+            sequences=len(step.chunks),
+            rows=sum(chunk.length for chunk in step.chunks),
+            tokens=sum(len(found.tokens) for found in taken.values()) + len(step.chunks) - len(taken),
+            # With overlap, a step that began behind the end of the last one waited to know what drafts follow.
+            waited=step.rows is not None or (self._overlap and step.clock >= before),
+            seconds=clock - max(step.clock, before),
+            elapsed=clock - max(step.planned, before),
+        )
+        self.speculator.note_step(decoded)
 
     def _take(self, step: _LaunchedStep, drawn: Drawn) -> dict[Sequence, _Taken]:
         """Add the drawn tokens to the sequences that are still alive.

@@ -1,4 +1,4 @@
-"""What steps take, without drafts and with, and whether speculation pays as a whole.
+"""How long steps take with drafts and without, and whether speculation pays as a whole.
 
 Estimates of single drafts can be wrong, and where a step takes half a millisecond the search for drafts is part of it.
 So steps with speculation and without are compared in turns, by the tokens per second that came of them.
@@ -10,8 +10,6 @@ LOST = 0.01
 """Share of the time that speculation as a whole, and that a model, may take for nothing."""
 LONGEST_PAUSE = 1024
 """Most steps of a pause of either."""
-MOST_COUNTED = 8.0
-"""Most that counts of the time of a draft, or of a step in turn with speculation, as a multiple of the usual time."""
 REINVESTED = 0.1
 """Share of the time saved by drafts that speculation may take before it has to rest: behind an edit, or the end of a
 repetition, it leads to nothing for a few steps."""
@@ -36,7 +34,7 @@ _SETTLING = 2
 _MOST_LOST = 6.0
 """Time after whose loss a turn ends at once, in steps without speculation."""
 _TURNS = 16
-"""Comparison after which it is measured again what steps take without speculation, though it pays."""
+"""Turns in a row that paid, after which it is measured again what steps take without speculation."""
 SHORTEST_PAUSE = 12
 """Fewest steps of a pause, and those of its beginning that are measured."""
 _OTHER_LOAD = 1.25
@@ -53,9 +51,9 @@ class DecodeStep(NamedTuple):
     waited: bool
     """Whether it waited for the tokens before it, so that it could have drafts."""
     seconds: float
-    """How long it took, with its plan if that ran before it, but without the time of a model that drafts."""
+    """Its duration. The plan counts if it ran before the step; a model that drafts does not."""
     elapsed: float
-    """The same with that time, part of which may be counted with the step before."""
+    """The same with the model, part of whose time may be counted with the step before."""
 
 
 class Line(NamedTuple):
@@ -246,8 +244,8 @@ class StepCosts:
         else:
             self._drafted.age(steps)
         if pauses and not drafted:
-            first, last = (self._sizes.start, self._sizes.stop) if self._sizes else (sequences, sequences + 1)
-            self._sizes = range(min(first, sequences), max(last, sequences + 1))
+            fewest, end = self._sizes.start or sequences, self._sizes.stop
+            self._sizes = range(min(fewest, sequences), max(end, sequences + 1))
         if not drafted and (pauses or not self._usual):
             self._plain.note(rows, seconds)
             usual = seconds / (1 + _ROW_SHARE * (rows - 1))
@@ -257,13 +255,12 @@ class StepCosts:
     def _compare(self, step: DecodeStep, seconds: float, plain: float) -> None:
         """Note a step of a turn; the turn ends where it is not known what steps of so many sequences take without."""
         fewest, most = self._sizes.start / _OTHER_LOAD, (self._sizes.stop - 1) * _OTHER_LOAD
-        if not fewest <= step.sequences <= most:
-            self._sizes = range(0)
-            self.comparison.measure_again()
-        else:
+        if fewest <= step.sequences <= most:
             self.comparison.note(seconds, plain * step.tokens / step.sequences, plain)
-            if self.comparison.pauses:
-                self._sizes = range(0)
+        else:
+            self.comparison.measure_again()
+        if self.comparison.pauses:
+            self._sizes = range(0)
 
     def fit(self) -> Costs:
         if self._fitted is None:

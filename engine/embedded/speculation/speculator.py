@@ -22,7 +22,6 @@ from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.embedded.speculation.costs import (
     LONGEST_PAUSE,
     LOST,
-    MOST_COUNTED,
     MOST_SAVED,
     PROBE_AFTER,
     REINVESTED,
@@ -53,6 +52,8 @@ _MOST_LOST_BY_MODEL = 6.0
 """Time after whose loss that is known sooner, in steps without drafts."""
 _MORE_READ = 8
 """Steps of a pause, beside those of a block, at whose end hidden states are read."""
+_MOST_READING = 8.0
+"""Most that counts of the time of a draft, as a multiple of the usual time."""
 _TRIAL_STEPS = 2.0
 """Time that the drafts of a trial may take, in steps without any, as far as their costs are known."""
 
@@ -105,7 +106,7 @@ class Returns:
         if self._is_first:
             self._is_first = False
             return 0.0
-        counted = min(seconds / tokens, MOST_COUNTED * self.seconds) if self.seconds else seconds / tokens
+        counted = min(seconds / tokens, _MOST_READING * self.seconds) if self.seconds else seconds / tokens
         usual = min(counted, 2 * self.seconds) if self.seconds else counted
         self.seconds += (usual - self.seconds) * (0.1 if usual > self.seconds > 0 else 0.5)
         return counted * tokens
@@ -169,8 +170,8 @@ class Speculator:
         self._costs: dict[int, StepCosts] = {}
         """By the number of sequences in a step, as a power of two: each has work of its own on the host."""
         self._read_before = block_size + _MORE_READ
-        self._latest, self._latest_size = StepCosts(self._read_before), -1
-        """That of the last step that was noted, and its key."""
+        self._latest = StepCosts(self._read_before)
+        """The costs to which the last step was added."""
         self._planned: list[Sequence] = []
         """Sequences that have drafts."""
         self._followed: dict[Sequence, _Followed] = {}
@@ -214,9 +215,7 @@ class Speculator:
         if self._latest.next() or not self._min_speedup:
             return True
         self.planning = self._modelled = 0.0
-        self._drop_drafts()
-        if self._asked:
-            self._settle()
+        self._end_plan()
         return False
 
     def plan(self, sequences: Many[Sequence]) -> bool:
@@ -231,9 +230,7 @@ class Speculator:
         return planned
 
     def _plan(self, sequences: Many[Sequence]) -> bool:
-        self._drop_drafts()
-        if self._asked:
-            self._settle()
+        self._end_plan()
         looks = self._lookup is not None and self._rest <= 0
         asks = self._model is not None and self._unasked <= 0 and not (self._min_speedup and self._returns.pauses)
         if not (looks or asks):
@@ -290,11 +287,11 @@ class Speculator:
 
     def measures(self, sequences: int) -> bool:
         """Return whether a step of so many sequences is to be noted."""
-        return self._latest.comparison.measures or sequences.bit_length() != self._latest_size
+        return self._latest.comparison.measures or self._costs_of(sequences) is not self._latest
 
     def note_step(self, step: DecodeStep) -> None:
         """Note how long a step took and what came of it."""
-        self._latest, self._latest_size = self._costs_of(step.sequences), step.sequences.bit_length()
+        self._latest = self._costs_of(step.sequences)
         self._is_noted = True
         modelled = min(self._modelled, step.elapsed)
         self._modelled -= modelled
@@ -331,10 +328,13 @@ class Speculator:
             if drafter is not None:
                 drafter.forget(sequence)
 
-    def _drop_drafts(self) -> None:
+    def _end_plan(self) -> None:
+        """Take back the drafts of the last plan, and note what those of a model have brought."""
         for sequence in self._planned:
             sequence.draft = []
         self._planned = []
+        if self._asked:
+            self._settle()
 
     def _costs_of(self, sequences: int) -> StepCosts:
         size = sequences.bit_length()

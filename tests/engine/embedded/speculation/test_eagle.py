@@ -326,7 +326,7 @@ def test_waiting_hidden_states_do_not_keep_whole_steps_in_memory() -> None:
 def test_hidden_states_before_unread_steps_are_not_used(
     folder: Path, head_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of tokens 0 to 7 those from 4 on were drafts that proved wrong, and two steps behind them were not read."""
+    """Tokens 0 to 7 are read, of which 4 to 7 are drafts that prove wrong. Then some steps are not read."""
     given: list[list[float]] = []
 
     class Recorder:
