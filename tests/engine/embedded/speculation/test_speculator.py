@@ -199,12 +199,12 @@ def test_a_search_that_slows_every_step_down_is_left_off(streams: int) -> None:
 
 
 def test_a_slow_step_now_and_then_does_not_end_what_pays() -> None:
-    """As when something else takes the processor."""
+    """As when something else takes the processor. Two tokens take 7 seconds, one 4, and each fiftieth step 63."""
     one, sequences = speculator(Repeating(length=1)), [decoding("a")]
-    simulate(one, sequences, 100, row=0.1)
+    simulate(one, sequences, 100, row=3.0)
     drafted = 0
     for _ in range(20):
-        drafted += simulate(one, sequences, 49, row=0.1)[1] + simulate(one, sequences, 1, row=0.1, base=9.0)[1]
+        drafted += simulate(one, sequences, 49, row=3.0)[1] + simulate(one, sequences, 1, row=3.0, base=57.0)[1]
     assert drafted > 850
 
 
@@ -213,21 +213,25 @@ def test_plain_steps_of_few_sequences_are_not_what_many_are_compared_with(few: i
     """Rows cost nothing here, and the search a third of a step."""
     drafter, sequences = Repeating(length=0), [decoding(str(index)) for index in range(2 * few - 1)]
     one = speculator(drafter)
-    simulate(one, sequences[:few], 11, row=0.0, search=0.33)
+    simulate(one, sequences[:few], 12, row=0.0, search=0.33)
     drafter.asked = 0
     simulate(one, sequences, 600, row=0.0, search=0.33)
     assert drafter.asked < 150 * len(sequences)
 
 
-def test_model_time_beside_prompts_is_no_gain_of_the_steps_behind() -> None:
+def test_model_time_beside_prompts_is_no_gain_of_the_steps_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = Repeating(free=False, seconds=0.5, length=1)
     one, sequences = speculator(drafter), [decoding("a")]
     simulate(one, sequences, 100, row=0.05)
+    asked = drafter.asked
     for _ in range(50):  # with prompts, so that nothing is noted
         if one.next_step():
             one.plan(sequences)
-    drafter.right = False
-    assert simulate(one, sequences, 300, row=0.05)[0] > 0.9 / 1.05
+    assert drafter.asked > asked + 3
+    noted: list[DecodeStep] = []
+    monkeypatch.setattr(StepCosts, "note", lambda self, step, search: noted.append(step))
+    simulate(one, sequences, 5, row=0.05)
+    assert [step.elapsed for step in noted] == [pytest.approx(1 + 0.05 * step.rows) for step in noted] and noted
 
 
 def test_a_draft_ends_where_the_answer_does() -> None:
