@@ -153,7 +153,7 @@ class CudaAttention:
 
     def decode(self, slots: torch.Tensor, positions: torch.Tensor) -> AttentionStep:
         """Prepare a step of decodes alone, all of it on the device. `slots` and `positions`: int32 [tokens]."""
-        tables = self.tables.index_select(0, slots)
+        tables = self.tables[slots]
         return AttentionStep(self._rows(slots, positions), len(slots), tables, positions, None)
 
     def chunks_size(self, tokens: int) -> int:
@@ -225,7 +225,7 @@ class CudaAttention:
     def mixed(self, step: StepInput, slots: torch.Tensor, positions: torch.Tensor) -> AttentionStep:
         """Prepare a step of any kind; its prompts need FlashInfer. `slots` and `positions`: int32 [tokens]."""
         decodes = step.singles
-        tables = self.tables.index_select(0, slots[:decodes])
+        tables = self.tables[slots[:decodes]]
         prompts = self._plan(step, decodes) if decodes < len(step.lengths) else None
         return AttentionStep(self._rows(slots, positions), decodes, tables, positions[:decodes], prompts)
 

@@ -201,7 +201,7 @@ class LlamaDecoder:
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings, [tokens, hidden size], of token ids, int [tokens]."""
-        return functional.embedding(tokens, self._embedding)
+        return self._embedding[tokens]  # for few tokens three times as fast as `functional.embedding`
 
     def __call__(
         self,

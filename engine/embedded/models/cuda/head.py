@@ -136,7 +136,7 @@ class CudaHead:
         """Read positions, and find the tokens behind the last ones of each sequence."""
         tokens, positions, places, owners = _parts(chain.inputs, chain.size, rows)[1]
         hidden = functional.linear(self._inputs[:rows], self._fc)
-        self._compute(tokens, hidden, positions, places, chain.tables.index_select(0, owners))
+        self._compute(tokens, hidden, positions, places, chain.tables[owners])
         torch.index_select(hidden, 0, chain.last, out=chain.hidden)
         self._choose(chain)
 

@@ -1,7 +1,8 @@
 """Products of few rows on tensor cores: bound by reading the weight, like `kernels.gemv`.
 
 cuBLAS is as fast at the product itself, but it neither starts while the kernel before drains nor includes what follows
-it. The tensor memory accelerator loads tiles, so that threads compute no addresses and missing rows are zeros.
+it. For large weights the tensor memory accelerator loads tiles, so that threads compute no addresses and missing rows
+are zeros. Small weights take as long as their chain of kernels: a program has its whole share before x is known.
 """
 
 # mypy: ignore-errors
@@ -18,6 +19,15 @@ FewTile = tuple[int, int, int, int, int]
 LEAST_PROGRAMS = 96
 """Minimum number of programs of a product: fewer leave too many multiprocessors idle."""
 _MAX_PROGRAMS = 1024
+MAX_SMALL_ROWS = 16
+_SMALL = 1 << 22
+"""Maximum number of values of a weight for which `small_product` beats the library."""
+_SMALL_WIDTH = 2048
+"""Maximum width of such a weight: a program holds rows of it, and all of x."""
+_SMALL_BLOCK = 16
+"""Rows of the weight in each of its programs."""
+_PARTS = 4
+"""Parts of the columns that warps multiply side by side."""
 
 
 @triton.jit(do_not_specialize=["rows"])  # any number of rows is sampled from after prompts
@@ -126,3 +136,70 @@ def fitted(tile: FewTile, weight: torch.Tensor, gated: bool) -> FewTile | None:
         ),
         None,
     )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _small_product(
+    x, weight, norm, out, epsilon, rows, N,
+    K: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    n, m, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, M), tl.arange(0, BLOCK_K)
+    inside, exists = k < K, m < rows
+    cells = weight + n[:, None] * K + k[None, :]
+    tile = tl.load(cells, inside[None, :], 0.0, eviction_policy="evict_first")
+    if GATED:
+        tile_up = tl.load(cells + N * K, inside[None, :], 0.0, eviction_policy="evict_first")
+    if NORM:
+        weighed = tl.load(norm + k, inside, 0.0).to(tl.float32)
+    gdc_launch_dependents()
+    gdc_wait()
+    value = tl.load(x + m[:, None] * K + k[None, :], exists[:, None] & inside[None, :], 0.0)
+    if NORM:
+        wide = value.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, 1) / K + epsilon)[:, None]
+        value = ((wide * scale).to(value.dtype).to(tl.float32) * weighed[None, :]).to(value.dtype)
+    value = tl.permute(tl.reshape(value, (M, PARTS, BLOCK_K // PARTS)), (1, 2, 0))
+    total = _sum_of_parts(tile, value, BLOCK_N, BLOCK_K, PARTS)
+    if GATED:
+        gate = total.to(out.dtype.element_ty).to(tl.float32)
+        total = gate * tl.sigmoid(gate) * _sum_of_parts(tile_up, value, BLOCK_N, BLOCK_K, PARTS)
+    target = out + m[None, :] * N + n[:, None]
+    if ADD:
+        total = total.to(out.dtype.element_ty).to(tl.float32) + tl.load(target, exists[None, :], 0.0).to(tl.float32)
+    tl.store(target, total.to(out.dtype.element_ty), exists[None, :])
+
+
+@triton.jit
+def _sum_of_parts(tile, value, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr):
+    """Return tile [BLOCK_N, BLOCK_K] · value, which is in parts: [PARTS, BLOCK_K / PARTS, M]."""
+    parts = tl.permute(tl.reshape(tile, (BLOCK_N, PARTS, BLOCK_K // PARTS)), (1, 0, 2))
+    return tl.sum(tl.dot(parts, value), 0)
+
+
+def small_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    norm: tuple[torch.Tensor, float] | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+) -> torch.Tensor:
+    """x · weightᵀ for a weight that `is_small`: x [rows, K], weight [N, K]; the rest is that of `kernels.gemv`."""
+    rows, k = x.shape
+    n = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = residual if residual is not None else x.new_empty((rows, n))
+    scale, epsilon = norm if norm is not None else (x, 0.0)
+    _small_product[(n // _SMALL_BLOCK,)](
+        x, weight, scale, out, epsilon, rows, n,
+        k, norm is not None, residual is not None, gated, MAX_SMALL_ROWS, _SMALL_BLOCK, triton.next_power_of_2(k),
+        _PARTS, num_warps=4 if norm is None else 8, launch_pdl=True,
+    )  # fmt: skip
+    return out
+
+
+def is_small(rows: int, weight: torch.Tensor) -> bool:
+    """Return whether `small_product` computes the product of so many rows with this weight."""
+    n, k = weight.shape
+    fits = n % (2 * _SMALL_BLOCK) == 0 and 16 * _PARTS <= k <= _SMALL_WIDTH  # half of a gated weight, too
+    return rows <= MAX_SMALL_ROWS and n * k <= _SMALL and fits

@@ -1,7 +1,8 @@
 """Products of a layer with the operations around them: in the model's type here, in eight bits in `fp8`.
 
 Both kinds have the same three: a product of the normalised x, one that is added to x, and the whole gated part. What a
-norm returns is for the next product alone: `kernels.gemv` normalises its row itself, and eight bits come with scales.
+norm returns is for the next product alone: kernels of few rows normalise them themselves, and eight bits come with
+scales.
 """
 
 from abc import ABC, abstractmethod
@@ -12,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from engine.embedded.models.cuda import kernels
-from engine.embedded.models.cuda.products import FewTile, Product, fitted
+from engine.embedded.models.cuda.products import FewTile, Product, fitted, is_small, small_product
 
 Norm = tuple[torch.Tensor, float]
 """Weight and epsilon of an RMSNorm."""
@@ -134,30 +135,40 @@ class PlainProducts(Products):
         return Weight(name, values)
 
     def load(self, weight: Weight, rows: int) -> None:
-        if _few_tile(rows, weight) is None:
+        if _few_tile(rows, weight) is None and not is_small(rows, weight.values):
             functional.linear(weight.values.new_zeros((rows, weight.values.shape[1])), weight.values)
 
     def _norm_rows(self, x: torch.Tensor, norm: Norm) -> Normed:
-        return Normed(kernels.rms_norm(x, *norm))
+        return Normed(x, norm)
 
     def _product_rows(self, normed: Normed, weight: Weight) -> torch.Tensor:
-        return functional.linear(normed.values, weight.values)
+        if is_small(len(normed.values), weight.values):
+            return small_product(normed.values, weight.values, norm=normed.norm)
+        return functional.linear(_normalised(normed), weight.values)
 
     def _add_rows(self, x: torch.Tensor, value: torch.Tensor, weight: Weight, norm: Norm | None) -> Normed:
         if (tile := _few_tile(len(x), weight)) is not None:
             self._few(value, weight.values, tile, residual=x)
+        elif is_small(len(x), weight.values):
+            small_product(value, weight.values, residual=x)
         else:
             torch.addmm(x, value, weight.values.t(), out=x)
-        return Normed(x) if norm is None else self._norm_rows(x, norm)
+        return Normed(x, norm)
 
     def _add_gated_rows(
         self, x: torch.Tensor, normed: Normed, gate_up: Weight, down: Weight, norm: Norm | None
     ) -> Normed:
         if (tile := _few_tile(len(x), gate_up)) is not None:
-            value = self._few(normed.values, gate_up.values, tile, gated=True)
+            value = self._few(_normalised(normed), gate_up.values, tile, gated=True)
+        elif is_small(len(x), gate_up.values):
+            value = small_product(normed.values, gate_up.values, norm=normed.norm, gated=True)
         else:
             value = kernels.silu_mul(self._product_rows(normed, gate_up))
         return self._add_rows(x, value, down, norm)
+
+
+def _normalised(normed: Normed) -> torch.Tensor:
+    return normed.values if normed.norm is None else kernels.rms_norm(normed.values, *normed.norm)
 
 
 def fitted_by_name(tiles: Mapping[str, FewTile], name: str, values: torch.Tensor) -> FewTile | None:

@@ -76,7 +76,9 @@ def compare(cuda_runner: ModuleType, folder: Path, auto: Any) -> None:  # noqa: 
 
 
 def test_every_family_that_compiled_code_takes_is_tried() -> None:
-    assert {*TEXT, *VISION, "audioflamingo3"} == {name for name, family in FAMILIES.items() if family.compiled}
+    tried = {*TEXT, *VISION, "audioflamingo3"}
+    refused = {"gemma3_text"}  # by `check_kind`; a CPU's code takes it
+    assert tried | refused == {name for name, family in FAMILIES.items() if family.compiled}
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -84,6 +84,36 @@ def test_tiles_suit_any_width(n: int, k: int, gated: bool, tile: tuple[int, int,
     assert kernels.tile_for((2, 4096, 4), n, k, gated) == tile
 
 
+@pytest.mark.parametrize("rows", [2, 5, 16])
+@pytest.mark.parametrize("k", [64, 576, 2048])
+def test_products_of_few_rows_and_small_weights(rows: int, k: int) -> None:
+    x, weight, norm, behind = random(rows, k), random(64, k, scale=0.05), random(k), random(17, 64)
+    found = products.small_product(x, weight, norm=(norm, 1e-5))
+    same(found, normed(x, norm).float() @ weight.float().T)
+    same(products.small_product(x, weight, norm=(norm, 1e-5), gated=True), gated(normed(x, norm), weight))
+    residual, untouched = behind[:rows], behind[rows:].clone()
+    expected = residual.float() + x.float() @ weight.float().T
+    assert products.small_product(x, weight, residual=residual) is residual
+    same(residual, expected)
+    assert torch.equal(behind[rows:], untouched)
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "small"),
+    [
+        (16, (3072, 576), True),
+        (17, (3072, 576), False),
+        (4, (2048, 2048), True),
+        (4, (2080, 2048), False),  # more values than pay
+        (4, (64, 2112), False),  # wider than a program takes
+        (4, (48, 576), False),  # half of it is no whole number of tiles
+        (4, (64, 32), False),
+    ],
+)
+def test_small_weights(rows: int, shape: tuple[int, int], small: bool) -> None:
+    assert products.is_small(rows, torch.empty(shape, device="meta")) is small
+
+
 @pytest.mark.parametrize("rows", [17, 33, 64])
 @pytest.mark.parametrize("tile", [(64, 128, 2, 4, 4), (64, 64, 1, 3, 4), (128, 64, 4, 4, 4)])
 def test_products_of_few_rows(rows: int, tile: tuple[int, int, int, int, int]) -> None:
