@@ -1,4 +1,4 @@
-"""How long steps take with drafts and without, and whether speculation pays as a whole.
+"""Measures how long steps take, with drafts and without, and decides whether speculation pays.
 
 Estimates of single drafts can be wrong, and where a step takes half a millisecond the search for drafts is part of it.
 So steps with speculation and without are compared in turns, by the tokens per second that came of them.

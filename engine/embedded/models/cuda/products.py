@@ -2,7 +2,8 @@
 
 cuBLAS is as fast at the product itself, but it neither starts while the kernel before drains nor includes what follows
 it. For large weights the tensor memory accelerator loads tiles, so that threads compute no addresses and missing rows
-are zeros. Small weights take as long as their chain of kernels: a program has its whole share before x is known.
+are zeros. Products of small weights are bound by latency: each program loads its whole share of the weight before it
+waits for x.
 """
 
 # mypy: ignore-errors
@@ -20,6 +21,7 @@ LEAST_PROGRAMS = 96
 """Minimum number of programs of a product: fewer leave too many multiprocessors idle."""
 _MAX_PROGRAMS = 1024
 MAX_SMALL_ROWS = 16
+"""Maximum number of rows of x in `small_product`."""
 _SMALL = 1 << 22
 """Maximum number of values of a weight for which `small_product` beats the library."""
 _SMALL_WIDTH = 2048
@@ -122,7 +124,7 @@ class Product:
 def fitted(tile: FewTile, weight: torch.Tensor, gated: bool) -> FewTile | None:
     """Return this tile if it divides the weight, else the same with half as many columns.
 
-    None if neither does, or if the weight is too small for our own kernel.
+    None if neither does, or if the weight is too small for `Product`.
     """
     block_n, block_k, splits, stages, warps = tile
     tiles, rest = divmod(weight.shape[0], block_n * (1 + gated))

@@ -1,8 +1,8 @@
 """Products of a layer with the operations around them: in the model's type here, in eight bits in `fp8`.
 
 Both kinds have the same three: a product of the normalised x, one that is added to x, and the whole gated part. What a
-norm returns is for the next product alone: kernels of few rows normalise them themselves, and eight bits come with
-scales.
+norm returns is for the next product alone: `kernels.gemv` and `small_product` normalise their rows themselves, and
+eight bits come with scales.
 """
 
 from abc import ABC, abstractmethod
