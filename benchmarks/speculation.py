@@ -18,6 +18,7 @@ import itertools
 import os
 import random
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -191,7 +192,16 @@ def core_of(folder: Path, settings: Settings, streams: int, length: int, **optio
         cache_dir=str(settings.cache_dir),
         **options,
     )
-    return EngineCore(config, lambda _: None)
+    core = EngineCore(config, lambda _: None)
+    wait_for_compilers()
+    return core
+
+
+def wait_for_compilers() -> None:
+    """Wait until no kernels are compiled beside the engine, which takes the processor from it for a minute."""
+    for thread in threading.enumerate():
+        if thread.name == "flashinfer":
+            thread.join()
 
 
 def run(core: EngineCore, tokenizer: Tokenizer, asked: list[Case], tokens: int, salt: str, streams: int = 0) -> Rate:

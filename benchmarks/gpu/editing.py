@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.gpu.chip import chip
 from benchmarks.gpu.model import SHAPES, write_folder
-from benchmarks.speculation import BLOCK, Rate, drafted, run_requests
+from benchmarks.speculation import BLOCK, Rate, drafted, run_requests, wait_for_compilers
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
 from engine.types import GenerateRequest, SamplingParams
@@ -125,8 +125,7 @@ def core_of(folder: str, device: str, mode: str, streams: int) -> EngineCore:
         speculative=mode,  # type: ignore[arg-type]
     )
     core = EngineCore(config, lambda _: None)
-    if device == "cuda":
-        core.runner._flashinfer.wait()  # type: ignore[attr-defined]  # or steps are small for a while
+    wait_for_compilers()
     return core
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 LOST = 0.01
 """Share of the time that speculation as a whole, and that a model, may take for nothing."""
-LONGEST_PAUSE = 1024
-"""Most steps of a pause of either."""
+LONGEST_PAUSE = 4096
+"""Most steps of a pause of either: a trial can take as long as forty steps of a tiny model."""
 REINVESTED = 0.1
 """Share of the time saved by drafts that speculation may take before it has to rest: behind an edit, or the end of a
 repetition, it leads to nothing for a few steps."""

@@ -7,9 +7,7 @@ when it is drafted for: from where it was computed here, or from the last positi
 
 import logging
 from collections import deque
-from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -171,8 +169,8 @@ class Eagle:
         step = HeadStep([], [], [], [], [], torch.empty(0))
         inputs: list[torch.Tensor] = []
         each = _CATCH_UP if self._on_cpu else most_read(len(sequences))
-        for index, (sequence, limit) in enumerate(zip(sequences, limits, strict=True)):
-            reader = self._reading(sequence)
+        readers = self._readings(sequences)
+        for index, (sequence, reader, limit) in enumerate(zip(sequences, readers, limits, strict=True)):
             if reader is None:
                 continue
             start, known = reader.end, len(sequence.tokens) - 1
@@ -194,40 +192,52 @@ class Eagle:
         """See `Drafter`."""
         self._readers.pop(sequence, None)
 
-    def _reading(self, sequence: Sequence) -> HeadReading | None:
-        """Return a sequence's state with the hidden states of all steps that are kept; None if there are none."""
-        reader = self._readers.get(sequence)
-        if reader is not None and reader.admission != sequence.admission:
-            del self._readers[sequence]
-            reader = None
-        seen = 0 if reader is None else reader.step
-        if reader is not None and self._steps and self._steps[0].number > seen + 1:
-            reader.drop()
-        for start, hidden in self._runs(sequence.admission, seen):
-            if reader is None:
-                reader = self._readers[sequence] = HeadReading(sequence.admission, start, self._size)
-            reader.keep(start, hidden)
-        if reader is not None:
-            reader.step = self._number
-        return reader
+    def _readings(self, sequences: Many[Sequence]) -> list[HeadReading | None]:
+        """Return sequences' states with the hidden states of all steps that are kept; None where there are none. They
+        are gathered at once: the rows of many steps and sequences are too many to touch one by one."""
+        readers, runs, rows = list[HeadReading | None](), list[tuple[HeadReading, int, int]](), list[int]()
+        firsts, hidden, total = dict[int, int](), list[torch.Tensor](), 0
+        for sequence in sequences:
+            reader, end = self._known(sequence), -1
+            seen = 0 if reader is None else reader.step
+            for step in self._steps:
+                found = step.rows_of(sequence.admission) if step.number > seen else None
+                if found is None:
+                    continue
+                if step.number not in firsts:
+                    firsts[step.number] = total
+                    hidden.append(step.hidden)
+                    total += len(step.hidden)
+                if reader is None:
+                    reader = self._readers[sequence] = HeadReading(sequence.admission, found.start, self._size)
+                if found.start == end:  # many steps of one token each are one run
+                    _, start, length = runs.pop()
+                    runs.append((reader, start, length + found.length))
+                else:
+                    runs.append((reader, found.start, found.length))
+                end = found.start + found.length
+                first = firsts[step.number] + found.first
+                rows += range(first, first + found.length)
+            if reader is not None:
+                reader.step = self._number
+            readers.append(reader)
+        if rows:
+            parts = _taken(_joined(hidden), rows).split([length for _, _, length in runs])  # type: ignore[no-untyped-call]
+            for (reader, start, _), part in zip(runs, parts, strict=True):
+                reader.keep(start, part)
+        return readers
 
-    def _runs(self, admission: int, seen: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the first position and the hidden states of consecutive positions of a sequence, from steps after
-        `seen`. Many steps of one token each are one run."""
-        start, end, pieces = 0, 0, list[torch.Tensor]()
-        new = list(takewhile(lambda step: step.number > seen, reversed(self._steps)))
-        for step in reversed(new):
-            if (rows := step.rows_of(admission)) is None:
-                continue
-            if pieces and rows.start != end:
-                yield start, _joined(pieces)
-                pieces.clear()
-            if not pieces:
-                start = rows.start
-            end = rows.start + rows.length
-            pieces.append(step.hidden[rows.first : rows.first + rows.length])
-        if pieces:
-            yield start, _joined(pieces)
+    def _known(self, sequence: Sequence) -> HeadReading | None:
+        """Return a sequence's state, unless that is of an earlier admission."""
+        reader = self._readers.get(sequence)
+        if reader is None:
+            return None
+        if reader.admission != sequence.admission:
+            del self._readers[sequence]
+            return None
+        if self._steps and self._steps[0].number > reader.step + 1:
+            reader.drop()
+        return reader
 
     def _add(self, step: HeadStep, sequence: Sequence, reader: HeadReading, start: int, count: int, limit: int) -> None:
         """Add a sequence's positions to a step. Tables begin with the block of the first position that the head has
@@ -257,6 +267,15 @@ def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
     if _is_known(pieces[0]):
         return torch.from_numpy(np.concatenate([piece.numpy() for piece in pieces]))
     return torch.cat(pieces)
+
+
+def _taken(rows: torch.Tensor, indices: list[int]) -> torch.Tensor:
+    """Return these rows in a tensor of their own, or all of them as they are."""
+    if indices == list(range(len(rows))):
+        return rows
+    if _is_known(rows):
+        return torch.from_numpy(rows.numpy()[indices])
+    return rows[torch.tensor(indices, device=rows.device)]
 
 
 def _is_known(rows: torch.Tensor) -> bool:

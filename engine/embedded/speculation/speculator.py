@@ -337,7 +337,7 @@ class Speculator:
             self._settle()
 
     def _costs_of(self, sequences: int) -> StepCosts:
-        size = sequences.bit_length()
+        size = (sequences * 4 // 3).bit_length()  # a full batch of 2^n costs as one that is not quite full
         if (costs := self._costs.get(size)) is None:
             costs = self._costs[size] = StepCosts(self._read_before)
         return costs

@@ -215,12 +215,11 @@ class LlamaDecoder:
         [tokens, hidden size], which are changed in place; `positions`: int [tokens]."""
         products, norms = self._products, [layer.norm for layer in self._layers]
         normed = products.norm(x, norms[0])
-        entered: dict[int, torch.Tensor] = {}
+        entered = x.new_empty((len(x), len(self.taken), x.shape[1]))
+        self.hidden = entered.flatten(1) if self.taken else None
         for index, (layer, following) in enumerate(zip(self._layers, [*norms[1:], None], strict=True)):
             if index in self.taken:
-                entered[index] = x.clone()
-                if index == max(self.taken):
-                    self.hidden = torch.cat([entered[taken] for taken in self.taken], -1)
+                entered[:, self.taken.index(index)] = x
             attended = self._attend(products.product(normed, layer.qkv), index, positions, attention, step)
             if rows is not None and following is None:  # nothing else of the last layer is looked at
                 if not len(rows):
