@@ -4,19 +4,14 @@ A match is followed for as long as it predicts the output. Once it fails, the lo
 several the one that lies next behind the last: an edited text goes on shortly behind where it was left.
 """
 
-from array import array
 from collections.abc import Sequence as Many
 from typing import NamedTuple
-
-import numpy as np
 
 from engine.embedded.sequence import Sequence
 from engine.embedded.speculation.drafter import NOTHING, Draft, class_of_match
 
 _LONGEST = 32
 """Tokens by which matches are compared."""
-_FEW = 16
-"""Number of matches up to which they are compared one by one: NumPy takes longer for so few."""
 _PREDICTED = 8
 """Length of match that the beginning of a prediction counts as, before any of it has come true."""
 
@@ -32,7 +27,8 @@ class KnownText:
 
     def __init__(self, prediction: Many[int], least: int) -> None:
         """`least`: tokens that a match has at least."""
-        self._tokens = array("i", prediction)
+        self._text = _characters(prediction)
+        """A character for each token: nothing finds one text in another as fast as a string does."""
         self._least = least
         self._next = 0 if prediction else -1
         """Index of the token that is predicted next; -1 for none."""
@@ -43,17 +39,16 @@ class KnownText:
 
     def append(self, tokens: Many[int], *, follow: bool = True) -> None:
         """Note tokens; without `follow` they are a prompt, which a prediction does not predict."""
-        if not follow:
-            self._tokens.extend(tokens)
+        known = len(self._text)
+        self._text += _characters(tokens)
+        if not follow or self._next < 0:
             return
-        for token in tokens:
-            if self._next >= 0:
-                if self._tokens[self._next] == token:
-                    self._next += 1
-                    self._length += 1
-                else:
-                    self._left, self._next = self._next, -1
-            self._tokens.append(token)
+        for index in range(known, len(self._text)):
+            if self._text[self._next] != self._text[index]:
+                self._left, self._next = self._next, -1
+                return
+            self._next += 1
+            self._length += 1
 
     def match(self, limit: int) -> Match:
         """Return up to `limit` tokens that may come next; none without a match. Where what followed ends with the text
@@ -62,42 +57,30 @@ class KnownText:
             self._search()
         if self._next < 0:
             return Match(0, [])
-        found = self._tokens[self._next : self._next + limit].tolist()
+        found = list(map(ord, self._text[self._next : self._next + limit]))
         while len(found) < limit:
             found += found[: limit - len(found)]
         return Match(self._length, found)
 
     def _search(self) -> None:
         """Find the longest match of the text's end."""
-        text = np.frombuffer(self._tokens, np.int32)
-        end = len(text) - 1
-        if end < self._least:
+        text, end = self._text, len(self._text) - 1
+        found, missing = 0, min(_LONGEST, end) + 1
+        length = self._least
+        while found + 1 < missing:  # what is found of some length is found of any that is shorter
+            if text.find(text[-length:], 0, end) < 0:
+                missing = length
+                if not found:
+                    return
+            else:
+                found = length
+            length = (found + missing) // 2
+        if not found:
             return
-        follows = np.flatnonzero(text[:end] == text[end]) + 1
-        length = 1
-        while len(follows) and (length < self._least or len(follows) > _FEW):
-            longer = follows[follows > length]
-            longer = longer[text[longer - length - 1] == text[end - length]]
-            if length == _LONGEST or (length >= self._least and not len(longer)):
-                break
-            follows, length = longer, length + 1
-        if not len(follows) or length < self._least:
-            return
-        if len(follows) <= _FEW:
-            lengths = [self._length_before(place, length) for place in follows.tolist()]
-            length = max(lengths)
-            follows = follows[[index for index, found in enumerate(lengths) if found == length]]
-        place = int(np.searchsorted(follows, self._left))
-        self._next = int(follows[place if place < len(follows) else -1])
-        self._length = length
-
-    def _length_before(self, place: int, least: int) -> int:
-        """Return how many tokens before a place are also the end of the text, `least` of which are known to be."""
-        text, end, most = self._tokens, len(self._tokens) - 1, min(_LONGEST, place)
-        length = least
-        while length < most and text[place - 1 - length] == text[end - length]:
-            length += 1
-        return length
+        longest = text[-found:]
+        place = text.find(longest, max(self._left - found, 0), end)
+        self._next = (text.rfind(longest, 0, end) if place < 0 else place) + found
+        self._length = found
 
 
 class Lookup:
@@ -136,3 +119,7 @@ def draft_of(match: Match) -> Draft:
     if not match.draft:
         return NOTHING
     return Draft(match.draft, [class_of_match(match.length + index) for index in range(len(match.draft))])
+
+
+def _characters(tokens: Many[int]) -> str:
+    return "".join(map(chr, tokens))
