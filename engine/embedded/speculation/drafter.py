@@ -71,6 +71,11 @@ def class_of_probability(value: float) -> int:
     return CLASSES // 2 + sum(value >= bound for bound in _BOUNDS)
 
 
-def class_of_match(length: int) -> int:
-    """Return the class of a token that follows a match of this many tokens."""
-    return min(max(length.bit_length() - 2, 0), CLASSES // 2 - 1)
+_CLASSES_OF_MATCHES = [min(max(length.bit_length() - 2, 0), CLASSES // 2 - 1) for length in range(1 << CLASSES // 2)]
+"""By the tokens of a match; longer ones are of the last class."""
+
+
+def classes_of_match(length: int, count: int) -> list[int]:
+    """Return the classes of tokens that follow a match of this many tokens."""
+    known = _CLASSES_OF_MATCHES[length : length + count]
+    return known + _CLASSES_OF_MATCHES[-1:] * (count - len(known))

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Many
 from typing import NamedTuple
 
 from engine.embedded.sequence import Sequence
-from engine.embedded.speculation.drafter import NOTHING, Draft, class_of_match
+from engine.embedded.speculation.drafter import NOTHING, Draft, classes_of_match
 
 _LONGEST = 32
 """Tokens by which matches are compared."""
@@ -118,7 +118,7 @@ def draft_of(match: Match) -> Draft:
     """Return a match as a draft, whose tokens are the surer the longer the match before them is."""
     if not match.draft:
         return NOTHING
-    return Draft(match.draft, [class_of_match(match.length + index) for index in range(len(match.draft))])
+    return Draft(match.draft, classes_of_match(match.length, len(match.draft)))
 
 
 def _characters(tokens: Many[int]) -> str:

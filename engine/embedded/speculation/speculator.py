@@ -11,9 +11,10 @@ While speculation slows the engine down as a whole, nothing is looked for, most 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -167,6 +168,8 @@ class Speculator:
         self._min_speedup = min_speedup
         self._context_length = context_length
         self._acceptance = Acceptance(_MEMORY_OF_ALL)
+        self._shares = list(_EXPECTED)
+        """Shares of right tokens in the engine, by class, as of the last plan."""
         self._costs: dict[int, StepCosts] = {}
         """By the number of sequences in a step, as a power of two: each has work of its own on the host."""
         self._read_before = block_size + _MORE_READ
@@ -249,6 +252,7 @@ class Speculator:
         self._rows = rows
         for sequence in sequences:
             self._judge(sequence)
+        self._shares = list(map(self._acceptance.share, range(CLASSES), _EXPECTED))
         drafts = [NOTHING] * len(sequences)
         if looks and self._lookup is not None:
             drafts = self._lookup.draft(sequences, rooms)
@@ -426,13 +430,12 @@ class Speculator:
             self._next_probe = min(max(int(spent / (LOST * usual)), PROBE_AFTER), LONGEST_PAUSE)
         return asked
 
-    def _chances(self, sequence: Sequence, draft: Draft) -> list[float]:
-        """Return the probabilities that a draft is right up to each of its tokens."""
-        own, probability, found = self._followed[sequence].acceptance, 1.0, list[float]()
+    def _chances(self, sequence: Sequence, draft: Draft) -> Iterator[float]:
+        """Yield the probabilities that a draft is right up to each of its tokens."""
+        own, probability = self._followed[sequence].acceptance, 1.0
         for kind in draft.classes:
-            probability *= own.share(kind, self._acceptance.share(kind, _EXPECTED[kind]))
-            found.append(probability)
-        return found
+            probability *= own.share(kind, self._shares[kind])
+            yield probability
 
     @staticmethod
     def _rest_after(looked: float, costs: StepCosts, rows: int) -> int:
@@ -449,7 +452,7 @@ class Speculator:
         unless they promise as many tokens as the step has without. A pending token is no gain."""
         promised = 0.0
         for sequence, draft in zip(sequences, drafts, strict=True):
-            promised += sum(self._chances(sequence, draft)[sequence.pending :])
+            promised += sum(islice(self._chances(sequence, draft), sequence.pending, None))
         if promised < rows:
             return [0] * len(drafts)
         costs, lengths = self._costs_of(rows).fit(), list[int]()
@@ -470,7 +473,7 @@ class Speculator:
         least = row * rows / max(plain, 1e-9)
         worth: list[tuple[float, int]] = []
         for index, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
-            for probability in self._chances(sequence, draft)[sequence.pending :]:
+            for probability in islice(self._chances(sequence, draft), sequence.pending, None):
                 if probability <= least:
                     break
                 worth.append((probability, index))
