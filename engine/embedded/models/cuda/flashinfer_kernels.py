@@ -2,10 +2,8 @@
 than a minute, beside everything else. Until then the engine computes prompts in small steps, with kernels of its own.
 """
 
-import contextlib
 import logging
 import os
-import signal
 import subprocess
 import threading
 import time
@@ -18,6 +16,8 @@ from filelock import FileLock
 from engine.embedded.models.devices import UnsupportedModelError
 
 _LAST_CHARACTERS = 2000
+_END_SECONDS = 5.0
+"""Time for ninja to end its compilers."""
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +70,11 @@ class FlashInferKernels:
         with self._compiling:
             self._closed = True
             if self._compiler is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._compiler.pid, signal.SIGKILL)
+                self._compiler.terminate()  # ninja's compilers are groups of their own, which it ends on this signal
+                try:
+                    self._compiler.wait(_END_SECONDS)
+                except subprocess.TimeoutExpired:
+                    self._compiler.kill()
 
     def _load(self) -> None:
         started = time.monotonic()
