@@ -171,7 +171,7 @@ class Speculator:
         self._shares = list(_EXPECTED)
         """Shares of right tokens in the engine, by class, as of the last plan."""
         self._costs: dict[int, StepCosts] = {}
-        """By the number of sequences in a step, as a power of two: each has work of its own on the host."""
+        """By the number of sequences in a step, roughly: each has work of its own on the host. See `_costs_of`."""
         self._read_before = block_size + _MORE_READ
         self._latest = StepCosts(self._read_before)
         """The costs to which the last step was added."""
@@ -341,7 +341,7 @@ class Speculator:
             self._settle()
 
     def _costs_of(self, sequences: int) -> StepCosts:
-        size = (sequences * 4 // 3).bit_length()  # a full batch of 2^n costs as one that is not quite full
+        size = (sequences * 4 // 3).bit_length()  # 48 to 95 are one size: a full batch of 64 is often not quite full
         if (costs := self._costs.get(size)) is None:
             costs = self._costs[size] = StepCosts(self._read_before)
         return costs
