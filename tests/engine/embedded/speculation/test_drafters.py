@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence
 from engine.embedded.speculation.answers import Answers, Automaton
-from engine.embedded.speculation.drafter import NOTHING
+from engine.embedded.speculation.drafter import NOTHING, classes_of_match
 from engine.embedded.speculation.lookup import Lookup
 from engine.types import GenerateRequest, SamplingParams
 
@@ -76,6 +77,21 @@ def test_proposals_are_what_followed_an_equal_end(tokens: list[int], least: int,
         assert bool(draft.tokens) == bool(places)
         assert len(draft.tokens) == (limit if places else 0)
         assert not places or draft.tokens[0] in {text[i] for i in places}
+
+
+@pytest.mark.parametrize("words", [1, 2, 3, 8])
+def test_the_first_of_the_longest_matches_is_followed(words: int) -> None:
+    rng = random.Random(words)
+    for _ in range(100):
+        text = [rng.randrange(words) for _ in range(rng.randrange(4, 90))]
+        most = [min(place, 32) for place in range(len(text))]
+        lengths = [
+            next((n for n in range(most[i]) if text[i - 1 - n] != text[-1 - n]), most[i]) for i in range(len(text))
+        ]
+        [draft] = Lookup(2).draft([sequence(text)], [1])
+        longest = max(lengths)
+        assert draft.tokens == ([text[lengths.index(longest)]] if longest >= 2 else [])
+        assert longest < 2 or draft.classes == classes_of_match(longest, 1)
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=25), min_size=1, max_size=4))
