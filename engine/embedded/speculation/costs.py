@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 LOST = 0.01
 """Share of the time that speculation as a whole, and that a model, may take for nothing."""
-LONGEST_PAUSE = 4096
-"""Most steps of a pause of either: a trial can take as long as forty steps of a tiny model."""
+_LONGEST_PAUSE, _LONGEST_PAUSE_SECONDS = 1024, 4.0
+"""Most steps of a pause of either, or its most seconds if those are more steps: a trial can take as long as forty steps
+of a tiny model on a GPU."""
 REINVESTED = 0.1
 """Share of the time saved by drafts that speculation may take before it has to rest: behind an edit, or the end of a
 repetition, it leads to nothing for a few steps."""
@@ -39,6 +40,12 @@ SHORTEST_PAUSE = 12
 """Fewest steps of a pause, and those of its beginning that are measured."""
 _OTHER_LOAD = 1.25
 """Multiple of the sequences whose steps were measured in the last pause, from which on they tell little of a step."""
+
+
+def pause_after(lost: float, step: float) -> int:
+    """Return how many steps, of `step` seconds each, pass until so many lost seconds are little of the whole."""
+    longest = max(_LONGEST_PAUSE, int(_LONGEST_PAUSE_SECONDS / step)) if step > 0 else _LONGEST_PAUSE
+    return min(int(lost / max(LOST * step, 1e-9)), longest)
 
 
 class DecodeStep(NamedTuple):
@@ -171,7 +178,7 @@ class Comparison:
                 self.measure_again()
             return
         lost, self._saved = max(-saved - self._saved, 0.0), max(self._saved + saved, 0.0)
-        self._rest(min(max(int(lost / max(LOST * plain, 1e-9)), TURN), LONGEST_PAUSE))
+        self._rest(max(pause_after(lost, plain), TURN))
 
     def measure_again(self) -> None:
         """Begin a pause in which it is measured what steps take without."""

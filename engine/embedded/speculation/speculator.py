@@ -21,14 +21,13 @@ import torch
 from engine.embedded.models.runner import StepInput
 from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.embedded.speculation.costs import (
-    LONGEST_PAUSE,
-    LOST,
     MOST_SAVED,
     PROBE_AFTER,
     REINVESTED,
     Costs,
     DecodeStep,
     StepCosts,
+    pause_after,
 )
 from engine.embedded.speculation.drafter import CLASSES, NOTHING, Draft, Drafter, HiddenStatesReader
 from engine.stats import SpecDecodingStats
@@ -119,7 +118,7 @@ class Returns:
         self._gain = self._gain * _GAIN_REMEMBERED + seconds
         self._asked += 1
         if self._gain < 0 and (self._asked >= _JUDGED_AFTER or self._gain < -_MOST_LOST_BY_MODEL * step < 0):
-            self._pause = min(int(-self._gain / max(LOST * step, 1e-9)), LONGEST_PAUSE)
+            self._pause = pause_after(-self._gain, step)
             self._gain, self._asked = 0.0, 0
 
 
@@ -427,7 +426,7 @@ class Speculator:
         if tokens := sum(len(drafts[index].tokens) for index in asked):
             self._spent = spent = self._returns.took(tokens, spent)
         if probes and (usual := costs.plain.at(rows)):
-            self._next_probe = min(max(int(spent / (LOST * usual)), PROBE_AFTER), LONGEST_PAUSE)
+            self._next_probe = max(pause_after(spent, usual), PROBE_AFTER)
         return asked
 
     def _chances(self, sequence: Sequence, draft: Draft) -> Iterator[float]:
