@@ -218,8 +218,9 @@ class LlamaDecoder:
         entered = x.new_empty((len(x), len(self.taken), x.shape[1]))
         self.hidden = entered.flatten(1) if self.taken else None
         for index, (layer, following) in enumerate(zip(self._layers, [*norms[1:], None], strict=True)):
-            if index in self.taken:
-                entered[:, self.taken.index(index)] = x
+            for place, taken in enumerate(self.taken):
+                if taken == index:
+                    entered[:, place] = x
             attended = self._attend(products.product(normed, layer.qkv), index, positions, attention, step)
             if rows is not None and following is None:  # nothing else of the last layer is looked at
                 if not len(rows):
