@@ -6,7 +6,7 @@ So steps with speculation and without are compared in turns, by the tokens per s
 
 from typing import NamedTuple
 
-LOST = 0.01
+_LOST = 0.01
 """Share of the time that speculation as a whole, and that a model, may take for nothing."""
 _LONGEST_PAUSE, _LONGEST_PAUSE_SECONDS = 1024, 4.0
 """Most steps of a pause of either, or its most seconds if those are more steps: a trial can take as long as forty steps
@@ -18,7 +18,7 @@ MOST_SAVED = 4.0
 """Most of the time that is counted as saved, in steps: what once repeated may not do so any more."""
 PROBE_AFTER = 64
 """Steps after which a sequence may be drafted for again by a model that was not worth asking, one at a time; later if
-the last one took more than the share `LOST` of their time."""
+the last one took more than the share `_LOST` of their time."""
 _ROW_SHARE = 0.15
 """Assumed share of a step of one row by which each further row makes it longer."""
 _STEPS_REMEMBERED, _OTHERS_REMEMBERED = 0.96, 0.999
@@ -45,7 +45,7 @@ _OTHER_LOAD = 1.25
 def pause_after(lost: float, step: float) -> int:
     """Return how many steps, of `step` seconds each, pass until so many lost seconds are little of the whole."""
     longest = max(_LONGEST_PAUSE, int(_LONGEST_PAUSE_SECONDS / step)) if step > 0 else _LONGEST_PAUSE
-    return min(int(lost / max(LOST * step, 1e-9)), longest)
+    return min(int(lost / max(_LOST * step, 1e-9)), longest)
 
 
 class DecodeStep(NamedTuple):
