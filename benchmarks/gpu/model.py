@@ -48,6 +48,8 @@ TAME = 0.02
 Larger spreads amplify rounding errors, those of eight-bit weights up to the size of bugs."""
 SHAPES = {
     "llama-8b": LLAMA_8B,
+    "smollm2-135m": Shape(576, 30, 9, 3, 1536, max_position=8192),
+    "qwen2.5-1.5b": Shape(1536, 28, 12, 2, 8960, vocabulary=151936, max_position=32768, model_type="qwen2"),
     "qwen2.5-7b": Shape(3584, 28, 28, 4, 18944, vocabulary=152064, max_position=32768, model_type="qwen2"),
     "qwen3-8b": Shape(4096, 36, 32, 8, 12288, vocabulary=151936, max_position=40960, model_type="qwen3"),
     "small": SMALL,

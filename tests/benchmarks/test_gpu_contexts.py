@@ -25,7 +25,7 @@ async def test_parts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(cuda_runner, "LEAST_SEQUENCES", 2)
+    monkeypatch.setattr("engine.embedded.models.cuda.graph_sizes.LEAST_SEQUENCES", 2)
     monkeypatch.setattr("engine.embedded.models.cuda.prefixes.LEAST_SEQUENCES", 2)
     monkeypatch.setattr("engine.embedded.models.cuda.prefixes.LEAST_TOKENS", 16)
     monkeypatch.setattr(cuda_runner, "LEAST_SAVED", 1)

@@ -165,7 +165,7 @@ def cuda_runner(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
     All values are float32, also the results of fast products of eight bits.
     """
     assert not ON_GPU
-    from engine.embedded.models.cuda import attention, head, runner  # noqa: PLC0415
+    from engine.embedded.models.cuda import attention, graph_sizes, head, runner  # noqa: PLC0415
 
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
     monkeypatch.setattr(runner, "FlashInferKernels", fake_flashinfer.Kernels)
@@ -173,9 +173,9 @@ def cuda_runner(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(attention, "_WORKSPACE_BYTES", 0)
-    monkeypatch.setattr(
-        runner, "_SHORT_PROMPT", 0
-    )  # a graph for a step of every size would leave nothing to the others
+    # A graph for a step of every size would leave nothing to the others.
+    monkeypatch.setattr(graph_sizes, "SHORT_PROMPT", 0)
+    monkeypatch.setattr(graph_sizes, "LAUNCH_SECONDS", 0.0)
     # As many as are worth dividing a sequence for when they run in turn.
     monkeypatch.setattr(decode_attention, "_PROGRAMS", 4)
     monkeypatch.setattr(decode_attention, "_LONG_PROGRAMS", 8)

@@ -28,9 +28,9 @@ from engine.embedded.models.cuda.compiling import (
 )
 from engine.embedded.models.cuda.decoder import LlamaDecoder, check_kind, trial
 from engine.embedded.models.cuda.flashinfer_kernels import FlashInferKernels
+from engine.embedded.models.cuda.graph_sizes import GraphSizes
 from engine.embedded.models.cuda.graphs import capture
 from engine.embedded.models.cuda.head import CudaHead
-from engine.embedded.models.cuda.prefixes import LEAST_SEQUENCES
 from engine.embedded.models.cuda.releasable import ReleasableWeights
 from engine.embedded.models.cuda.sampler import CudaSampler, RowDraws
 from engine.embedded.models.devices import (
@@ -50,13 +50,6 @@ from engine.kit.collector import uncollected
 
 log = logging.getLogger(__name__)
 
-_SPACING = ((64, 16), (256, 32), (1 << 30, 64))
-"""Distances of graph sizes from 16 on, as pairs: below this number of rows, graph sizes have this distance."""
-_SHORT_PROMPT = 256
-"""Number of tokens in steps that have a graph, however few sequences run: a chat that goes on often adds no more to its
-prompt."""
-_CHUNKS = (16, 32, 64, 128, 192, 256)
-"""Numbers of tokens for which there is a graph for chunks, up to the largest graph; beyond these they double."""
 _FEW_READ = 1 << 14
 """Maximum number of keys that the prompts and drafts of a step may read for each head as if their tokens were decodes,
 each of which reads all keys up to its own. Above, those of a chunk read them together."""
@@ -64,10 +57,6 @@ MOST_READ = 1 << 18
 """Maximum number of keys that groups of their tokens may read in a graph: above, FlashInfer is faster than its planning
 and the launches of its kernels take."""
 
-_BESIDE_TOKENS = 128
-"""Number of tokens from which on there is a graph for chunks that computes decodes apart from them."""
-_CASCADES = (32, 64, 128, 192, 256)
-"""Numbers of decodes for which there is a graph that reads shared prefixes once, and the batch size."""
 LEAST_SAVED = 1 << 14
 """Minimum number of keys that have not to be read for each head then: a pass of its own takes as long."""
 
@@ -95,6 +84,7 @@ class CudaRunner(PagedRunner):
         begun = time.monotonic()
         expect_compilation()
         self._shape = _check(config)
+        self._sizes = GraphSizes(config, self._shape)
         device = device_of(config)
         dtype = dtype_of(config, device)
         self._flashinfer = FlashInferKernels(device, dtype, cache_dtype_of(config, dtype), self._shape.head_dim)
@@ -112,7 +102,7 @@ class CudaRunner(PagedRunner):
             self.cache, heads, scale, self.dtype, config.max_batch_size, self.context_length
         )
         self._spare_slot = config.max_batch_size
-        largest = _largest(config)
+        largest = self._sizes.largest
         with torch.inference_mode():
             self.sampler: CudaSampler = CudaSampler(self.vocab_size, largest, self._sampled, self.eos_token_ids)
         self._graphs: dict[int, _Graph] = {}
@@ -122,7 +112,7 @@ class CudaRunner(PagedRunner):
         self.cascades = 0
         """Number of steps that read shared prefixes once."""
         started = time.monotonic()
-        self._compile(largest, config.max_batch_size)
+        self._compile()
         with torch.inference_mode():
             self.sampler.warm_up(self.dtype, self._spare_slot)
             self._decoder.load_products(config.max_num_tokens, largest)
@@ -131,7 +121,7 @@ class CudaRunner(PagedRunner):
         torch.cuda.synchronize()
         log.info("compiled and loaded kernels in %.1f s", time.monotonic() - started)
         if config.enable_cuda_graphs:
-            self._capture(largest, config.max_batch_size)
+            self._capture()
             self.graph_tokens = largest
         self._flashinfer.start()  # not before: its import would hold up what serving waits for
         warn_of_compilation()
@@ -154,26 +144,27 @@ class CudaRunner(PagedRunner):
 
         Few tokens of a prompt are as good as decodes. Where that has them read the same keys too often, there are
         graphs for chunks, and for chunks beside many decodes; where decodes do, graphs that attend to the prefixes they
-        share first.
+        share first. Large graphs have few rows of logits, and those for chunks alone are large.
         """
-        graphs, singles = self._graphs, step.singles
+        graphs, tokens, singles = self._graphs, len(step.tokens), step.singles
         if singles < len(step.lengths):
             prompts = list(zip(step.starts[singles:], step.lengths[singles:], strict=True))
-            if sum(length * (start + length) for start, length in prompts) > _FEW_READ:
+            if tokens > self._sizes.largest or sum(length * (start + length) for start, length in prompts) > _FEW_READ:
                 graphs, rows = self._chunk_graphs, self._attention.group_rows
                 read = sum(-(-length // rows) * (start + length) for start, length in prompts)
                 if read > MOST_READ and self._attention.plans:
                     return None
-                if len(step.tokens) >= _BESIDE_TOKENS and self._attention.are_even(step.starts[:singles]):
+                if self._sizes.takes_apart(tokens) and self._attention.are_even(step.starts[:singles]):
                     graphs = self._beside_graphs
-        elif self._cascade_graphs and len(step.tokens) <= next(reversed(self._cascade_graphs)):
+        elif self._cascade_graphs and tokens <= next(reversed(self._cascade_graphs)):
             saved = sum(
-                (len(rows) - -(-len(rows) // self._attention.group_rows)) * tokens
-                for rows, tokens in self._attention.prefixes(step)
+                (len(rows) - -(-len(rows) // self._attention.group_rows)) * shared
+                for rows, shared in self._attention.prefixes(step)
             )
             if saved >= LEAST_SAVED:
                 graphs = self._cascade_graphs
-        return next((graph for size, graph in graphs.items() if size >= len(step.tokens)), None)
+        graph = next((graph for size, graph in graphs.items() if size >= tokens), None)
+        return graph if graph is not None and len(step.rows) <= self._sizes.rows(graph.size) else None
 
     @torch.inference_mode()
     def expect(self, slot: int, admission: int, tables: Sequence[list[int]]) -> None:
@@ -338,12 +329,10 @@ class CudaRunner(PagedRunner):
             torch.cuda.empty_cache()
 
     def _set_aside(self, config: EmbeddedConfig) -> int:
-        largest, batch = _largest(config), config.max_batch_size
-        chunks = _chunk_sizes(largest)
-        sizes = (*_sizes(largest), *chunks, *_beside_sizes(chunks), *_cascade_sizes(batch))
-        rows = sum(sizes) * config.enable_cuda_graphs
+        rows = self._sizes.all_rows * config.enable_cuda_graphs
         logits = rows * self.vocab_size * self.dtype.itemsize  # each graph keeps its own
-        return CudaSampler.count_bytes(self.vocab_size, largest, batch + self.spare_slots) + logits
+        slots = config.max_batch_size + self.spare_slots
+        return CudaSampler.count_bytes(self.vocab_size, self._sizes.largest, slots) + logits
 
     def _replay(self, graph: "_Graph", step: StepInput) -> torch.Tensor:
         """Return the logits of the rows wanted; the sampler has the tokens of those to sample from."""
@@ -352,7 +341,7 @@ class CudaRunner(PagedRunner):
         self.cascades += graph.kind.name == "cascade"
         self.hidden = graph.hidden
         rows, count = step.rows, sum(step.sampled)
-        if rows == list(range(len(rows))):
+        if graph.chooses or rows == list(range(len(rows))):
             first = len(rows) - count
             self.sampler.results = RowDraws(graph.tokens[first : len(rows)], graph.reports[first : len(rows)])
             return graph.logits[: len(rows)]
@@ -364,11 +353,19 @@ class CudaRunner(PagedRunner):
     def _run_whole(
         self, inputs: torch.Tensor, size: int, kind: "_GraphKind"
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """Run a step as a graph does: compute the logits of all rows, and draw a token for each."""
+        """Run a step as a graph does: compute the logits of all rows, or of those that the inputs choose, and draw a
+        token for each."""
         tokens, positions, slots, targets = inputs[: 4 * size].view(4, size)
-        step = kind.prepare(slots, positions, inputs[4 * size :])
+        end = 4 * size + kind.more(size)
+        step = kind.prepare(slots, positions, inputs[4 * size : end])
         tokens = self._filled_in(tokens)
-        logits = self._decoder(self._decoder.embed(tokens), positions, self._attention, step, None)
+        chosen, rows = inputs[end:], None
+        if len(chosen):
+            rows = chosen.clamp(min=0).long()
+        logits = self._decoder(self._decoder.embed(tokens), positions, self._attention, step, rows)
+        if rows is not None:
+            targets = torch.where(chosen < 0, self._spare_slot, targets[rows])
+            positions, tokens = positions[rows], tokens[rows]
         return logits, self._decoder.hidden, *self.sampler.run(logits, targets, positions, tokens)
 
     def _filled_in(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -383,17 +380,24 @@ class CudaRunner(PagedRunner):
     def _packed(self, step: StepInput | None, size: int, kind: "_GraphKind | None") -> torch.Tensor:
         """Return a step's inputs in pinned memory, int32: four rows of `size` values, which are token ids, positions,
         slots, and slots of what is sampled, filled up with the spare slot; then what its kind of graph has more.
-        Without a step, all of it is padding.
+        Without a step, all of it is padding. A large graph takes the rows whose logits are wanted behind that, filled
+        up with -1.
 
         Rows of images have token ids behind the vocabulary, as the decoder has been shown their embeddings.
         """
-        inputs = np.zeros(4 * size + (kind.more(size) if kind is not None else 0), dtype=np.int32)
+        end = 4 * size + (kind.more(size) if kind is not None else 0)
+        chosen = 0 if kind is None or (rows := self._sizes.rows(size)) == size else rows
+        inputs = np.zeros(end + chosen, dtype=np.int32)
         values = inputs[: 4 * size].reshape(4, size)
         values[2:] = self._spare_slot
         if step is not None:
             self._fill(values, step)
         if kind is not None:
-            kind.plan(step, values[1], inputs[4 * size :])
+            kind.plan(step, values[1], inputs[4 * size : end])
+        if chosen:
+            inputs[end:] = -1
+            if step is not None:
+                inputs[end : end + len(step.rows)] = step.rows
         return torch.from_numpy(inputs).pin_memory()
 
     def _fill(self, values: NDArray[np.int32], step: StepInput) -> None:
@@ -462,23 +466,23 @@ class CudaRunner(PagedRunner):
             )
 
     @torch.inference_mode()
-    def _compile(self, largest: int, batch: int) -> None:
+    def _compile(self) -> None:
         """Compile the kernels of graphs and of guided rows."""
 
         def compute() -> None:
-            for kind, _, sizes in self._graph_kinds(largest, batch):
+            for kind, _, sizes in self._graph_kinds():
                 for size in sizes:
                     self._run_whole(self._inputs(None, size, kind), size, kind)
             self.sampler.warm_up(self.dtype, self._spare_slot)
 
         compile_first(compute)
 
-    def _capture(self, largest: int, batch: int) -> None:
+    def _capture(self) -> None:
         """Capture a graph for each kind and size, the largest first, so that the others find its memory."""
         started = time.monotonic()
         pool: Any = None
         count = 0
-        for kind, graphs, sizes in self._graph_kinds(largest, batch):
+        for kind, graphs, sizes in self._graph_kinds():
             captured = {}
             for size in reversed(sizes):
                 with torch.inference_mode(), uncollected():
@@ -490,18 +494,18 @@ class CudaRunner(PagedRunner):
             count += len(captured)
         log.info("captured %d CUDA graphs in %.1f s", count, time.monotonic() - started)
 
-    def _graph_kinds(self, largest: int, batch: int) -> list[tuple["_GraphKind", dict[int, "_Graph"], list[int]]]:
+    def _graph_kinds(self) -> list[tuple["_GraphKind", dict[int, "_Graph"], list[int]]]:
         """Return each kind of graphs, where they are kept, and their sizes."""
-        attention = self._attention
+        attention, sizes = self._attention, self._sizes
         decodes = _GraphKind("decodes", lambda *rows: attention.decode(*rows[:2]), lambda _: 0, lambda *_: None)
         chunks = _GraphKind("chunks", attention.chunks, attention.chunks_size, self._plan_chunks)
         beside = _GraphKind("beside", attention.beside_chunks, attention.chunks_size, self._plan_beside)
         cascade = _GraphKind("cascade", attention.cascade, attention.cascade_size, self._plan_cascade)
         return [
-            (decodes, self._graphs, _sizes(largest)),
-            (chunks, self._chunk_graphs, _chunk_sizes(largest)),
-            (beside, self._beside_graphs, _beside_sizes(_chunk_sizes(largest))),
-            (cascade, self._cascade_graphs, _cascade_sizes(batch)),
+            (decodes, self._graphs, sizes.decodes),
+            (chunks, self._chunk_graphs, sizes.chunks),
+            (beside, self._beside_graphs, sizes.beside),
+            (cascade, self._cascade_graphs, sizes.cascades),
         ]
 
 
@@ -522,11 +526,6 @@ def _tensors(decoder: LlamaDecoder) -> list[torch.Tensor]:
 
     decoder.move(note)
     return found
-
-
-def _largest(config: EmbeddedConfig) -> int:
-    """Return the tokens of the largest graph."""
-    return max(config.max_batch_size, min(_SHORT_PROMPT, config.max_num_tokens))
 
 
 def _can_begin_small(config: EmbeddedConfig) -> bool:
@@ -580,28 +579,7 @@ class _Graph(NamedTuple):
     tokens: torch.Tensor
     reports: torch.Tensor
 
-
-def _sizes(largest: int) -> list[int]:
-    """Return the sizes of steps that have a graph: powers of two, then ever wider apart."""
-    sizes = [1, 2, 4, 8, 16]
-    while sizes[-1] < largest:
-        sizes.append(sizes[-1] + next(apart for limit, apart in _SPACING if sizes[-1] < limit))
-    return [*(size for size in sizes if size < largest), largest]
-
-
-def _chunk_sizes(largest: int) -> list[int]:
-    """Return the sizes of steps that have a graph for chunks: few, as starts wait for them."""
-    sizes = [*_CHUNKS]
-    while sizes[-1] < largest:
-        sizes.append(2 * sizes[-1])
-    return [*(size for size in sizes if size < largest), largest]
-
-
-def _beside_sizes(chunk_sizes: list[int]) -> list[int]:
-    """Return those sizes of steps with chunks that have a graph for decodes beside them."""
-    return [size for size in chunk_sizes if size >= _BESIDE_TOKENS]
-
-
-def _cascade_sizes(batch: int) -> list[int]:
-    """Return the numbers of decodes that have a graph for shared prefixes."""
-    return [*(size for size in _CASCADES if size < batch), batch] if batch >= LEAST_SEQUENCES else []
+    @property
+    def chooses(self) -> bool:
+        """Whether logits are those of the rows that the step chose, one after the other, not of all its rows."""
+        return len(self.logits) < self.size

@@ -59,8 +59,8 @@ def load(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         module = request.getfixturevalue(cuda.cuda_runner.__name__)
         runner_class = module.CudaRunner
         if kind == "cuda by chunks":  # all but decodes
-            monkeypatch.setattr(module, "_SHORT_PROMPT", 64)
-            monkeypatch.setattr(module, "_sizes", lambda _: [SEQS])
+            monkeypatch.setattr("engine.embedded.models.cuda.graph_sizes.SHORT_PROMPT", 64)
+            monkeypatch.setattr("engine.embedded.models.cuda.graph_sizes._decodes", lambda _: [SEQS])
             monkeypatch.setattr(module, "_FEW_READ", 0)
     elif kind == "native":
         from engine.embedded.models.native.runner import NativeRunner as runner_class  # noqa: N813, PLC0415

@@ -43,7 +43,7 @@ def test_greedy_equals_generate(
     family: Family, prompts: list[Prompt], expected: list[list[int]], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Images in graphs alone, and in steps of which some are too large for one."""
-    monkeypatch.setattr("engine.embedded.models.cuda.runner._SHORT_PROMPT", most)
+    monkeypatch.setattr("engine.embedded.models.cuda.graph_sizes.SHORT_PROMPT", most)
     core = EngineCore(EmbeddedConfig(model=str(family.folder), **OPTIONS), lambda _: None)
     assert max(core.runner.graph_sizes) == most  # type: ignore[attr-defined]
     for turn in "ab":  # the second time from blocks that the first has left

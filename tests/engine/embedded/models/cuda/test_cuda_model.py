@@ -19,6 +19,7 @@ if torch.cuda.is_available():
 
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
+from engine.embedded.models.cuda import graph_sizes
 from engine.embedded.models.runner import StepInput
 from engine.embedded.sampling.sampler import Sampler
 from engine.embedded.sampling.state import SamplerState
@@ -178,8 +179,8 @@ def test_tokens_are_those_of_transformers(
 @pytest.fixture
 def chunk_graphs(cuda_runner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """A graph for every step, in which the tokens of a chunk read its keys together."""
-    monkeypatch.setattr(cuda_runner, "_SHORT_PROMPT", 24)
-    monkeypatch.setattr(cuda_runner, "_CHUNKS", (8, 16))
+    monkeypatch.setattr(graph_sizes, "SHORT_PROMPT", 24)
+    monkeypatch.setattr(graph_sizes, "CHUNKS", (8, 16))
     monkeypatch.setattr(cuda_runner, "_FEW_READ", 0)
 
 
@@ -200,6 +201,53 @@ def test_tokens_by_graphs_of_chunks_are_those_of_transformers(
     assert kinds <= found.kinds and "eager" not in found.kinds
 
 
+@pytest.fixture
+def prompt_graphs(cuda_runner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Graphs for steps of prompts that compute the logits of few rows."""
+    monkeypatch.setattr(graph_sizes, "LAUNCH_SECONDS", 1.0)
+    monkeypatch.setattr(graph_sizes, "PROMPTS", (8, 12, 24))
+
+
+@pytest.mark.usefixtures("prompt_graphs")
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        pytest.param({}, "chunks", id="usual"),
+        pytest.param({}, "beside", id="decodes apart"),
+        pytest.param({"overlap_scheduler": "off"}, "beside", id="one step after the other"),
+        pytest.param({"max_num_tokens": 11}, "beside", id="chunks that sample nothing"),
+        pytest.param({"num_blocks": 11, "kv_block_size": 2}, "chunks", id="preempted"),
+    ],
+)
+def test_tokens_by_graphs_of_prompts_are_those_of_transformers(
+    folder: Path,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    options: dict[str, Any],
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if kind == "beside":
+        monkeypatch.setattr(graph_sizes, "BESIDE_TOKENS", 8)
+        monkeypatch.setattr("engine.embedded.models.cuda.group_attention.PROGRAMS", 1)
+    found = run(folder, prompts, **options)
+    assert found.tokens == expected
+    assert "eager" not in found.kinds and kind in found.kinds
+
+
+@pytest.mark.usefixtures("prompt_graphs")
+def test_more_logits_than_a_graph_of_prompts_computes_are_computed_without(
+    folder: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    """A sequence whose prompt is not reported on has the same log-probabilities beside others that are."""
+    sampling = [{"logprobs": 1, "prompt_logprobs": 1 if index == 0 else None} for index in range(len(prompts))]
+    found, plain = run(folder, prompts, sampling), run(folder, prompts, {"logprobs": 1})
+    assert found.tokens == plain.tokens == expected
+    assert "eager" in found.kinds and "eager" not in plain.kinds
+    for mine, theirs in zip(found.logprobs, plain.logprobs, strict=True):
+        assert [entry[0].logprob for entry in mine] == pytest.approx([entry[0].logprob for entry in theirs], abs=1e-4)
+
+
 @pytest.mark.usefixtures("chunk_graphs")
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
 def test_decodes_apart_from_chunks_change_nothing(
@@ -210,7 +258,7 @@ def test_decodes_apart_from_chunks_change_nothing(
     dtype: str,
 ) -> None:
     together = run(tame, prompts, kv_cache_dtype=dtype)
-    monkeypatch.setattr(cuda_runner, "_BESIDE_TOKENS", 8)
+    monkeypatch.setattr(graph_sizes, "BESIDE_TOKENS", 8)
     monkeypatch.setattr("engine.embedded.models.cuda.group_attention.PROGRAMS", 1)
     found = run(tame, prompts, kv_cache_dtype=dtype)
     assert "beside" in found.kinds - together.kinds
@@ -249,7 +297,7 @@ def test_steps_are_small_until_flashinfer_is_compiled(
 
     compute = cuda_runner.CudaRunner.forward
     monkeypatch.setattr(cuda_runner, "FlashInferKernels", Late)
-    monkeypatch.setattr(cuda_runner, "_SHORT_PROMPT", 6)
+    monkeypatch.setattr(graph_sizes, "SHORT_PROMPT", 6)
     monkeypatch.setattr(cuda_runner.CudaRunner, "forward", forward)
     assert run(folder, prompts, **options).tokens == expected
     small = [size for plans, size in steps if not plans]
@@ -343,7 +391,7 @@ def test_shared_prefixes_change_nothing(
     options = {"max_num_tokens": 16, "kv_cache_dtype": dtype, "overlap_scheduler": overlap, "max_batch_size": 6}
     sampling = [{"max_tokens": 3 + i % 5, "logprobs": 1} for i in range(len(asked))]
     plain = run(tame, asked, sampling, **options)
-    monkeypatch.setattr(cuda_runner, "LEAST_SEQUENCES", 2)
+    monkeypatch.setattr(graph_sizes, "LEAST_SEQUENCES", 2)
     monkeypatch.setattr("engine.embedded.models.cuda.prefixes.LEAST_SEQUENCES", 2)
     monkeypatch.setattr("engine.embedded.models.cuda.prefixes.LEAST_TOKENS", 8)
     monkeypatch.setattr(cuda_runner, "LEAST_SAVED", 1)
@@ -359,8 +407,8 @@ def test_steps_run_where_they_read_least(
     monkeypatch: pytest.MonkeyPatch,
     cuda_runner: ModuleType,  # noqa: F811
 ) -> None:
-    monkeypatch.setattr(cuda_runner, "_SHORT_PROMPT", 24)
-    monkeypatch.setattr(cuda_runner, "_BESIDE_TOKENS", 16)
+    monkeypatch.setattr(graph_sizes, "SHORT_PROMPT", 24)
+    monkeypatch.setattr(graph_sizes, "BESIDE_TOKENS", 16)
     monkeypatch.setattr("engine.embedded.models.cuda.group_attention.PROGRAMS", 2)
     options = OPTIONS | {"enable_chunked_prefill": False}  # FlashInfer is there from the start
     core = EngineCore(EmbeddedConfig(model=str(folder), **options), lambda _: None)
