@@ -349,9 +349,14 @@ class EngineCore:
         decodes take tokens which the host has yet to see. What needs these tokens to be sampled, as a grammar does, is
         drawn when they have come. Without overlap, launch and result follow each other; both give the same tokens.
         """
-        outputs: Outputs = []
+        if torch.is_inference_mode_enabled():  # entering it once more takes as long as ten other functions
+            return self._step()
+        with torch.inference_mode():
+            return self._step()
+
+    def _step(self) -> Outputs:
         self.poll()
-        outputs += self._end_lost()
+        outputs = self._end_lost()
         ran, preemptions = self._launched is not None, self.scheduler.preemptions
         if self.speculator is not None:
             self._planned = self._clock()
@@ -513,20 +518,19 @@ class EngineCore:
         reported = prompt_rows(chunks)
         sampling = [chunk for chunk in chunks if chunk.sampled]
         slots = [chunk.sequence.slot for chunk in sampling]
-        with torch.inference_mode():
-            self._sampler.enter(
-                slots, [chunk.admission for chunk in sampling], [chunk.sequence.sampler for chunk in sampling]
-            )
-            step = step_input(chunks, reported, self.runner.dtype, self.runner.device)
-            logits = self.runner.forward(step)
-            if self.speculator is not None and self.runner.hidden is not None:
-                self.speculator.read(step, self.runner.hidden)
-            first = _report_prompts(reported, logits) if reported else 0
-            rows = None
-            if any(chunk.draft for chunk in sampling):
-                rows = list(accumulate((chunk.sampled for chunk in sampling[:-1]), initial=0))
-            logits = logits[first:] if first else logits
-            return _LaunchedStep(chunks, sampling, slots, logits, started, self._began, self._planned, rows)
+        self._sampler.enter(
+            slots, [chunk.admission for chunk in sampling], [chunk.sequence.sampler for chunk in sampling]
+        )
+        step = step_input(chunks, reported, self.runner.dtype, self.runner.device)
+        logits = self.runner.forward(step)
+        if self.speculator is not None and self.runner.hidden is not None:
+            self.speculator.read(step, self.runner.hidden)
+        first = _report_prompts(reported, logits) if reported else 0
+        rows = None
+        if any(chunk.draft for chunk in sampling):
+            rows = list(accumulate((chunk.sampled for chunk in sampling[:-1]), initial=0))
+        logits = logits[first:] if first else logits
+        return _LaunchedStep(chunks, sampling, slots, logits, started, self._began, self._planned, rows)
 
     def _waits(self, step: _LaunchedStep) -> bool:
         """Return whether tokens that the host has not seen yet are needed to draw those of a step."""
@@ -536,13 +540,12 @@ class EngineCore:
         """Sample the tokens of a step; return whether that succeeded. A failure ends the sequences that take part."""
         states = [chunk.sequence.sampler for chunk in step.sampling]
         try:
-            with torch.inference_mode():
-                if states:
-                    step.drawn = self._sampler.draw(step.logits, states, step.slots, step.rows)
-                    if self._overlap and step.rows is None:  # else the host has its tokens before the next step
-                        self.runner.remember(step.slots, step.drawn.tokens)
-                else:
-                    step.drawn = Drawn(torch.empty(0, dtype=torch.int64, device=step.logits.device))
+            if states:
+                step.drawn = self._sampler.draw(step.logits, states, step.slots, step.rows)
+                if self._overlap and step.rows is None:  # else the host has its tokens before the next step
+                    self.runner.remember(step.slots, step.drawn.tokens)
+            else:
+                step.drawn = Drawn(torch.empty(0, dtype=torch.int64, device=step.logits.device))
         except (RuntimeError, ValueError) as error:
             failures += self._fail(step.chunks, error)
             return False

@@ -81,9 +81,12 @@ class Sampler:
             part = take(logits, edited)
             edit(part, [states[row] for row in edited])
             put(logits, edited, part)
-        tokens = largest(logits) if len(random) < len(states) else logits.new_empty(len(states), dtype=torch.int64)
-        if random:
-            tokens[random] = self._draw(take(logits, random), [states[row] for row in random])
+        if len(random) == len(states):
+            tokens = self._draw(logits, states)
+        else:
+            tokens = largest(logits)
+            if random:
+                tokens[random] = self._draw(take(logits, random), [states[row] for row in random])
         if raw is None:
             return Drawn(tokens)
         counts = [states[row].sampling.logprobs or 0 for row in reported]

@@ -26,6 +26,7 @@ from engine.embedded.models.devices import UnsupportedModelError
 from engine.embedded.models.native.build import NoCompilerError, find_compiler, first_compiled, library
 from engine.embedded.models.native.checkpoint import NativeCheckpoint
 from engine.embedded.models.native.head import NativeHead
+from engine.embedded.models.native.inputs import StepInputs
 from engine.embedded.models.native.levels import Arithmetic, chosen
 from engine.embedded.models.native.structures import NativeDraw, NativeStep
 from engine.embedded.models.native.weights import Weights, zeros
@@ -78,6 +79,7 @@ class NativeRunner(PendingTokens):
         )
         blocks = [(group.num_blocks, len(group.layers) * layer_bytes // cached.itemsize) for group in self.groups]
         allocate = shared_zeros if config.kv_transfer else zeros
+        self._inputs = StepInputs(shape.rotaries, self.context_length, config.max_batch_size, shape.vocab_size)
         self._caches = [allocate((math.prod(sizes) + _TAIL,), cached) for sizes in blocks]
         caches = [cache[:-_TAIL].view(sizes) for cache, sizes in zip(self._caches, blocks, strict=True)]
         self.memory = KvMemory("blocks of heads", shape.attends, caches)
@@ -108,33 +110,28 @@ class NativeRunner(PendingTokens):
         return int(self._threads(self._decoder))
 
     def forward(self, step: StepInput) -> torch.Tensor:
-        tokens = np.array(self.token_ids(step), np.int32)
-        turns = [rotary.turns(step.positions) for rotary in self._shape.rotaries]
-        cos, sin = turns[0] if len(turns) == 1 else map(np.stack, zip(*turns, strict=True))
-        places: list[tuple[int, int, int, int, int]] = []
+        tokens = self.token_ids(step)
+        places: list[int] = []
         tables: list[int] = []
         row = 0
         for start, length, own in zip(step.starts, step.lengths, step.tables, strict=True):
             blocks = -(-(start + length) // self._block_size)
-            places.append((row, length, start, len(tables), blocks))
+            places += (row, length, start, len(tables), blocks)
             for table in own:
                 tables += table[:blocks]
             row += length
-        arrays = [np.array(values, np.int32) for values in (places, tables, step.rows)]
-        logits = torch.empty(len(step.rows), self.vocab_size)
+        written, *others = self._inputs.write(tokens, places, tables, step.rows)
+        logits = self._inputs.logits(len(step.rows))
         embeddings = None if step.embeddings is None else _addresses(step.embeddings, len(tokens))
-        inputs = [
-            tokens.ctypes.data,
-            None if embeddings is None else embeddings.ctypes.data,
-            cos.ctypes.data,
-            sin.ctypes.data,
-            *(array.ctypes.data for array in arrays),
-        ]
-        sizes = len(tokens), len(places), len(step.rows)
+        shown = None if embeddings is None else embeddings.ctypes.data
+        sizes = len(tokens), len(step.starts), len(step.rows)
         if len(self._taken):
             self.hidden = torch.empty(len(tokens), len(self._taken) * self._shape.hidden)
         hidden = None if self.hidden is None else self.hidden.data_ptr()
-        self._forward(self._decoder, NativeStep(*inputs, logits.data_ptr(), None, hidden, *sizes))
+        turns = self._inputs.turns(step.positions)
+        self._forward(
+            self._decoder, NativeStep(written, shown, *turns, *others, logits.data_ptr(), None, hidden, *sizes)
+        )
         return logits
 
     def load_head(self, head: EagleHead, spare_blocks: int) -> NativeHead:

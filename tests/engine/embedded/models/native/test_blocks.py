@@ -97,7 +97,7 @@ def check(reference: Reference, level: str) -> None:
             step_of([Part(tokens, list(range(3, 8)), start, length)], groups=len(model.groups))
             for start, length in ((0, 140), *parts)
         )
-        computed = torch.cat([model.forward(step) for step in steps])
+        computed = torch.cat([model.forward(step).clone() for step in steps])
         assert torch.equal(computed, model.forward(whole))
         if narrow(level) or rounds(level):
             errors = (computed - logits).square().mean(-1).sqrt() / size(logits)

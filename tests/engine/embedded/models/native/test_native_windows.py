@@ -35,7 +35,7 @@ def logits_of(model: NativeRunner, size: int, steps: list[tuple[int, int]], give
             cache[:gone].fill_(torch.nan)
             tables.append([GONE] * gone + blocks[gone:])
         step = step_of([Part(tokens, blocks, start, length)])
-        found.append(model.forward(replace(step, tables=[tables])))
+        found.append(model.forward(replace(step, tables=[tables])).clone())
     return found
 
 
