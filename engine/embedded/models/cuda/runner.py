@@ -144,7 +144,7 @@ class CudaRunner(PagedRunner):
 
         Few tokens of a prompt are as good as decodes. Where that has them read the same keys too often, there are
         graphs for chunks, and for chunks beside many decodes; where decodes do, graphs that attend to the prefixes they
-        share first. Large graphs have few rows of logits, and those for chunks alone are large.
+        share first. Graphs above `GraphSizes.largest` tokens are for chunks, and compute the logits of few rows.
         """
         graphs, tokens, singles = self._graphs, len(step.tokens), step.singles
         if singles < len(step.lengths):
