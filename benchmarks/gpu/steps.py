@@ -1,8 +1,8 @@
 """Single steps on a GPU, without scheduler, sampling or HTTP: `python -m benchmarks.gpu.steps [server flags]`.
 
 Prints the milliseconds that a step takes until the device is done and until the host is, by the CUDA graph that runs it
-and without one, and its kernels by their time. A step is named by its decodes, the tokens behind each of them, and the
-prompt tokens beside them, or behind which those of a prompt without decodes come.
+and without one, and its kernels by their time. A step is named by its decodes, the tokens before each of them (before
+the prompt, if there are no decodes), and the tokens of a prompt.
 """
 
 import argparse
@@ -28,8 +28,7 @@ STEPS = [
     (64, 640, 1984), (1, 256, 0), (64, 640, 0), (64, 640, 192), (64, 640, 440), (85, 640, 171), (256, 640, 0),
     (0, 0, 256), (0, 0, 300), (0, 0, 500), (0, 0, 1000), (0, 0, 2000), (0, 2000, 500),
 ]  # fmt: skip
-"""Decodes, the tokens behind each, and prompt tokens. The first waits for FlashInfer, whose import would disturb the
-others."""
+"""Decodes, the tokens before each (or before the prompt, if there are none), and the tokens of a prompt."""
 ROUNDS = 40
 
 
@@ -47,6 +46,8 @@ def main() -> None:
         runner.take_memory()
         try:
             with torch.inference_mode():
+                with patch.object(runner, "graph_of", lambda _: None):
+                    runner.forward(step_of([(0, 1)], config.kv_block_size))  # waits for FlashInfer
                 for decodes, behind, prompt in STEPS:
                     parts = [(behind, 1)] * decodes + [(0 if decodes else behind, prompt)] * bool(prompt)
                     report(runner, step_of(parts, config.kv_block_size), args.top)

@@ -16,7 +16,7 @@ CHUNKS = (16, 32, 64, 128, 192, 256)
 PROMPTS = (320, 384, 512, 768, 1024, 1536, 2048)
 """Numbers of tokens for which there is one where computing a layer takes no longer than launching its kernels."""
 LAUNCH_SECONDS = 500e-6
-"""Time in which the host launches the kernels of a layer one by one: on hosts of H200s 0.3 to 0.8 ms
+"""Time in which the host launches the kernels of a layer one by one: on hosts of H200s 0.3 to 0.9 ms
 (benchmarks/results/2026-11-29-h200-prompt-graphs.md)."""
 _RATE = {2: 3e14, 1: 6e14}
 """Weights times tokens in a second on an H200, by the bytes of a weight: it sustains about 600 TFLOP/s of bfloat16."""

@@ -53,9 +53,9 @@ log = logging.getLogger(__name__)
 _FEW_READ = 1 << 14
 """Maximum number of keys that the prompts and drafts of a step may read for each head as if their tokens were decodes,
 each of which reads all keys up to its own. Above, those of a chunk read them together."""
-MOST_READ = 1 << 18
-"""Maximum number of keys that groups of their tokens may read in a graph: above, FlashInfer is faster than its planning
-and the launches of its kernels take."""
+MOST_READ = 1 << 21
+"""Maximum number of keys, those of each head counted, that groups of their tokens may read in a graph: above,
+FlashInfer is faster than its planning and the launches of its kernels take."""
 
 LEAST_SAVED = 1 << 14
 """Minimum number of keys that have not to be read for each head then: a pass of its own takes as long."""
@@ -137,7 +137,7 @@ class CudaRunner(PagedRunner):
     @property
     def graph_sizes(self) -> list[int]:
         """Numbers of tokens for which there is a graph, rising."""
-        return list(self._graphs)
+        return sorted({*self._graphs, *self._chunk_graphs})
 
     def graph_of(self, step: StepInput) -> "_Graph | None":
         """Return the graph that runs a step.
@@ -152,7 +152,7 @@ class CudaRunner(PagedRunner):
             if tokens > self._sizes.largest or sum(length * (start + length) for start, length in prompts) > _FEW_READ:
                 graphs, rows = self._chunk_graphs, self._attention.group_rows
                 read = sum(-(-length // rows) * (start + length) for start, length in prompts)
-                if read > MOST_READ and self._attention.plans:
+                if read * self._decoder.heads[1] > MOST_READ and self._attention.plans:
                     return None
                 if self._sizes.takes_apart(tokens) and self._attention.are_even(step.starts[:singles]):
                     graphs = self._beside_graphs
@@ -380,7 +380,7 @@ class CudaRunner(PagedRunner):
     def _packed(self, step: StepInput | None, size: int, kind: "_GraphKind | None") -> torch.Tensor:
         """Return a step's inputs in pinned memory, int32: four rows of `size` values, which are token ids, positions,
         slots, and slots of what is sampled, filled up with the spare slot; then what its kind of graph has more.
-        Without a step, all of it is padding. A large graph takes the rows whose logits are wanted behind that, filled
+        Without a step, all of it is padding. Those of a large graph end with the rows whose logits are wanted, filled
         up with -1.
 
         Rows of images have token ids behind the vocabulary, as the decoder has been shown their embeddings.

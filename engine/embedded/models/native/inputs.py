@@ -11,8 +11,11 @@ import torch
 
 from engine.embedded.models.rotary import Rotary
 
-_TABLE = 1 << 15
-"""Number of positions whose cosines and sines are kept: 16 MiB for heads of 128 values."""
+_TABLE = 1 << 13
+"""Number of positions whose cosines and sines are kept: 4 MiB for heads of 128 values, for each kind of rotary
+positions. Steps behind more tokens take longer anyway."""
+_FEW = 64
+"""Number of rows, and of positions, up to which steps use the same memory."""
 
 
 class StepInputs:
@@ -23,13 +26,14 @@ class StepInputs:
         self._known = min(context_length, _TABLE)
         self._tables = [rotary.turns(range(self._known)) for rotary in rotaries]
         """Cosines and sines of the first positions, float32 [positions, head_dim / 2] each."""
-        self._most, self._vocab_size = rows, vocab_size
-        self._logits = torch.empty(rows, vocab_size)
+        self._most, self._vocab_size = min(rows, _FEW), vocab_size
+        self._logits = torch.empty(self._most, vocab_size)
         self._rows: dict[int, torch.Tensor] = {}
         """The first rows of `logits`, by their number."""
         self._rotations: dict[int, _Rotations] = {}
-        """By the number of positions, up to `rows`."""
+        """Room for the turns of so many positions."""
         self._last: _Rotations | None = None
+        """What the last addresses are of."""
         self._write_to(1 << 10)
 
     def _write_to(self, count: int) -> None:
@@ -67,7 +71,7 @@ class StepInputs:
         return rotations.addresses
 
     def logits(self, rows: int) -> torch.Tensor:
-        """Return room for the logits of so many rows, float32 [rows, vocab]."""
+        """Return room for the logits of so many rows, float32 [rows, vocab]: for few rows the same each time."""
         if rows > self._most:
             return torch.empty(rows, self._vocab_size)
         if (found := self._rows.get(rows)) is None:

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from engine.checkpoints.eagle import EagleHead, read_eagle_head
 from engine.checkpoints.facts import read_model_facts
+from engine.embedded.models.cuda import graph_sizes
 from engine.embedded.models.cuda.head import CudaHead, _Chain
 from engine.embedded.models.heads import HeadDraft, HeadStep
 from tests.engine.embedded.models.cuda.test_cuda_model import run
@@ -86,8 +87,13 @@ def test_tables_on_the_device_are_those_of_the_sequences() -> None:
         assert chain.tables[:, :width].tolist() == wanted
 
 
-def test_a_head_changes_nothing(folder: Path, head: EagleHead, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With steps prepared ahead, and further tokens of drafts taken at once."""
+@pytest.mark.parametrize("launching", [0.0, 1.0])
+def test_a_head_changes_nothing(
+    folder: Path, head: EagleHead, monkeypatch: pytest.MonkeyPatch, launching: float
+) -> None:
+    """With steps prepared ahead, and further tokens of drafts taken at once; also if all steps are graphs."""
+    monkeypatch.setattr(graph_sizes, "LAUNCH_SECONDS", launching)
+    monkeypatch.setattr(graph_sizes, "PROMPTS", (8, 12, 24))
     prompts = [[5, 9, 4, 30, 7], [8, 8, 8]]
     asked = {"speculative": "eagle3", "speculative_model": str(head.folder), "speculative_min_speedup": 0.0}
     asked |= {"speculative_tokens": 3, "speculative_min_match": 1000}

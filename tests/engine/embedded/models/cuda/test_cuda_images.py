@@ -38,12 +38,19 @@ def expected(family: Family, prompts: list[Prompt]) -> list[list[int]]:
     return [family.generate(prompt, 4) for prompt in prompts]
 
 
-@pytest.mark.parametrize("most", [24, 16])
+@pytest.mark.parametrize(("short", "most"), [(24, 24), (16, 16), (4, 24)])
 def test_greedy_equals_generate(
-    family: Family, prompts: list[Prompt], expected: list[list[int]], most: int, monkeypatch: pytest.MonkeyPatch
+    family: Family,
+    prompts: list[Prompt],
+    expected: list[list[int]],
+    short: int,
+    most: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Images in graphs alone, and in steps of which some are too large for one."""
-    monkeypatch.setattr("engine.embedded.models.cuda.graph_sizes.SHORT_PROMPT", most)
+    """Images in graphs alone, in steps of which some are too large for one, and in graphs with few rows of logits."""
+    monkeypatch.setattr("engine.embedded.models.cuda.graph_sizes.SHORT_PROMPT", short)
+    monkeypatch.setattr("engine.embedded.models.cuda.graph_sizes.PROMPTS", (most,))
+    monkeypatch.setattr("engine.embedded.models.cuda.graph_sizes.LAUNCH_SECONDS", float(most > short))
     core = EngineCore(EmbeddedConfig(model=str(family.folder), **OPTIONS), lambda _: None)
     assert max(core.runner.graph_sizes) == most  # type: ignore[attr-defined]
     for turn in "ab":  # the second time from blocks that the first has left

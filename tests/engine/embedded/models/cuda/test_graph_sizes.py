@@ -45,4 +45,5 @@ def test_large_graphs_compute_the_logits_of_few_rows(tmp_path: Path) -> None:
     assert [plain.rows(size) for size in (1, 64, 256, 320, 2048)] == [1, 64, 256, 64, 64]
     drafted = sizes_of(tmp_path, QWEN_1_5B, speculative="ngram")
     assert [drafted.rows(size) for size in (256, 320, 2048)] == [256, 320, 1024], "drafted tokens need theirs"
-    assert plain.all_rows == sum(map(plain.rows, plain.decodes + plain.chunks + plain.beside + plain.cascades))
+    small = sizes_of(tmp_path, QWEN_1_5B, max_batch_size=2, max_num_tokens=384)
+    assert small.all_rows == sum(small.decodes) + 688 + 576 + 4 * 2, "chunks, beside decodes, two large ones of each"
