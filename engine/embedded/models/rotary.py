@@ -30,9 +30,7 @@ class Rotary(NamedTuple):
 
         By numpy: torch's own start threads for a few values, which take turns with those of a decoder.
         """
-        angles = np.multiply.outer(np.array(positions, np.float32), self.frequencies.numpy())
-        if self.attention_factor == 1:
-            return np.cos(angles), np.sin(angles)
+        angles = np.array(positions, np.float32)[:, None] * self.frequencies.numpy()
         factor = np.float32(self.attention_factor)
         return np.cos(angles) * factor, np.sin(angles) * factor
 

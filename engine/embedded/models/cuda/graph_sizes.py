@@ -45,6 +45,11 @@ class GraphSizes:
         """Return how many of its rows' logits a graph of this size computes: of a large one not all."""
         return size if size <= self.largest else min(size, self._rows)
 
+    def chosen(self, size: int) -> int:
+        """Return how many rows a step chooses whose logits a graph of this size computes; 0 if it computes all."""
+        rows = self.rows(size)
+        return rows if rows < size else 0
+
     def takes_apart(self, tokens: int) -> bool:
         """Return whether decodes in a step of so many tokens may be computed apart from its chunks."""
         return tokens >= BESIDE_TOKENS

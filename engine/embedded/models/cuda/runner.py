@@ -341,7 +341,7 @@ class CudaRunner(PagedRunner):
         self.cascades += graph.kind.name == "cascade"
         self.hidden = graph.hidden
         rows, count = step.rows, sum(step.sampled)
-        if graph.chooses or rows == list(range(len(rows))):
+        if self._sizes.chosen(graph.size) or rows == list(range(len(rows))):
             first = len(rows) - count
             self.sampler.results = RowDraws(graph.tokens[first : len(rows)], graph.reports[first : len(rows)])
             return graph.logits[: len(rows)]
@@ -386,7 +386,7 @@ class CudaRunner(PagedRunner):
         Rows of images have token ids behind the vocabulary, as the decoder has been shown their embeddings.
         """
         end = 4 * size + (kind.more(size) if kind is not None else 0)
-        chosen = 0 if kind is None or (rows := self._sizes.rows(size)) == size else rows
+        chosen = 0 if kind is None else self._sizes.chosen(size)
         inputs = np.zeros(end + chosen, dtype=np.int32)
         values = inputs[: 4 * size].reshape(4, size)
         values[2:] = self._spare_slot
@@ -578,8 +578,3 @@ class _Graph(NamedTuple):
     hidden: torch.Tensor | None
     tokens: torch.Tensor
     reports: torch.Tensor
-
-    @property
-    def chooses(self) -> bool:
-        """Whether logits are those of the rows that the step chose, one after the other, not of all its rows."""
-        return len(self.logits) < self.size

@@ -1,4 +1,4 @@
-"""What `decoder.cpp` reads of a step besides weights and cache, in memory that is used again and again.
+"""Inputs of a step for `decoder.cpp`, but for weights and cache. Small steps use the same memory each time.
 
 A step of one row reads all weights, so that nothing else is in a cache behind it: each function of NumPy or torch takes
 10 to 60 µs then instead of one, and so does a new page of memory. So few are called, on the same memory.
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.embedded.models.rotary import Rotary
 
@@ -24,16 +25,15 @@ class StepInputs:
     def __init__(self, rotaries: Sequence[Rotary], context_length: int, rows: int, vocab_size: int) -> None:
         self._rotaries = rotaries
         self._known = min(context_length, _TABLE)
-        self._tables = [rotary.turns(range(self._known)) for rotary in rotaries]
-        """Cosines and sines of the first positions, float32 [positions, head_dim / 2] each."""
+        self._table = self._compute(range(self._known))
         self._most, self._vocab_size = min(rows, _FEW), vocab_size
         self._logits = torch.empty(self._most, vocab_size)
         self._rows: dict[int, torch.Tensor] = {}
         """The first rows of `logits`, by their number."""
-        self._rotations: dict[int, _Rotations] = {}
-        """Room for the turns of so many positions."""
-        self._last: _Rotations | None = None
-        """What the last addresses are of."""
+        self._rooms: dict[int, _Cosines] = {}
+        """Memory for the turns of few positions, by their number."""
+        self._last: _Cosines | None = None
+        """The last step's turns: while they are here, their memory is not used for anything else."""
         self._write_to(1 << 10)
 
     def _write_to(self, count: int) -> None:
@@ -56,19 +56,17 @@ class StepInputs:
         """Return the addresses of the cosines and of the sines for these positions, float32 [positions, head_dim / 2]
         for each kind of rotary positions, one behind the other."""
         count = len(positions)
-        if (rotations := self._rotations.get(count)) is None:
-            rotations = _Rotations(len(self._rotaries), count, self._tables[0][0].shape[1])
-            if count <= self._most:
-                self._rotations[count] = rotations
-        self._last = rotations
-        known = max(positions) < self._known
-        for rotary, table, out in zip(self._rotaries, self._tables, rotations.parts, strict=True):
-            for source, target in zip(table if known else rotary.turns(positions), out, strict=True):
-                if known:
-                    source.take(positions, axis=0, out=target, mode="clip")
-                else:
-                    target[:] = source
-        return rotations.addresses
+        if max(positions) >= self._known:
+            self._last = _Cosines(self._compute(positions))
+        elif count > self._most:
+            self._last = _Cosines(self._table.take(positions, axis=2))
+        else:
+            if (room := self._rooms.get(count)) is None:
+                kinds, half = len(self._rotaries), self._table.shape[3]
+                room = self._rooms[count] = _Cosines(np.empty((2, kinds, count, half), np.float32))
+            self._table.take(positions, axis=2, out=room.values, mode="clip")
+            self._last = room
+        return self._last.addresses
 
     def logits(self, rows: int) -> torch.Tensor:
         """Return room for the logits of so many rows, float32 [rows, vocab]: for few rows the same each time."""
@@ -78,12 +76,14 @@ class StepInputs:
             found = self._rows[rows] = self._logits[:rows]
         return found
 
+    def _compute(self, positions: Sequence[int]) -> NDArray[np.float32]:
+        """Return cosines and sines, [2, kinds of rotary positions, positions, head_dim / 2]."""
+        return np.stack([rotary.turns(positions) for rotary in self._rotaries], axis=1)
 
-class _Rotations:
-    """Room for the cosines and sines of some positions."""
 
-    def __init__(self, kinds: int, positions: int, half: int) -> None:
-        room = np.empty((2, kinds, positions, half), np.float32)
-        self.parts = list(zip(*room, strict=True))
-        """Cosines and sines, [positions, half] each, of each kind."""
-        self.addresses = (room.ctypes.data, room[1].ctypes.data)
+class _Cosines:
+    """Cosines and sines, [2, kinds, positions, half], and the address of each of the two."""
+
+    def __init__(self, values: NDArray[np.float32]) -> None:
+        self.values = values
+        self.addresses = values[0].ctypes.data, values[1].ctypes.data
