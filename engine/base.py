@@ -306,16 +306,24 @@ class _Watched:
 
     def __init__(self) -> None:
         self._closed = False
-        self._changed = asyncio.Event()
+        self._change: asyncio.Event | None = None
+        """The next change, if somebody waits for it."""
 
     def close(self) -> None:
         """End all iterations, each after its pending values."""
         self._closed = True
         self._notify()
 
+    async def _changed(self) -> None:
+        """Wait for the next change."""
+        if self._change is None:
+            self._change = asyncio.Event()
+        await self._change.wait()
+
     def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if self._change is not None:
+            self._change.set()
+            self._change = None
 
 
 class Latest(_Watched, Generic[T]):
@@ -343,7 +351,7 @@ class Latest(_Watched, Generic[T]):
             elif self._closed:
                 return
             else:
-                await self._changed.wait()
+                await self._changed()
 
 
 class EventFeed(_Watched, Generic[T]):
@@ -383,7 +391,7 @@ class EventFeed(_Watched, Generic[T]):
                 elif self._closed:
                     return
                 else:
-                    await self._changed.wait()
+                    await self._changed()
         finally:
             del self._waiting[consumer]
 

@@ -134,6 +134,7 @@ class EngineCore:
     ) -> None:
         loaded = loaded or LoadedModel.load(config)
         self.runner = loaded.runner
+        self._on_cpu = on_cpu = self.runner.device.type == "cpu"
         self.speculator = loaded.speculator
         self._folders = [folder for folder in (config.model, config.speculative_model) if folder]
         self._files = self._state_of_files() if config.sleep is not None else []
@@ -164,7 +165,6 @@ class EngineCore:
         self.tiers = self._open_tiers(config)
         """The host and disk tiers; None without."""
         sources: list[Source] = [source for source in (self.remote, self.tiers) if source is not None]
-        on_cpu = self.runner.device.type == "cpu"
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_batch_size,
@@ -189,9 +189,7 @@ class EngineCore:
         self._latency_ms = 0.0
         self._stalled = False
         """Whether the last step found that all sequences wait for something else than a step."""
-        self._overlap = config.overlap_scheduler == "on" or (
-            config.overlap_scheduler == "auto" and self.runner.device.type != "cpu"
-        )
+        self._overlap = config.overlap_scheduler == "on" or (config.overlap_scheduler == "auto" and not on_cpu)
         self._launched: _LaunchedStep | None = None
         # On a CPU a step costs its processor time: how long it takes depends on who else uses the processor.
         self._clock = time.process_time if on_cpu else time.monotonic
@@ -430,7 +428,7 @@ class EngineCore:
 
     def _prompt_seconds(self, config: EmbeddedConfig) -> float:
         """Return the seconds that computing a token of a prompt takes, and leave all blocks empty."""
-        most = CPU_MOST_PROMPT_TOKENS if self.runner.device.type == "cpu" else config.max_num_tokens
+        most = CPU_MOST_PROMPT_TOKENS if self._on_cpu else config.max_num_tokens
         room = config.kv_block_size * min(pool.num_blocks for pool in self.blocks.pools)
         count = min(most, room, self.runner.context_length, self.blocks.max_chunk)
         blocks = list(range(-(-count // config.kv_block_size)))
@@ -495,7 +493,7 @@ class EngineCore:
         except (RuntimeError, ValueError) as error:
             failures += self._fail(chunks, error)
             return None
-        if self.runner.device.type == "cpu":
+        if self._on_cpu:
             self._size_prompts(chunks, time.monotonic() - started)
         self._announced += [chunk.sequence for chunk in chunks if self._is_read_early(chunk.sequence)]
         self._iteration += 1

@@ -27,6 +27,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple, NoReturn, TextIO
 
 import msgspec
+import uvloop
 import zmq
 
 from engine.errors import EngineError, EngineFailure, EngineUnavailable
@@ -453,7 +454,8 @@ def main(interface: Interface[Any, Any], hint: str | None = None) -> int:
     options = msgspec.json.decode(line, type=wire.HostOptions)
     logs.configure(options.logs)
     try:
-        asyncio.run(_HostProcess(interface, options, channel, told).run())
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_HostProcess(interface, options, channel, told).run())
     except EngineFailure as error:
         _report(channel, error, str(error))
         return 1

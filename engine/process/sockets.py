@@ -10,6 +10,8 @@ import zmq
 
 Buffer: TypeAlias = bytes | memoryview
 
+# Integers: with ZMQ's own flags each operation makes an object of an enumeration, for every token of every stream.
+_NOBLOCK, _MORE, _READABLE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.POLLIN)
 _LARGE = 1 << 16
 """Bytes of a frame that is sent without being copied."""
 _BURST = 256
@@ -59,8 +61,11 @@ class LoopSocket:
         Raises zmq.Again if the receiver's queue is full, and zmq.ZMQError(EHOSTUNREACH) if the receiver has gone (on a
         mandatory router).
         """
+        *others, last = frames
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=max(map(len, frames)) < _LARGE)
+            for frame in others:
+                self._socket.send(frame, _MORE, copy=len(frame) < _LARGE)
+            self._socket.send(last, _NOBLOCK, copy=len(last) < _LARGE)
         finally:
             if self._readable():
                 self._loop.call_soon(self.drain)
@@ -70,7 +75,7 @@ class LoopSocket:
         for _ in range(_BURST):
             if not self._readable():
                 return
-            self._on_message(self._socket.recv_multipart(zmq.NOBLOCK))
+            self._on_message(self._received())
         self._loop.call_soon(self.drain)
 
     def close(self, linger_ms: int = 0) -> None:
@@ -79,4 +84,13 @@ class LoopSocket:
             self._socket.close(linger=linger_ms)
 
     def _readable(self) -> bool:
-        return not self._socket.closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return not self._socket.closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE)
+
+    def _received(self) -> list[bytes]:
+        """Return the frames of a message that is ready."""
+        frames = []
+        while True:
+            frame = self._socket.recv(_NOBLOCK, copy=False)
+            frames.append(frame.bytes)
+            if not frame.more:
+                return frames

@@ -122,14 +122,13 @@ class ServerMetrics(PushedMetrics):
             await asyncio.sleep(_STATS_PAUSE)
 
     async def watch_loop(self) -> None:
-        """Measure the event loop's lag until cancelled. Also update polled metrics, for pages that other processes
-        render.
-        """
+        """Measure the event loop's lag until cancelled. Also update polled metrics if other processes render pages."""
         while True:
             due = time.perf_counter() + _LAG_PAUSE
             await asyncio.sleep(_LAG_PAUSE)
             self._lag.observe(max(time.perf_counter() - due, 0.0))
-            self._poll()
+            if self.folder is not None:
+                self._poll()
 
     def _poll(self) -> None:
         for update in self._updates:

@@ -69,9 +69,9 @@ class Sampler:
         a state has several; those behind its first are drawn when the tokens before have come."""
         if rows is not None:
             logits = pick(logits, rows)
-        assert logits.shape == (len(states), self._vocab_size) and logits.device.type == self._device.type
+        assert logits.shape == (len(states), self._vocab_size)
         if all(state.plain for state in states):
-            return Drawn(largest(logits))
+            return Drawn(self._largest(logits))
         edited = [row for row, state in enumerate(states) if state.edited]
         random = [row for row, state in enumerate(states) if not state.greedy]
         reported = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
@@ -84,7 +84,7 @@ class Sampler:
         if len(random) == len(states):
             tokens = self._draw(logits, states)
         else:
-            tokens = largest(logits)
+            tokens = self._largest(logits)
             if random:
                 tokens[random] = self._draw(take(logits, random), [states[row] for row in random])
         if raw is None:
@@ -105,6 +105,10 @@ class Sampler:
                 take(weights, free), [uniform(states[row].seed, states[row].position) for row in free]
             )
         return tokens
+
+    def _largest(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the id of the largest logit of each row, int64 [rows]: the first one, if several are."""
+        return largest(logits)
 
     def _report(self, logits: torch.Tensor, chosen: torch.Tensor, counts: Sequence[int]) -> Report:
         """See `Report.of`."""

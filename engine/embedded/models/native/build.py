@@ -112,6 +112,7 @@ def _declared(code: ctypes.CDLL) -> ctypes.CDLL:
     code.quantize.argtypes = [pointer, integer, integer, pointer]
     code.panel_bytes.argtypes, code.panel_bytes.restype = [integer, integer], integer
     code.draw.argtypes = [pointer, integer, integer, ctypes.POINTER(NativeDraw), pointer]
+    code.largest_ids.argtypes = [pointer, integer, integer, pointer]
     code.report.argtypes = [pointer, integer, integer, pointer, integer, pointer]
     code.decoder_new.argtypes, code.decoder_new.restype = [ctypes.POINTER(NativeModel), ctypes.c_int], pointer
     code.decoder_forward.argtypes = [pointer, ctypes.POINTER(NativeStep)]
@@ -120,6 +121,6 @@ def _declared(code: ctypes.CDLL) -> ctypes.CDLL:
     code.decoder_threads.argtypes, code.decoder_threads.restype = [pointer], ctypes.c_int
     code.decoder_delete.argtypes = [pointer]
     decoder = (f"decoder_{name}" for name in ("forward", "draft", "take", "delete"))
-    for name in ("pack", "pack_blocks", "draw", "report", *decoder):
+    for name in ("pack", "pack_blocks", "draw", "largest_ids", "report", *decoder):
         code[name].restype = None
     return code

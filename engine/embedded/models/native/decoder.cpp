@@ -706,6 +706,10 @@ int quantize(const float* weight, int64_t outputs, int64_t inputs, uint8_t* raw)
 void draw(const float* logits, int64_t rows, int64_t vocab, const Draw* draws, int64_t* tokens) {
   for (int64_t row = 0; row < rows; row++) tokens[row] = drawer().draw(logits + row * vocab, vocab, draws[row]);
 }
+// The same of rows that are all greedy.
+void largest_ids(const float* logits, int64_t rows, int64_t vocab, int64_t* tokens) {
+  for (int64_t row = 0; row < rows; row++) tokens[row] = first_largest(logits + row * vocab, vocab);
+}
 // Log-probabilities of the chosen ids, values [rows][3 + 2 * listed]; see Report in engine/embedded/sampling/sampler.py.
 void report(const float* logits, int64_t rows, int64_t vocab, const int64_t* chosen, int64_t listed, float* values) {
   for (int64_t row = 0; row < rows; row++)

@@ -208,6 +208,11 @@ class NativeSampler(Sampler):
         self._code.draw(logits.data_ptr(), *logits.shape, draws, tokens.data_ptr())
         return tokens
 
+    def _largest(self, logits: torch.Tensor) -> torch.Tensor:
+        tokens = torch.empty(len(logits), dtype=torch.int64)
+        self._code.largest_ids(logits.data_ptr(), *logits.shape, tokens.data_ptr())
+        return tokens
+
     def _report(self, logits: torch.Tensor, chosen: torch.Tensor, counts: Sequence[int]) -> Report:
         logits = logits.contiguous()
         listed = min(max(counts) + SPARE, self._vocab_size)

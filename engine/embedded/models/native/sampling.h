@@ -34,6 +34,28 @@ inline bool any(Ints mask) {
   return found;
 }
 
+// The first id with the largest logit, in two passes; the second one ends there.
+inline int64_t first_largest(const float* logits, long vocab) {
+  constexpr int kAtOnce = 4 * kLanes;
+  Vec best[4] = {all(kNever), all(kNever), all(kNever), all(kNever)};
+  long i = 0;
+  for (; i + kAtOnce <= vocab; i += kAtOnce)
+    for (int j = 0; j < 4; j++) {
+      const Vec x = load<Vec>(logits + i + j * kLanes);
+      best[j] = x > best[j] ? x : best[j];
+    }
+  float highest = kNever;
+  for (Vec part : best) highest = std::max(highest, largest(part));
+  for (; i < vocab; i++) highest = std::max(highest, logits[i]);
+  for (i = 0; i + kAtOnce <= vocab; i += kAtOnce) {
+    Ints found = {};
+    for (int j = 0; j < 4; j++) found |= load<Vec>(logits + i + j * kLanes) == highest;
+    if (any(found)) break;
+  }
+  while (i < vocab && logits[i] != highest) i++;
+  return i < vocab ? i : 0;  // all may be NaN
+}
+
 // Products of the low halves of each 64 bits with a number.
 inline Longs low_products(Longs x, uint32_t by) {
 #if defined(__AVX512F__) && LANES == 16

@@ -98,6 +98,23 @@ def test_a_flat_nucleus_ends_where_the_exact_one_does(top_k: int, compiled: Any)
     assert max(tokens) > vocab - vocab // 20
 
 
+@pytest.mark.parametrize("vocab", [1, 2, 24, 256, 257, 1000, 5003])
+def test_greedy_rows_take_the_first_largest_logit(vocab: int, compiled: Any) -> None:
+    torch.manual_seed(vocab)
+    logits = rows(40, vocab)
+    logits[-1] = -math.inf
+    for row, place in enumerate((0, vocab // 2, vocab - 1)):
+        logits[row, place] = 50
+    batch = states([{"temperature": 0.0}] * len(logits), vocab)
+    tokens = [one.token_ids[0] for one in compiled(vocab).sample(logits, batch)]
+    assert tokens == logits.numpy().argmax(axis=1).tolist()
+
+
+def test_logits_that_are_all_nan_have_an_id(compiled: Any) -> None:
+    (sampled,) = compiled(300).sample(torch.full((1, 300), math.nan), states([{"temperature": 0.0}], 300))
+    assert sampled.token_ids == (0,)
+
+
 def test_extreme_logits_stay_finite(compiled: Any) -> None:
     logits = torch.full((1, 300), -1e30)
     logits[0, 7], logits[0, 8] = 1e30, -math.inf
