@@ -210,9 +210,11 @@ class LlamaDecoder:
         attention: CudaAttention | _Stub,
         step: AttentionStep,
         rows: torch.Tensor | None,
+        room: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the logits [rows, vocab] of these flat rows, of all rows if None. `x`: the tokens' embeddings,
-        [tokens, hidden size], which are changed in place; `positions`: int [tokens]."""
+        [tokens, hidden size], which are changed in place; `positions`: int [tokens]. Several rows of logits are written
+        to the first ones of `room`, if it is given."""
         products, norms = self._products, [layer.norm for layer in self._layers]
         normed = products.norm(x, norms[0])
         entered = x.new_empty((len(x), len(self.taken), x.shape[1]))
@@ -228,7 +230,7 @@ class LlamaDecoder:
                 x, attended = x[rows], attended[rows]
             normed = products.add(x, attended, layer.out, layer.mlp_norm)
             normed = products.add_gated(x, normed, layer.gate_up, layer.down, following)
-        return logits_of(x, self._norm, self._head)
+        return logits_of(x, self._norm, self._head, room)
 
     def _attend(
         self,
@@ -247,11 +249,12 @@ class LlamaDecoder:
         return attention(step, index, query, key, value).flatten(1)
 
 
-def logits_of(x: torch.Tensor, norm: Norm, output: torch.Tensor) -> torch.Tensor:
-    """Normalise x, [rows, size], and return its logits, [rows, vocabulary]; `output`: [vocabulary, size]."""
+def logits_of(x: torch.Tensor, norm: Norm, output: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+    """Normalise x, [rows, size], and return its logits, [rows, vocabulary]; `output`: [vocabulary, size]. Several rows
+    are written to the first ones of `room`, if it is given."""
     if len(x) == 1:
         return kernels.gemv(x, output, norm=norm, tile=_OUTPUT_TILE)
-    return functional.linear(kernels.rms_norm(x, *norm), output)
+    return torch.mm(kernels.rms_norm(x, *norm), output.t(), out=None if room is None else room[: len(x)])
 
 
 def check_kind(config: LlamaConfig) -> None:

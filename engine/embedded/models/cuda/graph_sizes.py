@@ -55,9 +55,9 @@ class GraphSizes:
         return tokens >= BESIDE_TOKENS
 
     @property
-    def all_rows(self) -> int:
-        """Rows of logits of all graphs together."""
-        return sum(map(self.rows, (*self.decodes, *self.chunks, *self.beside, *self.cascades)))
+    def most_rows(self) -> int:
+        """Most rows of logits that any graph computes."""
+        return max(map(self.rows, (*self.decodes, *self.chunks, *self.beside, *self.cascades)))
 
 
 def _decodes(largest: int) -> list[int]:

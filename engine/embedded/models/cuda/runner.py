@@ -109,6 +109,8 @@ class CudaRunner(PagedRunner):
         self._chunk_graphs: dict[int, _Graph] = {}
         self._beside_graphs: dict[int, _Graph] = {}
         self._cascade_graphs: dict[int, _Graph] = {}
+        self._logits: torch.Tensor | None = None
+        """Room for the logits of all graphs, one of which runs at a time."""
         self.cascades = 0
         """Number of steps that read shared prefixes once."""
         started = time.monotonic()
@@ -329,8 +331,8 @@ class CudaRunner(PagedRunner):
             torch.cuda.empty_cache()
 
     def _set_aside(self, config: EmbeddedConfig) -> int:
-        rows = self._sizes.all_rows * config.enable_cuda_graphs
-        logits = rows * self.vocab_size * self.dtype.itemsize  # each graph keeps its own
+        rows = self._sizes.most_rows * config.enable_cuda_graphs
+        logits = rows * self.vocab_size * self.dtype.itemsize
         slots = config.max_batch_size + self.spare_slots
         return CudaSampler.count_bytes(self.vocab_size, self._sizes.largest, slots) + logits
 
@@ -362,7 +364,7 @@ class CudaRunner(PagedRunner):
         chosen, rows = inputs[end:], None
         if len(chosen):
             rows = chosen.clamp(min=0).long()
-        logits = self._decoder(self._decoder.embed(tokens), positions, self._attention, step, rows)
+        logits = self._decoder(self._decoder.embed(tokens), positions, self._attention, step, rows, self._logits)
         if rows is not None:
             targets = torch.where(chosen < 0, self._spare_slot, targets[rows])
             positions, tokens = positions[rows], tokens[rows]
@@ -482,6 +484,7 @@ class CudaRunner(PagedRunner):
         started = time.monotonic()
         pool: Any = None
         count = 0
+        self._logits = torch.empty(self._sizes.most_rows, self.vocab_size, dtype=self.dtype, device=self.device)
         for kind, graphs, sizes in self._graph_kinds():
             captured = {}
             for size in reversed(sizes):

@@ -306,7 +306,7 @@ async def test_eight_bits_are_refused_for_models_without_a_fast_path(tmp_path: P
     }
     MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, sliding_window=64)).save_pretrained(tmp_path)
     engine = EmbeddedEngine(EmbeddedConfig(model=str(tmp_path), device="cuda", **options))
-    with pytest.raises(EngineFailure, match="=fp8 cannot be used: the fast path does not know sliding windows"):
+    with pytest.raises(EngineFailure, match="=fp8 cannot be used: the kernels do not know sliding windows"):
         await engine.start()
     await engine.close()
 

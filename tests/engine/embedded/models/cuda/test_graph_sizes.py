@@ -46,4 +46,4 @@ def test_large_graphs_compute_the_logits_of_few_rows(tmp_path: Path) -> None:
     drafted = sizes_of(tmp_path, QWEN_1_5B, speculative="ngram")
     assert [drafted.rows(size) for size in (256, 320, 2048)] == [256, 320, 1024], "drafted tokens need theirs"
     small = sizes_of(tmp_path, QWEN_1_5B, max_batch_size=2, max_num_tokens=384)
-    assert small.all_rows == sum(small.decodes) + 688 + 576 + 4 * 2, "chunks, beside decodes, two large ones of each"
+    assert (small.most_rows, drafted.most_rows) == (256, 1024)
