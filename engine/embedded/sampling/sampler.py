@@ -73,7 +73,6 @@ class Sampler:
         if all(state.plain for state in states):
             return Drawn(self._largest(logits))
         edited = [row for row, state in enumerate(states) if state.edited]
-        random = [row for row, state in enumerate(states) if not state.greedy]
         reported = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
         raw = (logits[reported] if edited else take(logits, reported)).float() if reported else None
         logits = logits.float().contiguous()
@@ -81,19 +80,29 @@ class Sampler:
             part = take(logits, edited)
             edit(part, [states[row] for row in edited])
             put(logits, edited, part)
-        if len(random) == len(states):
-            tokens = self._draw(logits, states)
-        else:
-            tokens = self._largest(logits)
-            if random:
-                tokens[random] = self._draw(take(logits, random), [states[row] for row in random])
+        tokens = self._choose(logits, states)
         if raw is None:
             return Drawn(tokens)
         counts = [states[row].sampling.logprobs or 0 for row in reported]
-        return Drawn(tokens, [(reported, self._report(raw, tokens[reported], counts))])
+        return Drawn(tokens, [(reported, self._report(raw, torch.as_tensor(tokens)[reported], counts))])
+
+    def _largest(self, logits: torch.Tensor) -> torch.Tensor | list[int]:
+        """Return the id of the largest logit of each row, int64 [rows]: the first one, if several are."""
+        return largest(logits)
+
+    def _choose(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor | list[int]:
+        """Return a token, int64 [len(states)], for each row of `logits`, float32 [len(states), vocab], that is ready to
+        draw from."""
+        random = [row for row, state in enumerate(states) if not state.greedy]
+        if len(random) == len(states):
+            return self._draw(logits, states)
+        tokens = largest(logits)
+        if random:
+            tokens[random] = self._draw(take(logits, random), [states[row] for row in random])
+        return tokens
 
     def _draw(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
-        """Return a random token for each row of `logits`, float32 [len(states), vocab], that is ready to draw from."""
+        """Return a random token for each row."""
         weights = weigh(logits, [Truncation.of(state.sampling) for state in states])
         seeded = [row for row, state in enumerate(states) if state.sampling.seed is not None]
         free = [row for row, state in enumerate(states) if state.sampling.seed is None]
@@ -106,28 +115,29 @@ class Sampler:
             )
         return tokens
 
-    def _largest(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the id of the largest logit of each row, int64 [rows]: the first one, if several are."""
-        return largest(logits)
-
     def _report(self, logits: torch.Tensor, chosen: torch.Tensor, counts: Sequence[int]) -> Report:
         """See `Report.of`."""
         return Report.of(logits, chosen, counts)
 
 
 class Drawn:
-    """A token for each row, int64 [rows] on the device, and log-probabilities for some. `results` waits for them."""
+    """A token for each row, and log-probabilities for some. `results` waits for them."""
 
     ahead: list[int] | None = None
     """Tokens of all rows of a step with drafts, each drawn as if the draft before it were right; None if only the first
     of each sequence has been drawn. Known after `results`."""
 
-    def __init__(self, tokens: torch.Tensor, reports: Sequence[tuple[Sequence[int], Report]] = ()) -> None:
-        """`reports`: for some rows each."""
-        self.tokens = tokens
-        self._on_host = to_host(tokens)
-        self._reports = reports
-        self._done = _recorded(tokens.device)
+    def __init__(self, tokens: torch.Tensor | list[int], reports: Sequence[tuple[Sequence[int], Report]] = ()) -> None:
+        """`tokens`: int64 [rows] on the device, or a list if they are known already; `reports`: for some rows each."""
+        self._tokens, self._reports = tokens, reports
+        self._on_host, self._done = tokens, None
+        if isinstance(tokens, torch.Tensor):
+            self._on_host, self._done = to_host(tokens), _recorded(tokens.device)
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The tokens, int64 [rows] on the device."""
+        return torch.as_tensor(self._tokens)
 
     def results(self) -> list[Sampled]:
         """Return the sampled tokens of each sequence, in the order of rows."""
@@ -144,6 +154,8 @@ class Drawn:
         """Wait for the tokens and return them."""
         if self._done is not None:
             self._done.synchronize()
+        if isinstance(self._on_host, list):
+            return self._on_host
         tokens: list[int] = self._on_host.tolist()
         return tokens
 

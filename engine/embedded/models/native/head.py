@@ -86,7 +86,7 @@ class NativeHead:
             tables += table
             row += length
         rows = [first + length - 1 for first, length, *_ in places]
-        arrays = [np.array(values, np.int32) for values in (step.tokens, places, tables, rows)]
+        arrays = [np.array(values, np.int32) for values in (step.tokens, range(count), places, tables, rows)]
         last = np.array([step.positions[row] for row in rows], np.int32)
         inputs = step.inputs.contiguous()
         logits = np.empty((sequences, len(self._drafted)), np.float32)
@@ -98,7 +98,7 @@ class NativeHead:
             NativeStep(
                 arrays[0].ctypes.data, None, cos.ctypes.data, sin.ctypes.data,
                 *(array.ctypes.data for array in arrays[1:]), logits.ctypes.data, inputs.data_ptr(), hidden.ctypes.data,
-                count, sequences, sequences,
+                count, sequences, sequences, count,
             ),
             NativeDrafting(
                 self._drafted.ctypes.data, self._rotary.frequencies.data_ptr(), last.ctypes.data,

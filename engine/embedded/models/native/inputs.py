@@ -5,6 +5,7 @@ A step of one row reads all weights, so that nothing else is in a cache behind i
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +17,18 @@ _TABLE = 1 << 13
 """Number of positions whose cosines and sines are kept: 4 MiB for heads of 128 values, for each kind of rotary
 positions. Steps behind more tokens take longer anyway."""
 _FEW = 64
-"""Number of rows, and of positions, up to which steps use the same memory."""
+"""Number of rows of logits up to which steps use the same memory."""
+
+
+class CosinesAndSines(NamedTuple):
+    """The cosines and sines of a step's rotary positions."""
+
+    cos: int
+    """Address of the cosines, float32 [kinds of rotary positions, `size`, head_dim / 2]."""
+    sin: int
+    angles: Sequence[int]
+    """For each position, which of them are its own."""
+    size: int
 
 
 class StepInputs:
@@ -25,15 +37,13 @@ class StepInputs:
     def __init__(self, rotaries: Sequence[Rotary], context_length: int, rows: int, vocab_size: int) -> None:
         self._rotaries = rotaries
         self._known = min(context_length, _TABLE)
-        self._table = self._compute(range(self._known))
+        self._table, self._own = self._compute(range(self._known)), np.empty(0, np.float32)
+        """Cosines and sines of the first positions, and of the last step's if any of these lay behind."""
+        self._addresses = _addresses(self._table)
         self._most, self._vocab_size = min(rows, _FEW), vocab_size
         self._logits = torch.empty(self._most, vocab_size)
         self._rows: dict[int, torch.Tensor] = {}
         """The first rows of `logits`, by their number."""
-        self._rooms: dict[int, _Cosines] = {}
-        """Memory for the turns of few positions, by their number."""
-        self._last: _Cosines | None = None
-        """The last step's turns: while they are here, their memory is not used for anything else."""
         self._write_to(1 << 10)
 
     def _write_to(self, count: int) -> None:
@@ -52,21 +62,12 @@ class StepInputs:
             address += 4 * len(part)
         return addresses
 
-    def turns(self, positions: Sequence[int]) -> tuple[int, int]:
-        """Return the addresses of the cosines and of the sines for these positions, float32 [positions, head_dim / 2]
-        for each kind of rotary positions, one behind the other."""
-        count = len(positions)
-        if max(positions) >= self._known:
-            self._last = _Cosines(self._compute(positions))
-        elif count > self._most:
-            self._last = _Cosines(self._table.take(positions, axis=2))
-        else:
-            if (room := self._rooms.get(count)) is None:
-                kinds, half = len(self._rotaries), self._table.shape[3]
-                room = self._rooms[count] = _Cosines(np.empty((2, kinds, count, half), np.float32))
-            self._table.take(positions, axis=2, out=room.values, mode="clip")
-            self._last = room
-        return self._last.addresses
+    def turns(self, positions: Sequence[int]) -> CosinesAndSines:
+        """Return the cosines and sines for these positions."""
+        if max(positions) < self._known:
+            return CosinesAndSines(*self._addresses, positions, self._known)
+        self._own = self._compute(positions)
+        return CosinesAndSines(*_addresses(self._own), range(len(positions)), len(positions))
 
     def logits(self, rows: int) -> torch.Tensor:
         """Return room for the logits of so many rows, float32 [rows, vocab]: for few rows the same each time."""
@@ -81,9 +82,6 @@ class StepInputs:
         return np.stack([rotary.turns(positions) for rotary in self._rotaries], axis=1)
 
 
-class _Cosines:
-    """Cosines and sines, [2, kinds, positions, half], and the address of each of the two."""
-
-    def __init__(self, values: NDArray[np.float32]) -> None:
-        self.values = values
-        self.addresses = values[0].ctypes.data, values[1].ctypes.data
+def _addresses(turns: NDArray[np.float32]) -> tuple[int, int]:
+    """Return the addresses of the cosines and of the sines."""
+    return turns[0].ctypes.data, turns[1].ctypes.data

@@ -10,7 +10,7 @@ import ctypes
 import logging
 import math
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,7 @@ from engine.embedded.models.native.checkpoint import NativeCheckpoint
 from engine.embedded.models.native.head import NativeHead
 from engine.embedded.models.native.inputs import StepInputs
 from engine.embedded.models.native.levels import Arithmetic, chosen
-from engine.embedded.models.native.structures import NativeDraw, NativeStep
+from engine.embedded.models.native.structures import NativeDraw, NativeStep, Way
 from engine.embedded.models.native.weights import Weights, zeros
 from engine.embedded.models.runner import EmbeddingRows, PendingTokens, StepInput
 from engine.embedded.models.shared_weights import SharedWeights
@@ -120,7 +120,8 @@ class NativeRunner(PendingTokens):
             for table in own:
                 tables += table[:blocks]
             row += length
-        written, *others = self._inputs.write(tokens, places, tables, step.rows)
+        cos, sin, angles, num_angles = self._inputs.turns(step.positions)
+        written, *others = self._inputs.write(tokens, angles, places, tables, step.rows)
         logits = self._inputs.logits(len(step.rows))
         embeddings = None if step.embeddings is None else _addresses(step.embeddings, len(tokens))
         shown = None if embeddings is None else embeddings.ctypes.data
@@ -128,9 +129,9 @@ class NativeRunner(PendingTokens):
         if len(self._taken):
             self.hidden = torch.empty(len(tokens), len(self._taken) * self._shape.hidden)
         hidden = None if self.hidden is None else self.hidden.data_ptr()
-        turns = self._inputs.turns(step.positions)
         self._forward(
-            self._decoder, NativeStep(written, shown, *turns, *others, logits.data_ptr(), None, hidden, *sizes)
+            self._decoder,
+            NativeStep(written, shown, cos, sin, *others, logits.data_ptr(), None, hidden, *sizes, num_angles),
         )
         return logits
 
@@ -201,17 +202,22 @@ class NativeSampler(Sampler):
     def __init__(self, vocab_size: int, code: ctypes.CDLL) -> None:
         super().__init__(vocab_size, torch.device("cpu"))
         self._code = code
+        self._tokens = (ctypes.c_int64 * 64)()
 
-    def _draw(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
-        tokens = torch.empty(len(states), dtype=torch.int64)
+    def _choose(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> list[int]:
         draws = (NativeDraw * len(states))(*map(_describe, states))
-        self._code.draw(logits.data_ptr(), *logits.shape, draws, tokens.data_ptr())
-        return tokens
+        return self._tokens_of(self._code.draw, logits, draws)
 
-    def _largest(self, logits: torch.Tensor) -> torch.Tensor:
-        tokens = torch.empty(len(logits), dtype=torch.int64)
-        self._code.largest_ids(logits.data_ptr(), *logits.shape, tokens.data_ptr())
-        return tokens
+    def _largest(self, logits: torch.Tensor) -> list[int]:
+        return self._tokens_of(self._code.largest_ids, logits)
+
+    def _tokens_of(self, function: Callable[..., None], logits: torch.Tensor, *more: object) -> list[int]:
+        """Call a function that writes a token for each row."""
+        rows, vocab_size = logits.shape
+        if rows > len(self._tokens):
+            self._tokens = (ctypes.c_int64 * rows)()
+        function(logits.data_ptr(), rows, vocab_size, *more, self._tokens)
+        return self._tokens[:rows]
 
     def _report(self, logits: torch.Tensor, chosen: torch.Tensor, counts: Sequence[int]) -> Report:
         logits = logits.contiguous()
@@ -223,8 +229,8 @@ class NativeSampler(Sampler):
 
 def _describe(state: SamplerState) -> NativeDraw:
     sampling = state.sampling
-    races = sampling.seed is not None
-    quantile = 0.0 if races else uniform(state.seed, state.position)
+    way = Way.LARGEST if state.greedy else Way.QUANTILE if sampling.seed is None else Way.RACE
+    quantile = uniform(state.seed, state.position) if way == Way.QUANTILE else 0.0
     truncation = sampling.temperature, sampling.top_p, sampling.min_p
     # ctypes keeps the low 64 bits of a seed, which are all that count.
-    return NativeDraw(state.seed, state.position, sampling.top_k, quantile, *truncation, races)
+    return NativeDraw(state.seed, state.position, sampling.top_k, quantile, *truncation, way)

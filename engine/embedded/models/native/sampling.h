@@ -20,12 +20,14 @@ constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 constexpr int kHalvings = 6;  // of the range of logits in which top-p ends
 
+enum Way : int32_t { kQuantile, kRace, kLargest };
+
 // What a row's request asks for.
 struct Draw {
-  int64_t seed, position, top_k;  // the first two: of the race
+  int64_t seed, position, top_k;  // the first two: of a race
   double quantile;
   float temperature, top_p, min_p;
-  int32_t races;  // or is drawn at the quantile
+  Way way;
 };
 
 inline bool any(Ints mask) {
@@ -92,11 +94,12 @@ inline void philox(uint64_t key, uint32_t position, uint32_t chunk, uint32_t* wo
 class Drawer {
  public:
   int64_t draw(const float* logits, long vocab, const Draw& draw) {
+    if (draw.way == kLargest) return first_largest(logits, vocab);
     weigh(logits, vocab, std::max(draw.temperature, 1e-30f));
     const bool limited = 0 < draw.top_k && draw.top_k < vocab;
     if (limited || draw.top_p < 1 || draw.min_p > 0)
       cut(limited || draw.top_p < 1 ? threshold(limited ? draw.top_k : 0, draw.top_p, vocab) : kNever, draw.min_p);
-    return draw.races ? race(draw.seed, draw.position) : quantile(draw.quantile);
+    return draw.way == kRace ? race(draw.seed, draw.position) : quantile(draw.quantile);
   }
   // The log of the sum of exponentials, the chosen id's logit and rank, the largest logits and their ids.
   void report(const float* logits, long vocab, int64_t chosen, long listed, float* values) {

@@ -48,11 +48,18 @@ class NativeModel(Structure):
 
 class NativeStep(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("tokens", "embeddings", "cos", "sin", "chunks", "tables", "rows", "logits")),
-        ("features", c_void_p),
-        ("hidden", c_void_p),
-        *((name, c_int64) for name in ("num_tokens", "num_chunks", "num_rows")),
+        *((name, c_void_p) for name in ("tokens", "embeddings", "cos", "sin", "angles", "chunks", "tables", "rows")),
+        *((name, c_void_p) for name in ("logits", "features", "hidden")),
+        *((name, c_int64) for name in ("num_tokens", "num_chunks", "num_rows", "num_angles")),
     ]
+
+
+class Way(IntEnum):
+    """How a token is drawn: `Way` in `sampling.h`."""
+
+    QUANTILE = 0
+    RACE = 1
+    LARGEST = 2
 
 
 class NativeDraw(Structure):
@@ -60,7 +67,7 @@ class NativeDraw(Structure):
         *((name, c_int64) for name in ("seed", "position", "top_k")),
         ("quantile", c_double),
         *((name, c_float) for name in ("temperature", "top_p", "min_p")),
-        ("races", c_int32),
+        ("way", c_int32),
     ]
 
 

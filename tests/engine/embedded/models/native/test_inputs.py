@@ -26,10 +26,11 @@ def test_turns_are_those_of_the_rotary_positions(
     monkeypatch.setattr(inputs, "_TABLE", 8)
     found = StepInputs(ROTARIES[:kinds], 12, rows=4, vocab_size=5)
     for asked in (positions, positions[::-1]):
-        addresses = found.turns(asked)
-        for place, address in enumerate(addresses):
+        turns = found.turns(asked)
+        for place, address in enumerate((turns.cos, turns.sin)):
             expected = np.stack([rotary.turns(asked)[place] for rotary in ROTARIES[:kinds]])
-            assert np.array_equal(read(address, expected.shape, ctypes.c_float), expected)
+            known = read(address, (kinds, turns.size, expected.shape[2]), ctypes.c_float)
+            assert np.array_equal(known[:, [*turns.angles]], expected)
 
 
 @pytest.mark.parametrize("count", [3, 5000])
