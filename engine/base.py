@@ -306,24 +306,23 @@ class _Watched:
 
     def __init__(self) -> None:
         self._closed = False
-        self._change: asyncio.Event | None = None
-        """The next change, if somebody waits for it."""
+        self._next_change: asyncio.Event | None = None
+        """None if nobody waits for it."""
 
     def close(self) -> None:
         """End all iterations, each after its pending values."""
         self._closed = True
         self._notify()
 
-    async def _changed(self) -> None:
-        """Wait for the next change."""
-        if self._change is None:
-            self._change = asyncio.Event()
-        await self._change.wait()
+    async def _wait_for_change(self) -> None:
+        if self._next_change is None:
+            self._next_change = asyncio.Event()
+        await self._next_change.wait()
 
     def _notify(self) -> None:
-        if self._change is not None:
-            self._change.set()
-            self._change = None
+        if self._next_change is not None:
+            self._next_change.set()
+            self._next_change = None
 
 
 class Latest(_Watched, Generic[T]):
@@ -351,7 +350,7 @@ class Latest(_Watched, Generic[T]):
             elif self._closed:
                 return
             else:
-                await self._changed()
+                await self._wait_for_change()
 
 
 class EventFeed(_Watched, Generic[T]):
@@ -391,7 +390,7 @@ class EventFeed(_Watched, Generic[T]):
                 elif self._closed:
                     return
                 else:
-                    await self._changed()
+                    await self._wait_for_change()
         finally:
             del self._waiting[consumer]
 

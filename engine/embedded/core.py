@@ -543,7 +543,7 @@ class EngineCore:
                 if self._overlap and step.rows is None:  # else the host has its tokens before the next step
                     self.runner.remember(step.slots, step.drawn.tokens)
             else:
-                step.drawn = Drawn(torch.empty(0, dtype=torch.int64, device=step.logits.device))
+                step.drawn = Drawn([])
         except (RuntimeError, ValueError) as error:
             failures += self._fail(step.chunks, error)
             return False

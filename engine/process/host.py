@@ -27,7 +27,6 @@ from itertools import takewhile
 from typing import Any, NamedTuple, NoReturn, TextIO
 
 import msgspec
-import uvloop
 import zmq
 
 from engine.errors import EngineError, EngineFailure, EngineUnavailable
@@ -454,8 +453,8 @@ def main(interface: Interface[Any, Any], hint: str | None = None) -> int:
     options = msgspec.json.decode(line, type=wire.HostOptions)
     logs.configure(options.logs)
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_HostProcess(interface, options, channel, told).run())
+        # Not by uvloop, which starts children by fork: that copies an engine's page tables, and its thread waits.
+        asyncio.run(_HostProcess(interface, options, channel, told).run())
     except EngineFailure as error:
         _report(channel, error, str(error))
         return 1

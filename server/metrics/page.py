@@ -90,8 +90,8 @@ class ServerMetrics(PushedMetrics):
             yield from stats_metrics(self._stats, queued, self._speed, self._model_name)
 
     def watch(self, update: Callable[[], None]) -> None:
-        """Call `update`, which must be cheap, before each page and often in between, for values that `Polled` cannot
-        show."""
+        """Call `update`, which must be cheap, before each page, and often in between if other processes render
+        pages; for values that `Polled` cannot show."""
         self._updates.append(update)
 
     @property

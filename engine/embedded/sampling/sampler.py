@@ -87,12 +87,12 @@ class Sampler:
         return Drawn(tokens, [(reported, self._report(raw, torch.as_tensor(tokens)[reported], counts))])
 
     def _largest(self, logits: torch.Tensor) -> torch.Tensor | list[int]:
-        """Return the id of the largest logit of each row, int64 [rows]: the first one, if several are."""
+        """Return the id of the largest logit of each row, int64 [rows] or a list: the first one, if several are."""
         return largest(logits)
 
     def _choose(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor | list[int]:
-        """Return a token, int64 [len(states)], for each row of `logits`, float32 [len(states), vocab], that is ready to
-        draw from."""
+        """Return a token, int64 [len(states)] or a list, for each row of `logits`, float32 [len(states), vocab], that
+        is ready to draw from."""
         random = [row for row, state in enumerate(states) if not state.greedy]
         if len(random) == len(states):
             return self._draw(logits, states)
@@ -130,14 +130,13 @@ class Drawn:
     def __init__(self, tokens: torch.Tensor | list[int], reports: Sequence[tuple[Sequence[int], Report]] = ()) -> None:
         """`tokens`: int64 [rows] on the device, or a list if they are known already; `reports`: for some rows each."""
         self._tokens, self._reports = tokens, reports
-        self._on_host, self._done = tokens, None
-        if isinstance(tokens, torch.Tensor):
-            self._on_host, self._done = to_host(tokens), _recorded(tokens.device)
+        self._on_host = to_host(tokens) if isinstance(tokens, torch.Tensor) else tokens
+        self._done = _recorded(tokens.device) if isinstance(tokens, torch.Tensor) else None
 
     @property
     def tokens(self) -> torch.Tensor:
-        """The tokens, int64 [rows] on the device."""
-        return torch.as_tensor(self._tokens)
+        """The tokens, int64 [rows], where they were drawn."""
+        return self._tokens if isinstance(self._tokens, torch.Tensor) else torch.tensor(self._tokens, dtype=torch.int64)
 
     def results(self) -> list[Sampled]:
         """Return the sampled tokens of each sequence, in the order of rows."""
@@ -154,9 +153,8 @@ class Drawn:
         """Wait for the tokens and return them."""
         if self._done is not None:
             self._done.synchronize()
-        if isinstance(self._on_host, list):
-            return self._on_host
-        tokens: list[int] = self._on_host.tolist()
+        found = self._on_host
+        tokens: list[int] = found.tolist() if isinstance(found, torch.Tensor) else found
         return tokens
 
 

@@ -213,8 +213,8 @@ class LlamaDecoder:
         room: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the logits [rows, vocab] of these flat rows, of all rows if None. `x`: the tokens' embeddings,
-        [tokens, hidden size], which are changed in place; `positions`: int [tokens]. Several rows of logits are written
-        to the first ones of `room`, if it is given."""
+        [tokens, hidden size], which are changed in place; `positions`: int [tokens]. `room`: where
+        the logits of more than one row are written, from its first row on; None for new memory."""
         products, norms = self._products, [layer.norm for layer in self._layers]
         normed = products.norm(x, norms[0])
         entered = x.new_empty((len(x), len(self.taken), x.shape[1]))
@@ -250,8 +250,8 @@ class LlamaDecoder:
 
 
 def logits_of(x: torch.Tensor, norm: Norm, output: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
-    """Normalise x, [rows, size], and return its logits, [rows, vocabulary]; `output`: [vocabulary, size]. Several rows
-    are written to the first ones of `room`, if it is given."""
+    """Normalise x, [rows, size], and return its logits, [rows, vocabulary]; `output`: [vocabulary, size]. `room`: where
+    those of more than one row are written, from its first row on; None for new memory."""
     if len(x) == 1:
         return kernels.gemv(x, output, norm=norm, tile=_OUTPUT_TILE)
     return torch.mm(kernels.rms_norm(x, *norm), output.t(), out=None if room is None else room[: len(x)])

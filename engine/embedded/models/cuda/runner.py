@@ -110,7 +110,7 @@ class CudaRunner(PagedRunner):
         self._beside_graphs: dict[int, _Graph] = {}
         self._cascade_graphs: dict[int, _Graph] = {}
         self._logits: torch.Tensor | None = None
-        """Room for the logits of all graphs, one of which runs at a time."""
+        """Where all graphs of several rows write their logits: only one graph runs at a time."""
         self.cascades = 0
         """Number of steps that read shared prefixes once."""
         started = time.monotonic()

@@ -80,15 +80,15 @@ struct Chunk {
 struct Step {
   const int32_t* tokens;
   const float* const* embeddings;  // null, or for each token null or what takes the place of its own, [hidden]
-  const float *cos, *sin;  // [rotations][num_angles][head_dim / 2]
-  const int32_t* angles;   // for each token, which of them are its own
+  const float *cos, *sin;  // [rotations][num_turns][head_dim / 2]
+  const int32_t* turns;    // of each token: the index of its cosines and sines
   const Chunk* chunks;
   const int32_t* tables;
   const int32_t* rows;  // flat rows whose logits are wanted
   float* logits;        // [num_rows][vocabulary]
   const float* features;  // a head's, in the place of embeddings: [num_tokens][fc.inputs], or null
   float* hidden;          // null, or what enters the layers of `take`: [num_tokens][layers][hidden]
-  int64_t num_tokens, num_chunks, num_rows, num_angles;
+  int64_t num_tokens, num_chunks, num_rows, num_turns;
 };
 // Of a head: the tokens that it drafts behind the chunks of a step, whose last rows are its `rows`.
 struct Drafting {
@@ -441,8 +441,8 @@ class Decoder {
       const long row = chunk.row + i;
       float* at = qkv_.data() + row * (model_.heads + 2 * model_.kv_heads) * dim;
       float *key = at + (model_.heads + head) * dim, *value = key + model_.kv_heads * dim;
-      const long angles = (model_.layers[layer].rotation * step_->num_angles + step_->angles[row]) * half;
-      const float *cos = step_->cos + angles, *sin = step_->sin + angles;
+      const long turns = (model_.layers[layer].rotation * step_->num_turns + step_->turns[row]) * half;
+      const float *cos = step_->cos + turns, *sin = step_->sin + turns;
       const auto turn = [&](float* of, const float* norm) {
         if (norm) normalise(of, norm, of, dim);
         for (long d = 0; d < half; d++) {

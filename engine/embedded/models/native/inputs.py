@@ -26,8 +26,8 @@ class CosinesAndSines(NamedTuple):
     cos: int
     """Address of the cosines, float32 [kinds of rotary positions, `size`, head_dim / 2]."""
     sin: int
-    angles: Sequence[int]
-    """For each position, which of them are its own."""
+    indices: Sequence[int]
+    """For each position, the index of its cosines and sines."""
     size: int
 
 
@@ -38,8 +38,8 @@ class StepInputs:
         self._rotaries = rotaries
         self._known = min(context_length, _TABLE)
         self._table, self._own = self._compute(range(self._known)), np.empty(0, np.float32)
-        """Cosines and sines of the first positions, and of the last step's if any of these lay behind."""
-        self._addresses = _addresses(self._table)
+        """Cosines and sines of the first positions, and those of the last step that had positions behind them."""
+        self._known_at = _halves(self._table)
         self._most, self._vocab_size = min(rows, _FEW), vocab_size
         self._logits = torch.empty(self._most, vocab_size)
         self._rows: dict[int, torch.Tensor] = {}
@@ -65,9 +65,9 @@ class StepInputs:
     def turns(self, positions: Sequence[int]) -> CosinesAndSines:
         """Return the cosines and sines for these positions."""
         if max(positions) < self._known:
-            return CosinesAndSines(*self._addresses, positions, self._known)
+            return CosinesAndSines(*self._known_at, positions, self._known)
         self._own = self._compute(positions)
-        return CosinesAndSines(*_addresses(self._own), range(len(positions)), len(positions))
+        return CosinesAndSines(*_halves(self._own), range(len(positions)), len(positions))
 
     def logits(self, rows: int) -> torch.Tensor:
         """Return room for the logits of so many rows, float32 [rows, vocab]: for few rows the same each time."""
@@ -82,6 +82,6 @@ class StepInputs:
         return np.stack([rotary.turns(positions) for rotary in self._rotaries], axis=1)
 
 
-def _addresses(turns: NDArray[np.float32]) -> tuple[int, int]:
+def _halves(turns: NDArray[np.float32]) -> tuple[int, int]:
     """Return the addresses of the cosines and of the sines."""
     return turns[0].ctypes.data, turns[1].ctypes.data

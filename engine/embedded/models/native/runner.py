@@ -120,8 +120,8 @@ class NativeRunner(PendingTokens):
             for table in own:
                 tables += table[:blocks]
             row += length
-        cos, sin, angles, num_angles = self._inputs.turns(step.positions)
-        written, *others = self._inputs.write(tokens, angles, places, tables, step.rows)
+        cos, sin, indices, num_turns = self._inputs.turns(step.positions)
+        written, *others = self._inputs.write(tokens, indices, places, tables, step.rows)
         logits = self._inputs.logits(len(step.rows))
         embeddings = None if step.embeddings is None else _addresses(step.embeddings, len(tokens))
         shown = None if embeddings is None else embeddings.ctypes.data
@@ -131,7 +131,7 @@ class NativeRunner(PendingTokens):
         hidden = None if self.hidden is None else self.hidden.data_ptr()
         self._forward(
             self._decoder,
-            NativeStep(written, shown, cos, sin, *others, logits.data_ptr(), None, hidden, *sizes, num_angles),
+            NativeStep(written, shown, cos, sin, *others, logits.data_ptr(), None, hidden, *sizes, num_turns),
         )
         return logits
 
@@ -197,7 +197,8 @@ def _layer_bytes(config: EmbeddedConfig, shape: LlamaConfig, cached: torch.dtype
 
 
 class NativeSampler(Sampler):
-    """A `Sampler` that draws the same tokens by compiled code (`sampling.h`), up to the rounding of exponentials."""
+    """A `Sampler` that draws the same tokens by compiled code (`sampling.h`), up to the rounding of exponentials.
+    Logits are float32 and contiguous."""
 
     def __init__(self, vocab_size: int, code: ctypes.CDLL) -> None:
         super().__init__(vocab_size, torch.device("cpu"))
@@ -213,6 +214,7 @@ class NativeSampler(Sampler):
 
     def _tokens_of(self, function: Callable[..., None], logits: torch.Tensor, *more: object) -> list[int]:
         """Call a function that writes a token for each row."""
+        assert logits.dtype == torch.float32 and logits.is_contiguous()
         rows, vocab_size = logits.shape
         if rows > len(self._tokens):
             self._tokens = (ctypes.c_int64 * rows)()

@@ -25,7 +25,7 @@ enum Way : int32_t { kQuantile, kRace, kLargest };
 // What a row's request asks for.
 struct Draw {
   int64_t seed, position, top_k;  // the first two: of a race
-  double quantile;
+  double quantile;  // at which kQuantile draws
   float temperature, top_p, min_p;
   Way way;
 };
@@ -36,7 +36,7 @@ inline bool any(Ints mask) {
   return found;
 }
 
-// The first id with the largest logit, in two passes; the second one ends there.
+// The first id with the largest logit, in two passes: the second one stops at it.
 inline int64_t first_largest(const float* logits, long vocab) {
   constexpr int kAtOnce = 4 * kLanes;
   Vec best[4] = {all(kNever), all(kNever), all(kNever), all(kNever)};

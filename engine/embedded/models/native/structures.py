@@ -48,9 +48,9 @@ class NativeModel(Structure):
 
 class NativeStep(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("tokens", "embeddings", "cos", "sin", "angles", "chunks", "tables", "rows")),
+        *((name, c_void_p) for name in ("tokens", "embeddings", "cos", "sin", "turns", "chunks", "tables", "rows")),
         *((name, c_void_p) for name in ("logits", "features", "hidden")),
-        *((name, c_int64) for name in ("num_tokens", "num_chunks", "num_rows", "num_angles")),
+        *((name, c_int64) for name in ("num_tokens", "num_chunks", "num_rows", "num_turns")),
     ]
 
 

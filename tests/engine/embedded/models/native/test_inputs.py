@@ -30,7 +30,7 @@ def test_turns_are_those_of_the_rotary_positions(
         for place, address in enumerate((turns.cos, turns.sin)):
             expected = np.stack([rotary.turns(asked)[place] for rotary in ROTARIES[:kinds]])
             known = read(address, (kinds, turns.size, expected.shape[2]), ctypes.c_float)
-            assert np.array_equal(known[:, [*turns.angles]], expected)
+            assert np.array_equal(known[:, [*turns.indices]], expected)
 
 
 @pytest.mark.parametrize("count", [3, 5000])
