@@ -213,8 +213,8 @@ class LlamaDecoder:
         room: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the logits [rows, vocab] of these flat rows, of all rows if None. `x`: the tokens' embeddings,
-        [tokens, hidden size], which are changed in place; `positions`: int [tokens]. `room`: where
-        the logits of more than one row are written, from its first row on; None for new memory."""
+        [tokens, hidden size], which are changed in place; `positions`: int [tokens]. `room`: where the logits of more
+        than one row are written, from its first row on; None for new memory."""
         products, norms = self._products, [layer.norm for layer in self._layers]
         normed = products.norm(x, norms[0])
         entered = x.new_empty((len(x), len(self.taken), x.shape[1]))

@@ -151,8 +151,9 @@ class Decoder {
       for (int i = 0; i < (int)step.num_chunks; i++) {
         const int owner = owners[i];
         if (place >= drafting.limits[owner]) continue;
-        const float *logits = step.logits + i * size, highest = *std::max_element(logits, logits + size);
-        const long best = std::find(logits, logits + size, highest) - logits;
+        const float* logits = step.logits + i * size;
+        const long best = first_largest(logits, size);
+        const float highest = logits[best];
         const float probability = 1.0f / total(logits, size, [&](auto v) { return exponential(v - highest); });
         drafting.tokens[owner * drafting.most + place] = drafting.names[best];
         drafting.probabilities[owner * drafting.most + place] = probability;

@@ -203,7 +203,7 @@ class NativeSampler(Sampler):
     def __init__(self, vocab_size: int, code: ctypes.CDLL) -> None:
         super().__init__(vocab_size, torch.device("cpu"))
         self._code = code
-        self._tokens = (ctypes.c_int64 * 64)()
+        self._tokens = (ctypes.c_int64 * 0)()
 
     def _choose(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> list[int]:
         draws = (NativeDraw * len(states))(*map(_describe, states))

@@ -36,9 +36,9 @@ inline bool any(Ints mask) {
   return found;
 }
 
-// The first id with the largest logit, in two passes: the second one stops at it.
-inline int64_t first_largest(const float* logits, long vocab) {
-  constexpr int kAtOnce = 4 * kLanes;
+constexpr int kAtOnce = 4 * kLanes;  // logits that are looked at together
+
+inline float highest_of(const float* logits, long vocab) {
   Vec best[4] = {all(kNever), all(kNever), all(kNever), all(kNever)};
   long i = 0;
   for (; i + kAtOnce <= vocab; i += kAtOnce)
@@ -49,7 +49,14 @@ inline int64_t first_largest(const float* logits, long vocab) {
   float highest = kNever;
   for (Vec part : best) highest = std::max(highest, largest(part));
   for (; i < vocab; i++) highest = std::max(highest, logits[i]);
-  for (i = 0; i + kAtOnce <= vocab; i += kAtOnce) {
+  return highest;
+}
+
+// The first id with the largest logit, in two passes: the second one stops at it.
+inline int64_t first_largest(const float* logits, long vocab) {
+  const float highest = highest_of(logits, vocab);
+  long i = 0;
+  for (; i + kAtOnce <= vocab; i += kAtOnce) {
     Ints found = {};
     for (int j = 0; j < 4; j++) found |= load<Vec>(logits + i + j * kLanes) == highest;
     if (any(found)) break;
@@ -130,19 +137,9 @@ class Drawer {
   void weigh(const float* logits, long vocab, float temperature) {
     const long chunks = (vocab + kChunk - 1) / kChunk, whole = vocab / kChunk * kChunk;
     scaled_.resize(chunks * kChunk), weights_.resize(chunks * kChunk), sums_.resize(chunks), peaks_.resize(chunks);
-    Vec best[4] = {all(kNever), all(kNever), all(kNever), all(kNever)};
-    for (long i = 0; i < whole; i += 4 * kLanes)
-      for (int j = 0; j < 4; j++) {
-        const Vec x = load<Vec>(logits + i + j * kLanes);
-        best[j] = x > best[j] ? x : best[j];
-      }
+    highest_ = highest_of(logits, vocab);
     float rest[kChunk];
-    highest_ = kNever;
-    for (Vec part : best) highest_ = std::max(highest_, largest(part));
-    for (long i = 0; i < kChunk; i++) {
-      rest[i] = whole + i < vocab ? logits[whole + i] : kNever;
-      highest_ = std::max(highest_, rest[i]);
-    }
+    for (long i = 0; i < kChunk; i++) rest[i] = whole + i < vocab ? logits[whole + i] : kNever;
     for (long chunk = 0; chunk < chunks; chunk++) {
       const float* from = chunk * kChunk < whole ? logits + chunk * kChunk : rest;
       float *scaled = &scaled_[chunk * kChunk], *weights = &weights_[chunk * kChunk];
