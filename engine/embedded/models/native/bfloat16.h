@@ -10,9 +10,6 @@
 #include <vector>
 
 #include "products.h"
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace {
 

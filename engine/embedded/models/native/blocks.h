@@ -12,9 +12,6 @@
 #include <vector>
 
 #include "products.h"
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace {
 
@@ -131,8 +128,8 @@ struct Activations {
   void set_block(long at, const float* x) {
     Vec most = {};
     for (int i = 0; i < kBlock; i += kLanes) {
-      const Vec v = load<Vec>(x + i), size = v < 0.0f ? -v : v;
-      most = size > most ? size : most;
+      const Vec v = load<Vec>(x + i);
+      most = larger(larger(v, -v), most);
     }
     const float range = narrow ? 127.0f : 32767.0f;
     const float highest = largest(most), inverse = highest > 1e-30f ? range / highest : 0.0f;

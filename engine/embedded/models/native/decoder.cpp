@@ -92,14 +92,12 @@ struct Step {
 };
 // Of a head: the tokens that it drafts behind the chunks of a step, whose last rows are its `rows`.
 struct Drafting {
-  const int32_t* names;      // ids of the tokens that the head knows
-  const float* frequencies;  // [head_dim / 2]
-  const int32_t* positions;  // of the last token of each chunk
-  int32_t* limits;           // tokens of each chunk at most, then how many there are
-  int32_t* tokens;           // [chunks][most]
-  float* probabilities;      // [chunks][most]
+  const int32_t* names;  // ids of the tokens that the head knows
+  const int32_t* turns;  // [chunks][most]: of the positions behind each chunk, the indices of cosines and sines
+  int32_t* limits;       // tokens of each chunk at most, then how many there are
+  int32_t* tokens;       // [chunks][most]
+  float* probabilities;  // [chunks][most]
   int64_t most;
-  float attention_factor;  // of cosines and sines
   float least;  // no token follows those that are all right with this probability or a lower one
 };
 
@@ -137,13 +135,13 @@ class Decoder {
 
   // Further positions take the head's own output in the place of hidden states.
   void draft(const Step& first, const Drafting& drafting) {
-    const long hidden = model_.embedding.inputs, half = model_.head_dim / 2, size = model_.head.outputs;
+    const long hidden = model_.embedding.inputs, size = model_.head.outputs;
     Step step = first;
     std::vector<Chunk> chunks(first.chunks, first.chunks + first.num_chunks);
     std::vector<int> owners(chunks.size());  // of chunks: those of the first step
     for (size_t i = 0; i < owners.size(); i++) owners[i] = i;
-    std::vector<float> sure(chunks.size(), 1.0f), states(chunks.size() * hidden), cos(chunks.size() * half), sin(cos.size());
-    std::vector<int32_t> tokens(chunks.size()), rows(chunks.size());
+    std::vector<float> sure(chunks.size(), 1.0f), states(chunks.size() * hidden);
+    std::vector<int32_t> tokens(chunks.size()), turns(chunks.size()), rows(chunks.size());
     std::vector<const float*> embeddings(chunks.size());
     for (int place = 0;; place++) {
       forward(step);
@@ -164,19 +162,15 @@ class Decoder {
         }
         const Chunk chunk = chunks[i];
         std::memmove(&states[going * hidden], step.hidden + step.rows[i] * hidden, hidden * sizeof(float));
-        for (long d = 0; d < half; d++) {
-          const float angle = (drafting.positions[owner] + place + 1) * drafting.frequencies[d];
-          cos[going * half + d] = std::cos(angle) * drafting.attention_factor;
-          sin[going * half + d] = std::sin(angle) * drafting.attention_factor;
-        }
         chunks[going] = {going, 1, chunk.start + chunk.length, chunk.table, chunk.blocks};
         owners[going] = owner, tokens[going] = drafting.names[best], embeddings[going] = &states[going * hidden];
+        turns[going] = drafting.turns[owner * drafting.most + place];
         going++;
       }
       if (!going) return;
       for (int i = 0; i < going; i++) rows[i] = i;
-      step = {tokens.data(), embeddings.data(), cos.data(), sin.data(), rows.data(), chunks.data(), first.tables, rows.data(),
-              first.logits, nullptr, first.hidden, going, going, going, going};
+      step = {tokens.data(), embeddings.data(), first.cos, first.sin, turns.data(), chunks.data(), first.tables, rows.data(),
+              first.logits, nullptr, first.hidden, going, going, going, first.num_turns};
     }
   }
 
@@ -437,26 +431,34 @@ class Decoder {
   // Keys and values are written to the cache.
   void rotate_and_write(int layer, const Queries& queries, long head) {
     const Chunk& chunk = step_->chunks[queries.chunk];
+    const Layer& its = model_.layers[layer];
     const long dim = model_.head_dim, half = dim / 2, size = model_.block_size, group = model_.heads / model_.kv_heads;
     for (int i = queries.first; i < queries.first + queries.count; i++) {
       const long row = chunk.row + i;
       float* at = qkv_.data() + row * (model_.heads + 2 * model_.kv_heads) * dim;
       float *key = at + (model_.heads + head) * dim, *value = key + model_.kv_heads * dim;
-      const long turns = (model_.layers[layer].rotation * step_->num_turns + step_->turns[row]) * half;
+      const long turns = (its.rotation * step_->num_turns + step_->turns[row]) * half;
       const float *cos = step_->cos + turns, *sin = step_->sin + turns;
       const auto turn = [&](float* of, const float* norm) {
         if (norm) normalise(of, norm, of, dim);
-        for (long d = 0; d < half; d++) {
+        long d = 0;
+        for (; d + kLanes <= half; d += kLanes) {
+          const Vec a = load<Vec>(of + d), b = load<Vec>(of + d + half), c = load<Vec>(cos + d), s = load<Vec>(sin + d);
+          save(of + d, a * c - b * s);
+          save(of + d + half, b * c + a * s);
+        }
+        for (; d < half; d++) {
           const float a = of[d], b = of[d + half];
           of[d] = a * cos[d] - b * sin[d];
           of[d + half] = b * cos[d] + a * sin[d];
         }
       };
-      for (long g = 0; g < group; g++) turn(at + (head * group + g) * dim, model_.layers[layer].query_norm);
-      turn(key, model_.layers[layer].key_norm);
+      for (long g = 0; g < group; g++) turn(at + (head * group + g) * dim, its.query_norm);
+      turn(key, its.key_norm);
       const int position = chunk.start + i, block = position / size, slot = position % size;
       Cached* to = keys(layer, chunk, block, head) + slot * kPerWord;
-      for (long d = 0; d < dim; d++) to[d / kPerWord * size * kPerWord + d % kPerWord] = cached(key[d]);
+      for (long d = 0; d < dim; d += kPerWord)
+        for (long p = 0; p < kPerWord; p++) to[d * size + p] = cached(key[d + p]);
       to = values(layer, chunk, block, head) + slot / kPerWord * dim * kPerWord;
       for (long d = 0; d < dim; d++) to[d * kPerWord + slot % kPerWord] = cached(value[d]);
       if (i == chunk.length - 1)  // its words end with what an earlier sequence left, which could be no number
@@ -512,8 +514,8 @@ class Decoder {
     const auto at = [&](int r) { return chunk.row + queries.first + r / group; };
     for (int r = 0; r < a.rows; r++) {
       const float* from = qkv_.data() + at(r) * (model_.heads + 2 * model_.kv_heads) * dim + (head * group + r % group) * dim;
-      for (long d = 0; d < dim; d++) row[d] = from[d] * model_.scale;
-      for (long d = 0; d < dim; d += kLanes) save_factors(&a.query[r * a.out_width + d], load<Vec>(&row[d]));
+      if (dim % kLanes) std::copy_n(from, dim, row.data()), from = row.data();  // vectors end beyond it
+      for (long d = 0; d < dim; d += kLanes) save_factors(&a.query[r * a.out_width + d], load<Vec>(from + d) * model_.scale);
     }
     for (int begin = a.first_block / a.span * a.span; begin < a.blocks; begin += a.span) {
       const int end = std::min<int>(begin + a.span, a.blocks);
@@ -525,10 +527,11 @@ class Decoder {
     const Rounded rounded = outputs(reader, attended_, reader.inputs).rounded;
     for (int r = 0; r < a.rows; r++) {
       const long column = (head * group + r % group) * dim;
-      float* to = rounded.values ? row.data() : attended_.data() + at(r) * model_.heads * dim + column;
+      float* out = &a.out[r * a.out_width];
       const float sum = reduced<kSums>(&a.state.sums[r * kSums], [](float x, float y) { return x + y; });
-      for (long d = 0; d < dim; d++) to[d] = a.out[r * a.out_width + d] / sum;
-      if (rounded.values) rounded.set(at(r), column, to, dim);
+      for (long d = 0; d < dim; d += kLanes) save(out + d, load<Vec>(out + d) / sum);
+      if (rounded.values) rounded.set(at(r), column, out, dim);
+      else std::copy_n(out, dim, attended_.data() + at(r) * model_.heads * dim + column);
     }
   }
 
@@ -592,56 +595,50 @@ class Decoder {
   // Scores of some blocks to weights; `out` follows. All queries pass each of the loops before the next: within one query, each
   // would wait for the one before.
   void weigh(Attention& a, int begin, int end) const {
-    const long stride = a.stride(), count = (end - begin) * a.size, out_width = a.out_width, group = model_.heads / model_.kv_heads;
-    float *scores = a.scores.data(), *out = a.out.data();
-    Factor* weights = a.weights.data();
-    Weighed& state = a.state;
+    const long stride = a.stride(), count = (end - begin) * a.size, group = model_.heads / model_.kv_heads;
     const long window = model_.layers[a.layer].window;
-    const auto seen_by = [&](int r) {  // scores, before those of later tokens
-      return std::clamp<long>(a.first + r / group - begin * a.size + 1, 0, count);
+    // Calls of(row, first, last) for each query, with the scores that it sees, from one to before the other.
+    const auto each = [&](auto of) {
+      for (long r = 0, seen = a.first - begin * a.size + 1; r < a.rows; seen++) {
+        const long first = window ? std::clamp(seen - window, 0L, count) : 0, last = std::clamp(seen, 0L, count);
+        for (const long next = r + group; r < next; r++) of(r, first, last);
+      }
     };
-    const auto hidden_from = [&](int r) {  // scores that lie behind the window
-      return window ? std::clamp<long>(a.first + r / group - window - begin * a.size + 1, 0, count) : 0;
-    };
-    const auto vectors = [](long seen) { return (seen + kLanes - 1) / kLanes * kLanes; };
-    for (int r = 0; r < state.rows(); r++) {
-      float* row = scores + r * stride;
-      const long hidden = hidden_from(r), known = seen_by(r), start = hidden / kLanes * kLanes, whole = vectors(known);
-      for (long i = start; i < hidden; i++) row[i] = -1e30f;
-      for (long i = known; i < whole; i++) row[i] = -1e30f;
+    Weighed& state = a.state;
+    each([&](long r, long first, long last) {
+      const float* scores = &a.scores[r * stride];
       Vec best = all(state.highest[r]);
-      for (long i = start; i < whole; i += kLanes) {
-        const Vec s = load<Vec>(row + i);
-        best = s > best ? s : best;
+      for (long i = first / kLanes * kLanes; i < last; i += kLanes) {
+        const Vec some = load<Vec>(scores + i);
+        best = larger(i < first || i + kLanes > last ? within(some, first - i, last - i, best) : some, best);
       }
       const float highest = largest(best);
       state.shrinks[r] = state.highest[r] - highest;
       state.highest[r] = highest;
-    }
-    for (int r = 0; r < state.rows(); r += kLanes) save(&state.shrinks[r], exponential(load<Vec>(&state.shrinks[r])));
-    for (int r = 0; r < state.rows(); r++) {
-      const float *row = scores + r * stride, highest = state.highest[r], shrink = state.shrinks[r];
-      const long hidden = hidden_from(r), known = seen_by(r), start = hidden / kLanes * kLanes, whole = vectors(known);
-      for (long d = 0; d < out_width; d += kLanes) save(out + r * out_width + d, load<Vec>(out + r * out_width + d) * shrink);
+    });
+    for (long r = 0; r < a.rows; r += kLanes) save(&state.shrinks[r], exponential(load<Vec>(&state.shrinks[r])));
+    each([&](long r, long first, long last) {
+      const float *scores = &a.scores[r * stride], highest = state.highest[r], shrink = state.shrinks[r];
+      float *out = &a.out[r * a.out_width], *parts = &state.sums[r * kSums];
+      Factor* weights = &a.weights[r * stride];
+      if (shrink != 1.0f) {
+        for (long d = 0; d < a.out_width; d += kLanes) save(out + d, load<Vec>(out + d) * shrink);
+        for (long p = 0; p < kSums; p += kLanes) save(parts + p, load<Vec>(parts + p) * shrink);
+      }
       Vec sums[kSums / kLanes];
-      for (int p = 0; p < kSums / kLanes; p++) sums[p] = load<Vec>(&state.sums[r * kSums + p * kLanes]) * shrink;
-      const auto weight = [&](long i) { return exponential(load<Vec>(row + i) - highest); };
-      const auto keep = [&](long i, Vec w) { return save_factors(weights + r * stride + i, w); };
-      const auto keep_seen = [&](long i) {  // of a vector that ends beyond what is seen, or begins before it
-        Vec some = weight(i);
-        for (long lane = 0; lane < std::min<long>(hidden - i, kLanes); lane++) some[lane] = 0;
-        for (long lane = std::max(0L, known - i); lane < kLanes; lane++) some[lane] = 0;
-        sums[i % kSums / kLanes] += keep(i, some);
-      };
-      std::fill(weights + r * stride, weights + r * stride + start, 0);
-      long i = start;
-      for (; i < whole && (i < hidden || i % kSums); i += kLanes) keep_seen(i);
-      for (; i + kSums <= known; i += kSums)
-        for (int p = 0; p < kSums / kLanes; p++) sums[p] += keep(i + p * kLanes, weight(i + p * kLanes));
-      for (; i < whole; i += kLanes) keep_seen(i);
-      for (int p = 0; p < kSums / kLanes; p++) save(&state.sums[r * kSums + p * kLanes], sums[p]);
-      if (whole < count) std::fill(weights + r * stride + whole, weights + r * stride + padded(count), 0);
-    }
+      for (int p = 0; p < kSums / kLanes; p++) sums[p] = load<Vec>(parts + p * kLanes);
+      const auto weigh = [&](long i) { return exponential(load<Vec>(scores + i) - highest); };
+      const auto keep = [&](long i, Vec w) { return save_factors(weights + i, w); };
+      const auto keep_seen = [&](long i) { sums[i % kSums / kLanes] += keep(i, within(weigh(i), first - i, last - i, Vec{})); };
+      long i = first / kLanes * kLanes;
+      std::fill(weights, weights + i, 0);
+      for (; i < last && (i < first || i % kSums); i += kLanes) keep_seen(i);
+      for (; i + kSums <= last; i += kSums)
+        for (int p = 0; p < kSums / kLanes; p++) sums[p] += keep(i + p * kLanes, weigh(i + p * kLanes));
+      for (; i < last; i += kLanes) keep_seen(i);
+      for (int p = 0; p < kSums / kLanes; p++) save(parts + p * kLanes, sums[p]);
+      if (i < count) std::fill(weights + i, weights + padded(count), 0);
+    });
   }
 
   const Model model_;

@@ -3,6 +3,7 @@
 import ctypes
 import weakref
 from collections.abc import Sequence
+from ctypes import addressof, c_float, c_int32
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch.nn import functional
 
 from engine.checkpoints.eagle import EagleHead
 from engine.embedded.models.heads import HeadDraft, HeadStep, head_rotary, load_tensors
+from engine.embedded.models.native.inputs import StepInputs
 from engine.embedded.models.native.structures import (
     BLOCK,
     BLOCK_BYTES,
@@ -36,7 +38,7 @@ class NativeHead:
     ) -> None:  # fmt: skip
         """`output`: the target's output rows, for a head without its own. Raises EngineFailure."""
         facts, tensors = head.facts, load_tensors(head)
-        self._code, self._rotary = code, head_rotary(head)
+        self._code = code
         self._hidden = facts.hidden_size
         self._drafted = tensors["d2t"].to(torch.int32).numpy()
         self._kept: list[torch.Tensor] = []
@@ -69,6 +71,7 @@ class NativeHead:
             norm_before_residual=head.norm_before_residual,
             fc=self._matrix(tensors["fc"]),
         )
+        self._inputs = StepInputs([head_rotary(head)], blocks * block_size, len(rows))
         self._decoder = code.decoder_new(model, threads)
         weakref.finalize(self, code.decoder_delete, self._decoder)
         layers = np.ones(1, np.int64)
@@ -77,38 +80,39 @@ class NativeHead:
     def draft(self, step: HeadStep, limits: Sequence[int], least: float) -> list[HeadDraft]:
         """See `HeadRunner`."""
         count, sequences, most = len(step.tokens), len(limits), max(max(limits), 1)
-        cos, sin = self._rotary.turns(step.positions)
-        places: list[tuple[int, int, int, int, int]] = []
+        places: list[int] = []
         tables: list[int] = []
+        rows: list[int] = []
+        following: list[int] = []
         row = 0
         for start, length, table in zip(step.starts, step.lengths, step.tables, strict=True):
-            places.append((row, length, start, len(tables), len(table)))
+            places += (row, length, start, len(tables), len(table))
             tables += table
             row += length
-        rows = [first + length - 1 for first, length, *_ in places]
-        arrays = [np.array(values, np.int32) for values in (step.tokens, range(count), places, tables, rows)]
-        last = np.array([step.positions[row] for row in rows], np.int32)
-        inputs = step.inputs.contiguous()
-        logits = np.empty((sequences, len(self._drafted)), np.float32)
-        hidden = np.empty((count, self._hidden), np.float32)
-        most_tokens = np.array(limits, np.int32)
-        tokens, probabilities = np.empty((sequences, most), np.int32), np.empty((sequences, most), np.float32)
+            rows.append(row - 1)
+            last = step.positions[row - 1]
+            following += range(last + 1, last + 1 + most)
+        cos, sin, turns, num_turns = self._inputs.turns([*step.positions, *following])
+        written, *others, turns_behind = self._inputs.write(
+            step.tokens, turns[:count], places, tables, rows, turns[count:]
+        )
+        inputs, hidden = step.inputs.contiguous(), torch.empty(count, self._hidden)
+        lengths = (c_int32 * sequences)(*limits)
+        tokens, probabilities = (c_int32 * (sequences * most))(), (c_float * (sequences * most))()
         self._code.decoder_draft(
             self._decoder,
             NativeStep(
-                arrays[0].ctypes.data, None, cos.ctypes.data, sin.ctypes.data,
-                *(array.ctypes.data for array in arrays[1:]), logits.ctypes.data, inputs.data_ptr(), hidden.ctypes.data,
-                count, sequences, sequences, count,
+                written, None, cos, sin, *others, self._inputs.logits(sequences).data_ptr(),
+                inputs.data_ptr(), hidden.data_ptr(), count, sequences, sequences, num_turns,
             ),
             NativeDrafting(
-                self._drafted.ctypes.data, self._rotary.frequencies.data_ptr(), last.ctypes.data,
-                most_tokens.ctypes.data, tokens.ctypes.data, probabilities.ctypes.data, most,
-                self._rotary.attention_factor, least,
+                self._drafted.ctypes.data, turns_behind,
+                addressof(lengths), addressof(tokens), addressof(probabilities), most, least,
             ),
         )  # fmt: skip
         return [
-            HeadDraft(found[:length], sure[:length])
-            for found, sure, length in zip(tokens.tolist(), probabilities.tolist(), most_tokens.tolist(), strict=True)
+            HeadDraft(tokens[first : first + length], probabilities[first : first + length])
+            for first, length in zip(range(0, sequences * most, most), lengths, strict=True)
         ]
 
     def _matrix(self, *weights: torch.Tensor) -> NativeMatrix:

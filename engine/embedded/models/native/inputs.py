@@ -34,14 +34,14 @@ class CosinesAndSines(NamedTuple):
 class StepInputs:
     """Inputs of a step by their addresses, which are valid until the next step, and its logits."""
 
-    def __init__(self, rotaries: Sequence[Rotary], context_length: int, rows: int, vocab_size: int) -> None:
+    def __init__(self, rotaries: Sequence[Rotary], context_length: int, vocab_size: int) -> None:
         self._rotaries = rotaries
         self._known = min(context_length, _TABLE)
         self._table, self._own = self._compute(range(self._known)), np.empty(0, np.float32)
         """Cosines and sines of the first positions, and those of the last step that had positions behind them."""
         self._known_at = _halves(self._table)
-        self._most, self._vocab_size = min(rows, _FEW), vocab_size
-        self._logits = torch.empty(self._most, vocab_size)
+        self._vocab_size = vocab_size
+        self._logits = torch.empty(_FEW, vocab_size)
         self._rows: dict[int, torch.Tensor] = {}
         """The first rows of `logits`, by their number."""
         self._write_to(1 << 10)
@@ -71,7 +71,7 @@ class StepInputs:
 
     def logits(self, rows: int) -> torch.Tensor:
         """Return room for the logits of so many rows, float32 [rows, vocab]: for few rows the same each time."""
-        if rows > self._most:
+        if rows > _FEW:
             return torch.empty(rows, self._vocab_size)
         if (found := self._rows.get(rows)) is None:
             found = self._rows[rows] = self._logits[:rows]

@@ -79,7 +79,7 @@ class NativeRunner(PendingTokens):
         )
         blocks = [(group.num_blocks, len(group.layers) * layer_bytes // cached.itemsize) for group in self.groups]
         allocate = shared_zeros if config.kv_transfer else zeros
-        self._inputs = StepInputs(shape.rotaries, self.context_length, config.max_batch_size, shape.vocab_size)
+        self._inputs = StepInputs(shape.rotaries, self.context_length, shape.vocab_size)
         self._caches = [allocate((math.prod(sizes) + _TAIL,), cached) for sizes in blocks]
         caches = [cache[:-_TAIL].view(sizes) for cache, sizes in zip(self._caches, blocks, strict=True)]
         self.memory = KvMemory("blocks of heads", shape.attends, caches)

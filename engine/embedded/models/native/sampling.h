@@ -9,9 +9,6 @@
 #include <vector>
 
 #include "vectors.h"
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
 
 namespace {
 
@@ -44,7 +41,7 @@ inline float highest_of(const float* logits, long vocab) {
   for (; i + kAtOnce <= vocab; i += kAtOnce)
     for (int j = 0; j < 4; j++) {
       const Vec x = load<Vec>(logits + i + j * kLanes);
-      best[j] = x > best[j] ? x : best[j];
+      best[j] = larger(x, best[j]);
     }
   float highest = kNever;
   for (Vec part : best) highest = std::max(highest, largest(part));
@@ -148,7 +145,7 @@ class Drawer {
         const Vec x = (load<Vec>(from + i) - highest_) / temperature;
         save(scaled + i, x);
         save(weights + i, x < -87.0f ? Vec{} : exponential(x));
-        peak = x > peak ? x : peak;
+        peak = larger(x, peak);
       }
       peaks_[chunk] = largest(peak);
       sums_[chunk] = sum(chunk);

@@ -73,7 +73,7 @@ class NativeDraw(Structure):
 
 class NativeDrafting(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("names", "frequencies", "positions", "limits", "tokens", "probabilities")),
+        *((name, c_void_p) for name in ("names", "turns", "limits", "tokens", "probabilities")),
         ("most", c_int64),
-        *((name, c_float) for name in ("attention_factor", "least")),
+        ("least", c_float),
     ]

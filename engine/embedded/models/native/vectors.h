@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -26,21 +29,55 @@ inline V load(const void* from) {
 inline void save(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
 inline Vec all(float x) { return x - Vec{}; }
 
+// The larger or smaller one in each lane, and the second one where either is no number.
+inline Vec larger(Vec a, Vec b) {
+#if defined(__AVX512F__) && LANES == 16
+  return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__) && LANES == 8
+  return (Vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+inline Vec smaller(Vec a, Vec b) {
+#if defined(__AVX512F__) && LANES == 16
+  return (Vec)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__) && LANES == 8
+  return (Vec)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+inline float largest(Vec v) {
+#if defined(__AVX512F__) && LANES == 16
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float highest = v[0];
+  for (int lane = 1; lane < kLanes; lane++) highest = std::max(highest, v[lane]);
+  return highest;
+#endif
+}
+
+// The lanes from `first` to before `last`, and `otherwise` in the others.
+inline Vec within(Vec v, long first, long last, Vec otherwise) {
+  Ints lanes;
+  for (int lane = 0; lane < kLanes; lane++) lanes[lane] = lane;
+  return ((lanes >= (int)first) & (lanes < (int)last)) ? v : otherwise;
+}
+
+// 2 to the power n + t, n the nearest integer: a polynomial of t with the least relative error (1e-7), then n is added to the exponent.
+// What is added to find n leaves it in the lowest bits of `shifted`. What is no number stays so.
 inline Vec exponential(Vec x) {
-  x = x < -87.0f ? all(-87.0f) : x;
-  x = x > 88.0f ? all(88.0f) : x;
+  x = smaller(all(88.0f), larger(all(-87.0f), x));
   const Vec shifted = x * 1.44269504f + 12582912.0f;
-  const Vec n = shifted - 12582912.0f;
-  const Vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
-  Vec y = all(1.9875691500e-4f);
-  y = y * r + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * r * r + r + 1.0f;
-  const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
-  return y * (Vec)power;
+  const Vec t = x * 1.44269504f - (shifted - 12582912.0f);
+  Vec y = all(1.3264727e-3f);
+  y = y * t + 9.6715127e-3f;
+  y = y * t + 5.5507337e-2f;
+  y = y * t + 2.4022242e-1f;
+  y = y * t + 6.9314698e-1f;
+  y = y * t + 1.0f;
+  return (Vec)((Bits)y + ((Bits)shifted << 23));
 }
 
 inline float exponential(float x) { return exponential(all(x))[0]; }
@@ -71,9 +108,6 @@ inline float total(const float* x, long size, Term term) {
   std::memcpy(sums, parts, sizeof sums);
   for (int lane = 0; i < size; i++, lane++) sums[lane] += term(x[i]);
   return reduced<kSums>(sums, [](float a, float b) { return a + b; });
-}
-inline float largest(Vec v) {
-  return reduced<kLanes>((const float*)&v, [](float a, float b) { return a > b ? a : b; });
 }
 
 }  // namespace

@@ -24,7 +24,7 @@ def test_turns_are_those_of_the_rotary_positions(
 ) -> None:
     """In the table or behind it, of more positions than rows, and again behind others."""
     monkeypatch.setattr(inputs, "_TABLE", 8)
-    found = StepInputs(ROTARIES[:kinds], 12, rows=4, vocab_size=5)
+    found = StepInputs(ROTARIES[:kinds], 12, vocab_size=5)
     for asked in (positions, positions[::-1]):
         turns = found.turns(asked)
         for place, address in enumerate((turns.cos, turns.sin)):
@@ -35,7 +35,7 @@ def test_turns_are_those_of_the_rotary_positions(
 
 @pytest.mark.parametrize("count", [3, 5000])
 def test_integers_lie_behind_each_other(count: int) -> None:
-    found = StepInputs(ROTARIES, 12, rows=4, vocab_size=5)
+    found = StepInputs(ROTARIES, 12, vocab_size=5)
     parts = [*range(count)], (), [7, -8], [2**31 - 1]
     for _ in range(2):
         addresses = found.write(*parts)
@@ -44,6 +44,6 @@ def test_integers_lie_behind_each_other(count: int) -> None:
 
 
 def test_logits_of_few_rows_are_always_in_the_same_memory() -> None:
-    found = StepInputs(ROTARIES, 12, rows=4, vocab_size=5)
-    assert found.logits(4).data_ptr() == found.logits(1).data_ptr() == found.logits(4).data_ptr()
-    assert [tuple(found.logits(rows).shape) for rows in (0, 1, 4, 6)] == [(0, 5), (1, 5), (4, 5), (6, 5)]
+    found = StepInputs(ROTARIES, 12, vocab_size=5)
+    assert found.logits(64).data_ptr() == found.logits(1).data_ptr() == found.logits(64).data_ptr()
+    assert [tuple(found.logits(rows).shape) for rows in (0, 1, 64, 66)] == [(0, 5), (1, 5), (64, 5), (66, 5)]
