@@ -8,6 +8,11 @@ from typing import NamedTuple
 
 _LOST = 0.01
 """Share of the time that speculation as a whole, and that a model, may take for nothing."""
+_OVERHEAD = 0.004
+"""Most of the time that lookup, or the question whether to ask a model, may take where it leads to nothing, as a share
+of that of steps."""
+_LONGEST_REST = 1024
+"""Most steps without a lookup, or without asking a model, for that reason."""
 _LONGEST_PAUSE, _LONGEST_PAUSE_SECONDS = 1024, 4.0
 """Most steps of a pause of either, or its most seconds if those are more steps: a trial can take as long as forty steps
 of a tiny model on a GPU."""
@@ -46,6 +51,12 @@ def pause_after(lost: float, step: float) -> int:
     """Return how many steps, of `step` seconds each, pass until so many lost seconds are little of the whole."""
     longest = max(_LONGEST_PAUSE, int(_LONGEST_PAUSE_SECONDS / step)) if step > 0 else _LONGEST_PAUSE
     return min(int(lost / max(_LOST * step, 1e-9)), longest)
+
+
+def rest_after(searched: float, step: float) -> int:
+    """Return how many steps, of `step` seconds each, pass until a search of so many seconds that led to nothing is
+    done again."""
+    return min(int(searched / (_OVERHEAD * step)), _LONGEST_REST) + 1
 
 
 class DecodeStep(NamedTuple):
