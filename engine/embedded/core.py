@@ -15,13 +15,13 @@ from operator import eq
 from pathlib import Path
 
 import torch
-from msgspec.structs import replace
 
 from engine.config import EmbeddedConfig, Tag
 from engine.embedded.fetches import Fetches
 from engine.embedded.grammar.library import Compiled
+from engine.embedded.handoff.leases import Leases
 from engine.embedded.handoff.remote_source import RemoteSource, resume_further
-from engine.embedded.handoff.state import held_of, layout_of
+from engine.embedded.handoff.state import layout_of
 from engine.embedded.handoff.words import LeaseWords
 from engine.embedded.kv.blocks import BlockPool, EventData
 from engine.embedded.kv.disk_tier import digest_of
@@ -59,9 +59,6 @@ CPU_CROWDED_SECONDS = 0.1
 """The same beside decodes, while many tokens of prompts wait. Fewer and larger steps read the weights less often."""
 CPU_REST_AFTER = 512
 """Tokens of a prompt on a CPU after which it leaves half of the time to others."""
-EARLY_TOKENS = 512
-"""Minimum number of prompt tokens between two early handoffs, each of which is a message through four processes."""
-
 _STORED_AT_ONCE = 32
 """Blocks that were read which become reusable in one step: a fraction of a millisecond of the host's time."""
 _TIERS_PAUSE = 0.02
@@ -162,6 +159,7 @@ class EngineCore:
         self.layout = layout_of(config.model, self.runner.vocab_size, config.kv_block_size, self.runner.memory)
         self.remote = self._remote_source(config)
         """Other replicas as a source of KV blocks; None if this one moves none."""
+        self._leases = Leases(self.remote, self.layout, early=not self.blocks.sliding)
         self.tiers = self._open_tiers(config)
         """The host and disk tiers; None without."""
         sources: list[Source] = [source for source in (self.remote, self.tiers) if source is not None]
@@ -179,8 +177,6 @@ class EngineCore:
         self._fetches = Fetches(self.scheduler, config.transfer_timeout_seconds)
         self._sampler = self.runner.sampler or Sampler(self.runner.vocab_size, self.runner.device)
         self._sequences: dict[str, Sequence] = {}
-        self._announced: list[Sequence] = []
-        """Running sequences whose blocks other replicas read while the prompt is being computed."""
         self._max_num_seqs = config.max_batch_size
         self._iteration = 0
         self._completed = 0
@@ -373,7 +369,7 @@ class EngineCore:
         self._launched = launched
         if not self._overlap:
             outputs += self._settle()
-        outputs += self._announce()
+        outputs += [(s.request.request_id, Delta((), held=held)) for s, held in self._leases.announce()]
         self._stalled = not (ran or launched or outputs or self.scheduler.preemptions > preemptions)
         self._begin_fetches()
         if not self._sequences:
@@ -479,7 +475,7 @@ class EngineCore:
         started, preemptions = time.monotonic(), self.scheduler.preemptions
         chunks = self.scheduler.schedule(self.runner.most_tokens)
         if self.scheduler.preemptions != preemptions:
-            failures += self._take_back()
+            failures += [(s.request.request_id, Delta((), held=Held(b""))) for s in self._leases.take_back()]
         if self.runner.takes_images is not None and (lost := lacking_embeddings(chunks)):
             failures += self._end(lost, lambda: EngineUnavailable(NO_IMAGES))
             chunks = [chunk for chunk in chunks if chunk not in lost]
@@ -495,7 +491,7 @@ class EngineCore:
             return None
         if self._on_cpu:
             self._size_prompts(chunks, time.monotonic() - started)
-        self._announced += [chunk.sequence for chunk in chunks if self._is_read_early(chunk.sequence)]
+        self._leases.begin(chunks)
         self._iteration += 1
         self._last = _batching(chunks, self.scheduler.preemptions - preemptions)
         return step
@@ -588,9 +584,7 @@ class EngineCore:
             taken = self._take(step, step.drawn)
             chunks = step.chunks if step.rows is None else self._verified(step.chunks, taken)
             self.scheduler.computed(chunks)
-            for chunk in chunks if self._announced else ():
-                if chunk.current:
-                    chunk.sequence.written = chunk.start + chunk.length
+            self._leases.note_written(chunks)
             for sequence, found in taken.items():
                 outputs.append((sequence.request.request_id, self._answer(sequence, found)))
         except (RuntimeError, ValueError) as error:
@@ -685,7 +679,8 @@ class EngineCore:
             if sequence.draft_tokens:
                 performance = Performance(draft_tokens=sequence.draft_tokens, accepted_tokens=sequence.accepted_tokens)
         elif sequence.request.prefill_only:
-            held = self._hold(sequence)
+            self.scheduler.hold(sequence)
+            held = self._leases.hold(sequence)
         prompt = None
         if not sequence.reported:
             sequence.reported = True
@@ -710,64 +705,7 @@ class EngineCore:
         """Drop what is kept of a sequence that is about to give up its blocks for good."""
         if self.speculator is not None:
             self.speculator.forget(sequence)
-        if sequence in self._announced:
-            self._announced.remove(sequence)
-        self._revoke(sequence)
-
-    def _hold(self, sequence: Sequence) -> Held:
-        """Keep the blocks of a sequence whose prompt is computed, until it is aborted."""
-        self.scheduler.hold(sequence)
-        if sequence in self._announced:
-            self._announced.remove(sequence)
-        held = sequence.held or self._grant(sequence)
-        return Held(held.state)
-
-    def _grant(self, sequence: Sequence) -> Held:
-        """Let other replicas read the blocks of a sequence until `_revoke`, as far as they are computed."""
-        assert self.remote is not None, "the engine refuses prefills without transfers"
-        sequence.lease = self.remote.words.grant()
-        sequence.held = held_of(self.layout, sequence.tables, self.remote.transfers.offers(), sequence.lease)
-        return sequence.held
-
-    def _revoke(self, sequence: Sequence) -> None:
-        """Tell other replicas that the blocks of a sequence, if they read them, are not what they were. To be called
-        before anything writes to them."""
-        if sequence.lease is not None:
-            assert self.remote is not None
-            self.remote.words.revoke(sequence.lease)
-            sequence.lease = sequence.held = None
-
-    def _is_read_early(self, sequence: Sequence) -> bool:
-        """Return whether another replica should learn now of a sequence that has begun to run."""
-        request = sequence.request
-        return (
-            request.prefill_only
-            and request.early_handoff
-            and request.sampling.max_tokens > 1
-            and sequence.held is None
-            and sequence not in self._announced
-            and not self.blocks.sliding  # blocks behind a window are given up
-        )
-
-    def _announce(self) -> Outputs:
-        """Say of running prompts which blocks can be read: those that steps which have ended have written."""
-        outputs: Outputs = []
-        for sequence in self._announced:
-            said = sequence.held
-            held = replace(said or self._grant(sequence), computed=sequence.written)
-            if said is None or held.computed >= said.computed + EARLY_TOKENS:
-                sequence.held = held
-                outputs.append((sequence.request.request_id, Delta((), held=held)))
-        return outputs
-
-    def _take_back(self) -> Outputs:
-        """Give up the early handoffs of preempted sequences, whose blocks the next step may write to."""
-        lost = [sequence for sequence in self._announced if sequence.status is not SequenceStatus.RUNNING]
-        for sequence in lost:
-            self._announced.remove(sequence)
-            self._revoke(sequence)
-            sequence.written = 0
-        return [(sequence.request.request_id, Delta((), held=Held(b""))) for sequence in lost]
+        self._leases.revoke(sequence)
 
     def _end_lost(self) -> Outputs:
         """End the sequences whose first token another replica has yet to compute and whose blocks cannot be read."""

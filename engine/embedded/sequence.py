@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 from engine.embedded.kv.blocks import BlockKey, block_key, root_key
 from engine.media import MmKeys, mm_keys_of, overlaps_of
-from engine.types import FinishReason, GenerateRequest, Held, TokenLogprobs
+from engine.types import FinishReason, GenerateRequest, TokenLogprobs
 
 if TYPE_CHECKING:
     from engine.embedded.handoff.state import HeldState
     from engine.embedded.models.embeddings import PromptImages
     from engine.embedded.sampling.state import SamplerState
-    from engine.transfer.base import LeaseWord
 
 
 class SequenceStatus(Enum):
@@ -88,12 +87,6 @@ class Sequence:
     """Whether another replica is still computing its prompt, and so its first token, which is pending."""
     readable: int = 0
     """Number of leading tokens whose blocks can be read meanwhile."""
-    lease: LeaseWord | None = None
-    """Tells another replica that the blocks of this sequence, which is held or will be, are still valid."""
-    held: Held | None = None
-    """Location of these blocks, as it was last announced; None if it has not been."""
-    written: int = 0
-    """Number of tokens whose keys and values are in these blocks: computed by steps that have ended."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     draft: list[int] = field(default_factory=list)
     """Tokens that may come next, to be computed behind the last one in the next step

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from engine.embedded import core as core_module
+from engine.embedded.handoff import leases
 from engine.embedded.handoff.state import HeldState
 from engine.embedded.models.runner import ModelRunner
 from engine.embedded.sampling.sampler import Sampler
@@ -25,7 +25,7 @@ CHUNK = 16
 
 @pytest.fixture(autouse=True)
 def each_step_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_module, "EARLY_TOKENS", 1)
+    monkeypatch.setattr(leases, "EARLY_TOKENS", 1)
 
 
 @pytest.fixture(scope="module")

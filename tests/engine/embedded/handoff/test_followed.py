@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.embedded import core as core_module
+from engine.embedded.handoff import leases
 from engine.embedded.handoff.words import LeaseWords
 from engine.kv_events import Stored
 from engine.types import Delta
@@ -145,7 +145,7 @@ def test_many_of_all_fates_get_the_tokens_of_one_core(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Blocks are so few that sequences are preempted, some of them before their blocks are confirmed."""
-    monkeypatch.setattr(core_module, "EARLY_TOKENS", 1)
+    monkeypatch.setattr(leases, "EARLY_TOKENS", 1)
     rng = random.Random(overlap + str(early))
     fates: list[Fate] = []
 

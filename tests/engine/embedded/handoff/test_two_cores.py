@@ -10,8 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from engine.config import EmbeddedConfig
-from engine.embedded import core as core_module
 from engine.embedded.core import EngineCore
+from engine.embedded.handoff import leases
 from engine.embedded.models.native.runner import NativeRunner
 from engine.kv_events import Stored
 from engine.types import Delta, GenerateRequest
@@ -73,7 +73,7 @@ def expected(tiny_model: Path) -> dict[str, list[int]]:
 @pytest.fixture(params=[False, True], ids=["at the end", "early"])
 def early(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether blocks are read while the prompt is computed."""
-    monkeypatch.setattr(core_module, "EARLY_TOKENS", 1)
+    monkeypatch.setattr(leases, "EARLY_TOKENS", 1)
     is_early: bool = request.param
     return is_early
 
