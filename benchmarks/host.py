@@ -26,9 +26,10 @@ import torch
 from benchmarks.speculation import Rate, run_requests
 from engine.checkpoints.store import resolve_head, resolve_model
 from engine.config import EmbeddedConfig
-from engine.embedded.core import EngineCore, LoadedModel
+from engine.embedded.core import EngineCore
 from engine.embedded.kv.layout import Attends, LayerGroup
 from engine.embedded.kv.memory import KvMemory
+from engine.embedded.loaded_model import LoadedModel
 from engine.embedded.models.heads import HeadDraft, HeadStep
 from engine.embedded.models.runner import PendingTokens, StepInput
 from engine.embedded.sampling.sampler import Drawn, Sampled, Sampler

@@ -28,16 +28,14 @@ from engine.embedded.kv.disk_tier import digest_of
 from engine.embedded.kv.groups import BlockGroups
 from engine.embedded.kv.source import Source
 from engine.embedded.kv.tiers import Tiers, host_slots, open_tiers
+from engine.embedded.loaded_model import LoadedModel
 from engine.embedded.models.devices import code_digest
 from engine.embedded.models.embeddings import NO_IMAGES, PromptImages
-from engine.embedded.models.load import load_runner, resume_memory, state_of_files
-from engine.embedded.models.runner import ModelRunner, StepInput
+from engine.embedded.models.runner import StepInput
 from engine.embedded.sampling.sampler import Drawn, Sampler, prompt_logprobs
 from engine.embedded.scheduler import Scheduler
 from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.embedded.speculation.costs import DecodeStep
-from engine.embedded.speculation.create import create_speculator
-from engine.embedded.speculation.speculator import Speculator
 from engine.embedded.step import Chunk, PromptRows, lacking_embeddings, note_pending, prompt_rows, step_input
 from engine.errors import EngineError, EngineFailure, EngineUnavailable
 from engine.kv_events import KvEvent
@@ -105,24 +103,6 @@ class _Taken:
     accepted: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """The model runner and the speculator. A standby engine loads them while another engine serves."""
-
-    runner: ModelRunner
-    speculator: Speculator | None
-    """Chooses drafts; None without speculation."""
-
-    @classmethod
-    def load(cls, config: EmbeddedConfig) -> "LoadedModel":
-        runner = load_runner(config)
-        try:
-            return cls(runner, create_speculator(config, runner))
-        except Exception:
-            runner.close()
-            raise
-
-
 class EngineCore:
     """Model runner, block pools, scheduler and sampler, and the sequences that are alive."""
 
@@ -130,13 +110,9 @@ class EngineCore:
         self, config: EmbeddedConfig, publish: Callable[[KvEvent], None], loaded: LoadedModel | None = None
     ) -> None:
         loaded = loaded or LoadedModel.load(config)
-        self.runner = loaded.runner
+        self._model = loaded
+        self.runner, self.speculator = loaded.runner, loaded.speculator
         self._on_cpu = on_cpu = self.runner.device.type == "cpu"
-        self.speculator = loaded.speculator
-        self._folders = [folder for folder in (config.model, config.speculative_model) if folder]
-        self._files = self._state_of_files() if config.sleep is not None else []
-        self._reads_files = False
-        """Whether a sleep has dropped weights, which have to be read again."""
         self._publish_event = publish
         self._event_id = 0
         num_blocks = [group.num_blocks for group in self.runner.groups]
@@ -281,8 +257,7 @@ class EngineCore:
     def close(self) -> None:
         """End all transfers and wait for that, since they write to the runner's memory; the core is of no use
         afterwards."""
-        for runner in self._runners:
-            runner.close()
+        self._model.close()
         if self.remote is not None:
             self.remote.transfers.close()
         if self.tiers is not None:
@@ -309,32 +284,12 @@ class EngineCore:
                     pool.evict()
                 else:
                     pool.clear()
-        for runner in self._runners:
-            runner.release_memory(tags, level)
-        self._reads_files |= "weights" in tags and level > 1
+        self._model.release_memory(tags, level)
         return True
 
     def resume_memory(self, tags: Collection[Tag]) -> None:
         """Take memory again; all KV blocks are empty. Raises EngineFailure."""
-        if "weights" in tags and self._reads_files:
-            folders = " or ".join(self._folders)
-            try:
-                same = self._state_of_files() == self._files
-            except OSError as error:
-                raise EngineFailure(f"the files in {folders} cannot be read again: {error}") from error
-            if not same:
-                raise EngineFailure(f"the files in {folders} have changed since the model was loaded")
-        for runner in self._runners:
-            resume_memory(runner, tags)
-        self._reads_files &= "weights" not in tags
-
-    def _state_of_files(self) -> list[dict[Path, tuple[int, int]]]:
-        return [state_of_files(Path(folder)) for folder in self._folders]
-
-    @property
-    def _runners(self) -> list[ModelRunner]:
-        drafting = None if self.speculator is None else self.speculator.drafter.runner
-        return [self.runner] if drafting is None else [self.runner, drafting]
+        self._model.resume_memory(tags)
 
     def step(self) -> Outputs:
         """Run one step, and return what is known by then.

@@ -17,9 +17,10 @@ import torch
 
 from engine.base import DeltaStream
 from engine.config import EmbeddedConfig, Tag
-from engine.embedded.core import EngineCore, LoadedModel
+from engine.embedded.core import EngineCore
 from engine.embedded.grammar.compiler import GrammarCompiler, Matcher
 from engine.embedded.handoff.remote_source import resume
+from engine.embedded.loaded_model import LoadedModel
 from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence
 from engine.embedded.threaded_engine import ThreadedEngine

@@ -313,7 +313,8 @@ async def test_stats_follow_the_work(engine: Engine) -> None:
     await task
     after = await idle(engine, before)
     assert after.num_completed_requests > before.num_completed_requests
-    assert after.iteration > stats.iteration >= before.iteration
+    assert after.iteration >= stats.iteration >= before.iteration  # they may be those of the last step
+    assert after.iteration > before.iteration
 
 
 async def test_any_number_of_consumers_of_stats(engine: Engine) -> None:
