@@ -12,7 +12,7 @@ import logging
 import queue
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from operator import add
@@ -27,6 +27,7 @@ from engine.embedded.kv.disk_tier import HEADER_LIMIT, Description, DiskError, D
 from engine.embedded.kv.groups import BlockGroups
 from engine.embedded.kv.host_tier import Copies, CopyPoint, Device, HostTier, Name, Slot, padded
 from engine.embedded.kv.memory import KvMemory
+from engine.embedded.kv.weighing import ABSENT, DEVICE, DISK, HOST, Speeds, weigh, weigh_windows
 from engine.embedded.sequence import Sequence as Prompt
 from engine.embedded.sequence import SequenceStatus
 from engine.embedded.threads import compute_threads
@@ -35,15 +36,10 @@ from engine.kv_events import StoredBlock, UniqueToken
 from engine.stats import TierStats
 from engine.transfer.base import TransferError
 
-DEVICE, HOST, DISK = range(3)
-"""Cache levels, as KV events number them."""
-ABSENT = 3
 LOADERS = 2
 """Threads that load blocks from the host."""
 _MOST_LOADERS = 8
 """Threads that load blocks from the disk, where there are twice as many cores: each also checks what it has read."""
-_OVERHEAD_SECONDS = 0.002
-"""Time for which a load delays a sequence, whatever its size."""
 _REMEMBERED = 4
 """Keys whose requests are counted, for each block on the device and on the host."""
 _SAMPLE, _TRIALS = 8, 3
@@ -57,51 +53,6 @@ _MOST_WRITES = 0.5
 """Share of the host's blocks that may wait to be written to the disk."""
 
 log = logging.getLogger(__name__)
-
-
-class Speeds(NamedTuple):
-    """Seconds for a block of each group, and for computing a block's tokens."""
-
-    compute: float
-    host: tuple[float, ...]
-    disk: tuple[float, ...]
-    """While all threads read."""
-    latency: float = 0.0
-    """Seconds that a load from the disk takes longer than this, however few blocks it has."""
-
-    def of(self, level: int, group: int) -> float:
-        """Return the seconds that loading a block from a cache level takes."""
-        return (self.host if level == HOST else self.disk)[group] if level in (HOST, DISK) else 0.0
-
-
-class Weighed(NamedTuple):
-    """Leading blocks of a prefix: how many some level has, how many the device has, and up to where loading saves most
-    time, which includes those of the device."""
-
-    usable: int
-    present: int
-    offered: int
-
-
-def weigh(levels: Iterable[int], speeds: Speeds) -> Weighed:
-    """Weigh a prefix where attention is full, by the fastest level that has each block."""
-    costs = [speeds.of(level, 0) for level in (DEVICE, HOST, DISK)]
-    end = present = offered = 0
-    gain, load, waits = 0.0, _OVERHEAD_SECONDS, False
-    for level in levels:
-        if level == ABSENT:
-            break
-        end += 1
-        if level == DEVICE and present == end - 1:
-            present = offered = end
-            continue
-        if level == DISK and not waits:
-            waits, load = True, load + speeds.latency
-        load += costs[level]
-        saved = (end - present) * speeds.compute - load
-        if saved > gain:
-            offered, gain = end, saved
-    return Weighed(end, present, offered)
 
 
 class _BlockLoad(NamedTuple):
@@ -321,49 +272,19 @@ class Tiers:
         size = self._blocks.block_size
         keys = sequence.extend_keys(size)[: (len(sequence.tokens) - 1) // size]
         if self._blocks.sliding:
-            usable, present, count = self._weighed_windows(keys)
+            groups = range(len(self._sizes))
+            levels = ([self._level((group, key)) for group in groups] for key in keys)
+            usable, present, count = weigh_windows(levels, self.speeds, self._blocks)
         else:
             usable, present, count = weigh((self._level((0, key)) for key in keys), self.speeds)
         self._avoided.pop(sequence.request.request_id, None)
         if usable > count:
-            levels = [self._level((0, key)) for key in keys[count:usable]]
-            self._avoided[sequence.request.request_id] = levels.count(HOST), levels.count(DISK)
+            avoided = [self._level((0, key)) for key in keys[count:usable]]
+            self._avoided[sequence.request.request_id] = avoided.count(HOST), avoided.count(DISK)
         if count == present:
             return 0
         self._touch(keys[:count])
         return count * size
-
-    def _weighed_windows(self, keys: Sequence[BlockKey]) -> Weighed:
-        """Weigh a prefix where some groups attend to a window."""
-        size, groups = self._blocks.block_size, range(len(self._sizes))
-        seconds: list[list[float]] = [[0.0] for _ in groups]
-        """Seconds to load each group's blocks up to each index."""
-        runs, device_runs = [0] * len(self._sizes), [0] * len(self._sizes)
-        """Blocks up to each index that some level has, and that the device has, without a gap."""
-        usable = present = count = 0
-        gain = wait = 0.0
-        """Seconds that this saves, and that the disk takes to begin."""
-        for end, key in enumerate(keys, 1):
-            for group in groups:
-                level = self._level((group, key))
-                wait = self.speeds.latency if level == DISK else wait
-                runs[group] = 0 if level == ABSENT else runs[group] + 1
-                device_runs[group] = device_runs[group] + 1 if level == DEVICE else 0
-                seconds[group].append(seconds[group][-1] + self.speeds.of(level, group))
-            needed = [end - pool.first(end * size) for pool in self._blocks.pools]
-            if runs[0] < needed[0] == end:
-                break
-            if any(run < need for run, need in zip(runs, needed, strict=True)):
-                continue
-            usable = end
-            if all(run >= need for run, need in zip(device_runs, needed, strict=True)):
-                present, count, gain = end, end, 0.0
-                continue
-            load = sum(seconds[group][end] - seconds[group][end - needed[group]] for group in groups)
-            saved = (end - present) * self.speeds.compute - load - wait - _OVERHEAD_SECONDS
-            if saved > gain:
-                count, gain = end, saved
-        return Weighed(usable, present, count)
 
     def read(self, sequence: Prompt, missing: list[list[int]]) -> _TierReading:
         items = []

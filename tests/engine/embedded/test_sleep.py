@@ -16,7 +16,7 @@ import torch
 from engine.config import EmbeddedConfig, SleepConfig
 from engine.embedded.core import EngineCore
 from engine.embedded.kv.memory import discard, shared_zeros
-from engine.embedded.kv.tiers import Speeds
+from engine.embedded.kv.weighing import Speeds
 from engine.embedded.models.native.weights import zeros
 from engine.errors import EngineFailure
 from engine.kv_events import Cleared, KvEvent, Removed, Updated

@@ -14,7 +14,7 @@ import torch
 from engine.config import EmbeddedConfig
 from engine.embedded.core import EngineCore
 from engine.embedded.kv.host_tier import ALIGNMENT, Device
-from engine.embedded.kv.tiers import Speeds
+from engine.embedded.kv.weighing import Speeds
 from engine.stats import IterationStats
 from tests.engine.embedded.kv.test_tiers import Store
 from tests.engine.embedded.test_equivalence import add, tokens

@@ -25,7 +25,8 @@ from engine.embedded.kv.host_tier import Device, HostTier
 from engine.embedded.kv.layout import Attends
 from engine.embedded.kv.memory import KvMemory
 from engine.embedded.kv.source import Reading
-from engine.embedded.kv.tiers import ABSENT, DEVICE, DISK, HOST, Speeds, Tiers, open_tiers, weigh
+from engine.embedded.kv.tiers import Tiers, open_tiers
+from engine.embedded.kv.weighing import ABSENT, DEVICE, DISK, HOST, Speeds, weigh
 from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.errors import EngineFailure
 from engine.kv_events import Cleared, EventDiff, Removed, Stored, Updated
