@@ -21,7 +21,7 @@ ON_GPU = torch.cuda.is_available()
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 tl = pytest.importorskip("triton.language")  # which the interpreter looks for beside every kernel
 
-from engine.embedded import core  # noqa: E402
+from engine.embedded import loaded_model  # noqa: E402
 from engine.embedded.models import heads  # noqa: E402
 from engine.embedded.models.cuda import (  # noqa: E402
     decode_attention,
@@ -191,5 +191,5 @@ def cuda_runner(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
     monkeypatch.setattr(
         sampler, "to_host", torch.clone
     )  # from the device that is a copy: the next step may write where these are
-    monkeypatch.setattr(core, "load_runner", runner.CudaRunner)
+    monkeypatch.setattr(loaded_model, "load_runner", runner.CudaRunner)
     return runner

@@ -38,9 +38,16 @@ inline uint16_t nearest_bfloat16(float x) {
   std::memcpy(&bits, &x, sizeof bits);
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
-inline Vec nearest_bfloat16(Vec v) {
+// Returns what is saved.
+inline Vec save_rounded(uint16_t* to, Vec v) {
+#if defined(__AVX512BF16__) && LANES == 16
+  const Halves narrow = (Halves)_mm512_cvtneps_pbh((__m512)v);
+#else
   const Bits bits = (Bits)v;
-  return (Vec)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
+  const Halves narrow = __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, Halves);
+#endif
+  std::memcpy(to, &narrow, sizeof narrow);
+  return (Vec)(__builtin_convertvector(narrow, Bits) << 16);
 }
 
 // Activations: [tiles][groups][kRoundedRows][kGroup] bfloat16; beyond a row's inputs are zeros.
@@ -60,7 +67,7 @@ struct Rounded {
     if (first % kGroup == 0)
       for (; i + kGroup <= count; i += kGroup) {
         uint16_t* group = place(first + i);
-        for (int k = 0; k < kGroup; k++) group[k] = nearest_bfloat16(x[i + k]);
+        for (int k = 0; k < kGroup; k += kLanes) save_rounded(group + k, load<Vec>(x + i + k));
       }
     for (; i < count; i++) *place(first + i) = nearest_bfloat16(x[i]);
     if (first + count == inputs)
@@ -118,7 +125,7 @@ class ProductState {
 
 // sum += weights * inputs, in each lane those of a pair.
 inline Vec add_pairs(Vec sum, Bits weights, Bits inputs) {
-#if defined(__AVX512BF16__) && LANES == 16
+#if defined(__AVX512BF16__) && LANES == 16 && PRODUCTS == 1
   return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)inputs);
 #else
   sum += (Vec)(weights & 0xffff0000u) * (Vec)(inputs & 0xffff0000u);

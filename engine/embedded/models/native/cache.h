@@ -28,14 +28,9 @@ inline Vec save_factors(Factor* to, Vec v) {
   if constexpr (kProducts == kFloats) {
     std::memcpy(to, &v, sizeof v);
     return v;
+  } else {
+    return save_rounded((uint16_t*)to, v);
   }
-#if defined(__AVX512BF16__) && LANES == 16
-  const Halves narrow = (Halves)_mm512_cvtneps_pbh((__m512)v);
-#else
-  const Halves narrow = __builtin_convertvector((Bits)nearest_bfloat16(v) >> 16, Halves);
-#endif
-  std::memcpy(to, &narrow, sizeof narrow);
-  return (Vec)(__builtin_convertvector(narrow, Bits) << 16);
 }
 
 // Columns of words, kPanel of them at a time.

@@ -51,14 +51,16 @@ _AVX2 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VNNI = _AVX512 | {"avx512_vnni"}
 _VNNI_FLAGS = ("-march=x86-64-v4", "-mavx512vnni")
+_BF16 = _VNNI | {"avx512_bf16"}
+_BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
 LEVELS = (
     Level("portable", 4, (), frozenset()),
     Level("avx2", 8, ("-march=x86-64-v3",), _AVX2),
     Level("avx_vnni", 8, ("-march=x86-64-v3", "-mavxvnni"), _AVX2 | {"avx_vnni"}),
     Level("avx512", 16, ("-march=x86-64-v4",), _AVX512),
-    Level("avx512_bf16", 16, (*_VNNI_FLAGS, "-mavx512bf16"), _VNNI | {"avx512_bf16"}, Arithmetic.PAIRS),
+    Level("avx512_bf16", 16, _BF16_FLAGS, _BF16, Arithmetic.PAIRS),
     Level("avx512_vnni", 16, _VNNI_FLAGS, _VNNI),
-    Level("amx", 16, (*_VNNI_FLAGS, "-mamx-tile", "-mamx-bf16"), _VNNI | {"amx_tile", "amx_bf16"}, Arithmetic.TILES),
+    Level("amx", 16, (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16"), _BF16 | {"amx_tile", "amx_bf16"}, Arithmetic.TILES),
 )
 """Levels, slowest first on Intel's processors.
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.config import EmbeddedConfig
-from engine.embedded import core as module
+from engine.embedded import loaded_model
 from engine.embedded.core import EngineCore
 from engine.embedded.grammar.compiler import Matcher
 from engine.embedded.grammar.library import Bitmask
@@ -152,7 +152,7 @@ def make_core(
     with pytest.MonkeyPatch.context() as patch:
         if guesser is not None:
             speculator = Speculator(guesser, most=8, min_speedup=0, context_length=CONTEXT)
-            patch.setattr(module, "create_speculator", lambda *_: speculator)
+            patch.setattr(loaded_model, "create_speculator", lambda *_: speculator)
         return EngineCore(config, publish)
 
 

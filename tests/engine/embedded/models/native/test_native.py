@@ -411,7 +411,7 @@ def test_a_level_that_the_processor_lacks_is_refused_by_name(tmp_path: Path, mon
     [
         ("AuthenticAMD", "amx_tile", "auto", "avx512_bf16"),
         ("AuthenticAMD", "amx_tile", "float32", "avx512_vnni"),
-        ("AuthenticAMD", "avx512_bf16", "auto", "amx"),
+        ("AuthenticAMD", "avx512_bf16", "auto", "avx512_vnni"),
         ("AuthenticAMD", "avx512f", "auto", "avx_vnni"),
         ("GenuineIntel", "amx_tile", "auto", "avx512_vnni"),
         ("GenuineIntel", "none", "auto", "amx"),
