@@ -102,6 +102,7 @@ class Guesser:
     wrong tokens of one draft after another, `lengths` the lengths."""
 
     free = True
+    runner = None
 
     def __init__(self, answers: dict[str, list[int]], lengths: Many[int], wrongs: Many[int]) -> None:
         self._answers = answers
