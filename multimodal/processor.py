@@ -4,13 +4,17 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from uuid import uuid4
+
+from blake3 import blake3
 
 from engine import trace
 from engine.base import DeltaStream, Engine
 from engine.errors import EngineFailure, InvalidRequest
 from engine.kit.work import NATIVE, off_loop
-from engine.types import GenerateRequest, SamplingParams
+from engine.types import EngineInfo, GenerateRequest, SamplingParams
 from multimodal.answers.choices import Choice, Piece, usage
 from multimodal.answers.formats import AnswerFormat
 from multimodal.answers.shapes import AnswerContext, Shape
@@ -19,6 +23,14 @@ from multimodal.metrics import ChoiceTimer, GenerationMetrics
 from multimodal.remote_media import RemoteMediaRun
 from multimodal.request import Ask, Conversation, Limits, Sampling, SamplingDefaults, check_tools
 from multimodal.text.prompts import MediaPrompts, Prompt, Prompts
+
+
+@lru_cache(maxsize=16)
+def fingerprint(model_name: str, info: EngineInfo) -> str:
+    """Return `system_fingerprint`: equal for all replicas that compute the same model in the same way, so that clients
+    who name a seed know when its answer may differ."""
+    how = info.dtype, info.quantization, info.device, info.tensor_parallel_size, info.compute_path, info.instruction_set
+    return f"fp_{blake3(repr((model_name, Path(info.model).name, info.backend, *how)).encode()).hexdigest(5)}"
 
 
 @dataclass(eq=False)
@@ -35,7 +47,6 @@ class Processor:
     logits: tuple[str, ...] = ()
     format: AnswerFormat = field(default_factory=AnswerFormat)
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    _fingerprint: str = field(default_factory=lambda: f"fp_{uuid4().hex[:10]}", init=False)
 
     async def prepare(
         self, ask: Ask, shape: Callable[[AnswerContext], Shape], request_id: str, dp_rank: int | None = None
@@ -106,7 +117,14 @@ class Processor:
             parser = self.format.parser(asked, info.guides, tokenizer, prompt.opening) if index else first
             choices.append(Choice(index, request, ask, tokenizer, parser))
         answer = shape(
-            AnswerContext(ask, choices, tokenizer, ask.request_id or request_id, self.model_name, self._fingerprint)
+            AnswerContext(
+                ask,
+                choices,
+                tokenizer,
+                ask.request_id or request_id,
+                self.model_name,
+                fingerprint(self.model_name, info),
+            )
         )
         _describe(answer.operation, self.model_name, answer.id, params)
         return Generation(

@@ -38,6 +38,8 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "frequency_penalty": (-2.0, 2.0),
 }
 """Smallest and largest value of each field; `top_p` excludes the smallest."""
+CONTEXT_LENGTH = "This model's maximum context length is"
+"""The words by which clients, such as LiteLLM, recognise that a prompt is too long: OpenAI's message begins so."""
 _TAG_DEPTH = 12
 """Levels that a structural tag may have around a schema."""
 _MARKUP = 32
@@ -288,7 +290,7 @@ class Sampling:
         max_tokens = [self._max_tokens(ask, length) for length in lengths]
         common = SamplingParams(
             max_tokens=min(max_tokens),
-            min_tokens=_within("min_tokens", ask.min_tokens, 0, min(max_tokens)),
+            min_tokens=_min_tokens(ask.min_tokens, min(max_tokens)),
             temperature=_in_range("temperature", self.defaults.of(ask, "temperature")),
             top_p=_top_p(self.defaults.of(ask, "top_p")),
             top_k=max(0, int(_in_range("top_k", self.defaults.of(ask, "top_k")))),
@@ -330,9 +332,11 @@ class Sampling:
         room = context - prompt
         least = 1 if asked is None else asked
         if room < least:
+            more = (
+                f"and asks for {asked} more, {prompt + asked} in all" if asked else "which leaves no room for an answer"
+            )
             raise ContextOverflow(
-                f"This model's context is {context} tokens; the request has {prompt} prompt tokens and asks for "
-                f"{asked or 1} more, {prompt + (asked or 1)} in all.",
+                f"{CONTEXT_LENGTH} {context} tokens. However, the request has {prompt} prompt tokens, {more}.",
                 ask.spelled("prompt"),
             )
         if asked is not None:
@@ -440,10 +444,19 @@ def _within(name: str, value: Number, low: float, high: float) -> Number:
     return value
 
 
+def _min_tokens(value: int, most: int) -> int:
+    if not 0 <= value <= most:
+        raise RequestError(
+            f"'min_tokens' must be from 0 to {most}, the most tokens that the answer may have.", "min_tokens"
+        )
+    return value
+
+
 def _top_p(value: float) -> float:
-    if value <= 0:
+    low, high = RANGES["top_p"]
+    if not low < value <= high:
         raise RequestError("'top_p' must be above 0 and at most 1.", "top_p")
-    return _in_range("top_p", value)
+    return value
 
 
 def _at_most(name: str, items: Sequence[object] | Mapping[str, float], most: int) -> None:

@@ -13,8 +13,8 @@ class ImageUrl(Wire):
     url: LongUrl
     """http(s), a data URL (data:image/png;base64,…), or a file of the server's folder of media.
     Example: "https://example.com/image.png" """
-    detail: Literal["auto", "low", "high"] | None = None
-    """`low` scales the image down to 512 pixels a side; `auto` and `high` leave it as it is. Example: "auto" """
+    detail: Literal["auto", "low", "high", "original"] | None = None
+    """`low` scales the image down to 512 pixels a side; others leave it as it is. Example: "auto" """
 
 
 class VideoUrl(Wire):

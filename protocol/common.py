@@ -294,6 +294,8 @@ class GenerationFields(SamplingFields):
     """Not supported."""
     disaggregated_params: Any = None
     """Not supported: a server's role decides."""
+    return_tokens_as_token_ids: Any = None
+    """Not supported; `return_token_ids` gives the ids beside the text."""
 
 
 class PromptTokensDetails(BaseModel):

@@ -129,7 +129,7 @@ def _media_refs(messages: Sequence[ChatMessage], sampling: FrameSampling) -> Ite
             if kind is None or given is None:
                 continue
             url = given if isinstance(given, str) else given.url
-            detail = given.detail if isinstance(given, ImageUrl) else None
+            detail = given.detail if isinstance(given, ImageUrl) and given.detail != "original" else None
             param = f"messages.{place}.content.{index}.{part.type}"
             yield MediaRef(url, detail or "auto", param, kind, sampling if kind == "video" else FrameSampling())
 
@@ -139,7 +139,7 @@ def _content(message: ChatMessage, param: str) -> str | list[dict[str, Any]]:
         return message.content
     if message.content is None:
         if message.role != "assistant":
-            raise RequestError(f"The content of a {message.role} message must not be null.", "messages")
+            raise RequestError(f"The content of a {message.role} message must not be null.", param)
         return message.refusal or ""
     parts = [_part(part, f"{param}.{index}") for index, part in enumerate(message.content)]
     if not any(part.type in MEDIA_PARTS for part in message.content):

@@ -37,6 +37,7 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "thread": (),
     "prompt": (),
     "context_management": ([],),
+    "return_tokens_as_token_ids": (False,),
 }
 """Refused fields, which would change the meaning of the answer; each with the values, other than null, that have no
 effect."""

@@ -34,7 +34,7 @@ class AnswerContext:
     request_id: str
     model: str
     fingerprint: str
-    """Fingerprint of this server's configuration (`system_fingerprint`)."""
+    """Says how the model is computed (`system_fingerprint`)."""
 
 
 @dataclass(slots=True)

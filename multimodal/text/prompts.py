@@ -11,7 +11,7 @@ from engine.kit.work import off_loop
 from engine.media import MediaKind, PromptMedia
 from engine.types import EngineInfo
 from multimodal.errors import RequestError
-from multimodal.request import Ask, Conversation, Limits, MediaRef
+from multimodal.request import CONTEXT_LENGTH, Ask, Conversation, Limits, MediaRef
 from multimodal.text.control import unmarked
 from multimodal.text.templates import ChatTemplate, check_forged, template_variables
 from multimodal.text.tokenizer import Encode, Tokenizer, encoded
@@ -166,7 +166,7 @@ class Prompts:
         context = info.context_length
         if length := self._excess(text, context, ask):
             raise ContextOverflow(
-                f"This model's context is {context} tokens; the prompt's {length} characters are always more.",
+                f"{CONTEXT_LENGTH} {context} tokens. However, the prompt's {length} characters are always more.",
                 ask.spelled("prompt"),
             )
 

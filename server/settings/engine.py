@@ -32,7 +32,8 @@ class ModelSettings(Section):
 
     model: str = Field(DEFAULT_MODEL, min_length=1, validation_alias=AliasChoices("model", "model_path"))
     """Hugging Face folder or id, GGUF file, or a built-in model: smollm2-135m-instruct, smolvision, smolvideo,
-    smolaudio, gemma-3-270m, qwen2.5-coder-0.5b, qwen2.5-coder-1.5b or whisper-tiny.en. `trellis models` lists them.
+    smolaudio, smoldraw, smoldraw-clips, gemma-3-270m, qwen2.5-coder-0.5b, qwen2.5-coder-1.5b or whisper-tiny.en.
+    `trellis models` lists them.
     """
     served_model_name: str = ""
     """Name in /v1/models and in requests; empty takes the model's own."""

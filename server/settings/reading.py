@@ -119,7 +119,7 @@ def misspelt_variables() -> Iterator[str]:
     known = [spelling.upper() for spellings in _spellings().values() for spelling in spellings]
     for variable in variables():
         plain = variable.upper().removeprefix("TRELLIS_")
-        if variable.upper() not in known and (meant := nearest(plain, known, cutoff=0.92)):
+        if variable.upper() not in known and (meant := nearest(plain, known, cutoff=0.9)):
             yield f"the environment variable {variable} is no setting{did_you_mean(meant)}"
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from multimodal.answers.formats import AnswerFormat
 from multimodal.answers.parsers.choose import family
 from multimodal.errors import DeadlineExceeded, ModelNotFound, RequestError
 from multimodal.metrics import GenerationMetrics
-from multimodal.processor import Generation, Processor
+from multimodal.processor import Generation, Processor, fingerprint
 from multimodal.request import Limits, SamplingDefaults
 from multimodal.text.prompts import Prompts
 from multimodal.text.templates import ChatTemplate
@@ -110,6 +111,7 @@ REFUSED = {
     "prompt_embeds": "AAAA",
     "chat_template": "{{ x }}", "mm_processor_kwargs": {"a": 1}, "logits_processors": ["x"], "lora_request": {"a": 1},
     "disaggregated_params": {"request_type": "context_only"}, "kv_transfer_params": {"a": 1},
+    "return_tokens_as_token_ids": True,
 }  # fmt: skip
 EXTENSIONS = {
     "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 1, "ignore_eos": True, "stop_token_ids": [7],
@@ -228,7 +230,7 @@ async def test_the_context_is_filled_or_the_numbers_are_said(setup: Setup) -> No
     assert (await setup.complete(COMPLETION))["usage"]["completion_tokens"] == 16
     with pytest.raises(ContextOverflow, match=r"256.* 300 "):
         await setup.prepare({**CHAT, "max_completion_tokens": 300})
-    with pytest.raises(ContextOverflow):
+    with pytest.raises(ContextOverflow, match="has 256 prompt tokens, which leaves no room for an answer"):
         await setup.prepare({"prompt": "x" * 256})
     assert (await setup.complete({"prompt": "x" * 300, "truncate_prompt_tokens": -1, "max_tokens": 6}))["usage"][
         "prompt_tokens"
@@ -251,6 +253,16 @@ async def test_chat_answers_parse_with_the_sdk_and_hold_what_it_expects(setup: S
         b"".join(bytes(entry.bytes or []) for entry in logprobs.content).decode() == parsed.choices[0].message.content
     )
     assert all(len(entry.top_logprobs) == 2 for entry in logprobs.content)
+
+
+async def test_replicas_that_compute_alike_have_one_fingerprint(setup: Setup) -> None:
+    info = setup.engine.info
+    own = fingerprint("fake", info)
+    assert (await setup.complete(CHAT))["system_fingerprint"] == own and own.startswith("fp_")
+    alike = {"load_seconds": 7.5, "num_blocks": 9, "model": "/another/folder/" + Path(info.model).name}
+    assert fingerprint("fake", replace(info, **alike)) == own
+    others: list[dict[str, Any]] = [{"quantization": "int8"}, {"instruction_set": "amx"}, {"model": "/another"}]
+    assert own not in [fingerprint("fake", replace(info, **other)) for other in others]
 
 
 async def test_chat_streams_role_deltas_finish_and_usage(setup: Setup) -> None:

@@ -180,11 +180,12 @@ def test_the_file_is_shared_with_compose(tmp_path: Path, monkeypatch: pytest.Mon
 def test_variables_close_to_a_settings_name_are_warned_about(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("MAX_BATCHSIZE", "TRELLIS_PORT", "HOSTNAME", "MODELS_FOLDER"):
+    for name in ("MAX_BATCHSIZE", "QUANTISATION", "TRELLIS_PORT", "HOSTNAME", "MODELS_FOLDER"):
         monkeypatch.setenv(name, "3")
     found = list(misspelt_variables())
     assert sorted(found) == [
         "the environment variable MAX_BATCHSIZE is no setting; did you mean MAX_BATCH_SIZE?",
+        "the environment variable QUANTISATION is no setting; did you mean QUANTIZATION?",
         "the environment variable TRELLIS_PORT is no setting; did you mean PORT?",
     ]
     assert main(["config"]) == 0

@@ -71,6 +71,9 @@ def test_texts_alone_stay_one_text() -> None:
     assert to_template(message(text("a"), text("b")))["content"] == "a\nb"
     assert to_template(ChatMessage(role="user", content="a"))["content"] == "a"
     assert to_template(ChatMessage(role="assistant", content=None))["content"] == ""
+    with pytest.raises(RequestError, match="content of a user message must not be null") as caught:
+        conversation_of([ChatMessage(role="user", content="a"), ChatMessage(role="user", content=None)])
+    assert caught.value.param == "messages.1.content"
 
 
 def test_attachments_are_in_the_order_of_all_messages() -> None:
@@ -79,11 +82,13 @@ def test_attachments_are_in_the_order_of_all_messages() -> None:
         message(text("a"), IMAGE, BARE),
         ChatMessage(role="assistant", content="c"),
         message({"type": "image_url", "image_url": {"url": "u", "detail": None}}, role="tool"),
+        message({"type": "image_url", "image_url": {"url": "v", "detail": "original"}}),
     ]
     assert conversation_of(conversation).media == [
         MediaRef("http://images.test/a.png", "low", "messages.1.content.1.image_url"),
         MediaRef("data:image/png;base64,AAAA", "auto", "messages.1.content.2.image_url"),
         MediaRef("u", "auto", "messages.3.content.0.image_url"),
+        MediaRef("v", "auto", "messages.4.content.0.image_url"),
     ]
 
 

@@ -152,7 +152,7 @@ async def test_the_same_bound_holds_for_max_tokens_wherever_it_is_named(client: 
         )
         for asked, message in (
             (0, f"'{name}' must be from 1 to {CONTEXT}."),
-            (1 << 40, f"context is {CONTEXT} tokens"),
+            (1 << 40, f"This model's maximum context length is {CONTEXT} tokens. However, "),
         ):
             response = await client.post("/v1/chat/completions", json={**CHAT, name: asked})
             assert response.status_code == 400 and message in response.json()["error"]["message"]
@@ -175,7 +175,7 @@ async def test_the_same_bound_holds_for_max_tokens_wherever_it_is_named(client: 
         ({"messages": [{"role": "user", "content": 5}]}, "'messages.0.content' must be a string or an array."),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}]},
-            "'messages.0.content.1.image_url.detail' must be 'auto', 'low' or 'high'.",
+            "'messages.0.content.1.image_url.detail' must be 'auto', 'low', 'high' or 'original'.",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}, {"type": "text", "text": 6}]}]},
@@ -203,6 +203,9 @@ async def test_the_same_bound_holds_for_max_tokens_wherever_it_is_named(client: 
         ({"prompt": "a", "logit_bias": {"5": 101}}, "'logit_bias.5' must be from -100 to 100."),
         ({"prompt": "a", "logit_bias": {"5": 1, "x": 1}},
          "The key 'x' of 'logit_bias' must be a token id from 0 to 511."),
+        ({"prompt": "a", "top_p": 2}, "'top_p' must be above 0 and at most 1."),
+        ({"prompt": "a", "max_tokens": 1, "min_tokens": 5},
+         "'min_tokens' must be from 0 to 1, the most tokens that the answer may have."),
         ({"prompt": "a", "model": "other"}, "The model 'other' does not exist; this server serves 'fake'."),
     ],
 )  # fmt: skip
