@@ -67,6 +67,7 @@ class AnswerFormat:
         engine's kinds of grammars.
         """
         tools = ask.tools.offered if ask.tools is not None else {}
+        forced = ask.tools is not None and ask.tools.mode == "required"
         if not isinstance(ask.prompt, Conversation) or not (tools or self.reads_prompts):
             return PlainText()
         parser = FamilyParser(
@@ -75,7 +76,8 @@ class AnswerFormat:
             tokenizer=tokenizer,
             skip_special_tokens=ask.skip_special_tokens,
             prompt=opening,
-            whole_calls=not (ask.stream and self.stream_arguments),
+            whole_calls=not (self.stream_arguments if ask.stream else forced),
+            forced=forced,
         )
         described = ask.guides and not tools and not (parser.reasons and "structural_tag" in kinds)
         return PlainText() if described else parser

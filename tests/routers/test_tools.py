@@ -122,6 +122,27 @@ async def test_whole_calls_in_streams(tmp_path: Path) -> None:
         assert f"trtllm_malformed_tool_calls_total{labels} 2.0" in metrics
 
 
+@pytest.mark.parametrize(
+    ("cut", "calls"),
+    [
+        (f"{ALSO}\n{CALL[:-20]}", [["get_time", "{}"], ["get_weather", '{"city": "P']]),
+        ('<tool_call>\n{"name": "get_', []),
+        ("<tool_", []),
+    ],
+)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str)
+async def test_a_forced_call_that_is_cut_off_is_no_text(
+    tmp_path: Path, cut: str, calls: list[list[str]], choice: str | dict[str, Any]
+) -> None:
+    async with scripted(tmp_path, cut, cut) as client:
+        whole = (await ask(client, tool_choice=choice))["choices"][0]
+        streamed = joined(await stream(client, tool_choice=choice))
+    expected = calls if choice == "required" else calls[:1]
+    assert [[*call] for call in calls_of(whole["message"])] == streamed["calls"] == expected
+    assert not (whole["message"]["content"] or "").strip() and not streamed["content"].strip()
+    assert whole["finish_reason"] == streamed["finish_reason"]
+
+
 async def test_each_choice_has_a_parser(tmp_path: Path) -> None:
     async with scripted(tmp_path, CALL, "Sunny.", ALSO) as client:
         whole = await ask(client, n=3)

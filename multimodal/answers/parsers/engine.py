@@ -28,7 +28,8 @@ class FamilyParser(CallReader):
     special tokens are recognised by id, whether or not the text shows them.
 
     With `whole_calls`, a call is one part, and one that never completes becomes text. Without it, arguments are passed
-    on incrementally, and a call that breaks off stays incomplete: sent parts cannot be taken back.
+    on incrementally, and a call that breaks off stays incomplete: sent parts cannot be taken back. If calls are
+    `forced`, nothing else can follow the reasoning, and what is left of one that breaks off is no text.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class FamilyParser(CallReader):
         skip_special_tokens: bool = False,
         prompt: str = "",
         whole_calls: bool = False,
+        forced: bool = False,
     ) -> None:
         super().__init__(family, tools, SpecialTokens(family, tokenizer, skip_special_tokens), whole_calls)
+        self._forced = forced
         self._trim = bool(tools) and family.tools is not None and family.tools.trim
         self._after_reasoning = False
         self._inside = False  # of reasoning
@@ -62,7 +65,8 @@ class FamilyParser(CallReader):
     def finish(self) -> list[Part]:
         """Return the parts that were held back. The output has ended."""
         self._final = True
-        return self._feed(self._tokens.rest())
+        parts = self._feed(self._tokens.rest())
+        return [part for part in parts if not isinstance(part, Text)] if self._forced else parts
 
     def _read(self) -> Reading:
         family = self._family
