@@ -42,7 +42,8 @@ class FlagParser(argparse.ArgumentParser):
             if name == "--":
                 break
             if name.startswith("--") and name not in known:
-                raise SettingsError(f"unknown flag {name}{did_you_mean(nearest(name, known))}")
+                meant = "--url" if name in ("--host", "--port") and "--url" in known else nearest(name, known)
+                raise SettingsError(f"unknown flag {name}{did_you_mean(meant)}")
         return self.parse_args(arguments)
 
 

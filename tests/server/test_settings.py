@@ -131,6 +131,7 @@ def test_help_on_a_group_a_flag_and_nothing(capsys: pytest.CaptureFixture[str]) 
         (["owner/name"], "unknown command owner/name; to serve a model: trellis serve owner/name"),
         (["serve", "a", "--model", "b"], "two models are given: a and --model b"),
         (["bench", "--concurency", "3"], "unknown flag --concurency; did you mean --concurrency?"),
+        (["chat", "--port", "9000"], "unknown flag --port; did you mean --url?"),
     ],
 )
 def test_the_name_that_was_meant_is_suggested(
