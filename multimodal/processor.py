@@ -26,11 +26,12 @@ from multimodal.text.prompts import MediaPrompts, Prompt, Prompts
 
 
 @lru_cache(maxsize=16)
-def fingerprint(model_name: str, info: EngineInfo) -> str:
-    """Return `system_fingerprint`: equal for all replicas that compute the same model in the same way, so that clients
-    who name a seed know when its answer may differ."""
+def fingerprint(release: str, model_name: str, info: EngineInfo) -> str:
+    """Return `system_fingerprint`: equal for all replicas of a release that compute a model of this name in the same
+    way. To a client who names a seed, another one says that answers may differ; other weights of the same name do not
+    show."""
     how = info.dtype, info.quantization, info.device, info.tensor_parallel_size, info.compute_path, info.instruction_set
-    return f"fp_{blake3(repr((model_name, Path(info.model).name, info.backend, *how)).encode()).hexdigest(5)}"
+    return f"fp_{blake3(repr((release, model_name, Path(info.model).name, info.backend, *how)).encode()).hexdigest(5)}"
 
 
 @dataclass(eq=False)
@@ -47,6 +48,8 @@ class Processor:
     logits: tuple[str, ...] = ()
     format: AnswerFormat = field(default_factory=AnswerFormat)
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    release: str = ""
+    """Version of the server."""
 
     async def prepare(
         self, ask: Ask, shape: Callable[[AnswerContext], Shape], request_id: str, dp_rank: int | None = None
@@ -123,7 +126,7 @@ class Processor:
                 tokenizer,
                 ask.request_id or request_id,
                 self.model_name,
-                fingerprint(self.model_name, info),
+                fingerprint(self.release, self.model_name, info),
             )
         )
         _describe(answer.operation, self.model_name, answer.id, params)

@@ -332,11 +332,11 @@ class Sampling:
         room = context - prompt
         least = 1 if asked is None else asked
         if room < least:
-            more = (
-                f"and asks for {asked} more, {prompt + asked} in all" if asked else "which leaves no room for an answer"
-            )
+            more = ", which leaves no room for an answer" if asked is None else ""
+            if asked:
+                more = f" and asks for {asked} more, {prompt + asked} in all"
             raise ContextOverflow(
-                f"{CONTEXT_LENGTH} {context} tokens. However, the request has {prompt} prompt tokens, {more}.",
+                f"{CONTEXT_LENGTH} {context} tokens. However, the request has {prompt} prompt tokens{more}.",
                 ask.spelled("prompt"),
             )
         if asked is not None:

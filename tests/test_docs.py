@@ -193,9 +193,9 @@ def test_the_readme_lists_the_routes() -> None:
 
 
 def refusals() -> str:
-    """Return the README's sentence on fields that are refused."""
+    """Return the README's sentence on fields that are refused, of which it names some."""
     limits = " ".join(section(text_of(README), "Limits").split())
-    return limits.split("These fields are refused by name")[1].split("Unknown fields")[0]
+    return limits.split("Fields that would change the answer's meaning")[1].split("Unknown fields")[0]
 
 
 async def test_fields_that_the_readme_calls_refused_are_refused() -> None:

@@ -35,7 +35,8 @@ class AnswerFormat:
     """The format in which a model writes reasoning and tool calls.
 
     With `stream_arguments`, a stream has the arguments of a call as they are generated. Without it, a stream has whole
-    calls, and a call that never completes becomes text. `reasoning_budget` is that of requests without one; -1 is no
+    calls, and a call that never completes becomes text. So it does in other answers, unless the call was forced: then
+    it is as far as it went. `reasoning_budget` is that of requests without one; -1 is no
     limit.
     """
 
@@ -67,7 +68,8 @@ class AnswerFormat:
         engine's kinds of grammars.
         """
         tools = ask.tools.offered if ask.tools is not None else {}
-        forced = ask.tools is not None and ask.tools.mode == "required"
+        forced = ask.tools is not None and ask.tools.mode == "required" and not _has_grammar(ask)
+        gradual = self.stream_arguments if ask.stream else forced
         if not isinstance(ask.prompt, Conversation) or not (tools or self.reads_prompts):
             return PlainText()
         parser = FamilyParser(
@@ -76,8 +78,8 @@ class AnswerFormat:
             tokenizer=tokenizer,
             skip_special_tokens=ask.skip_special_tokens,
             prompt=opening,
-            whole_calls=not (self.stream_arguments if ask.stream else forced),
-            forced=forced,
+            whole_calls=not gradual,
+            forced=forced and gradual,
         )
         described = ask.guides and not tools and not (parser.reasons and "structural_tag" in kinds)
         return PlainText() if described else parser
@@ -121,9 +123,9 @@ class AnswerFormat:
         """
         reasons = isinstance(parser, FamilyParser) and parser.reasons
         tools = ask.tools
-        guides = [] if len(ask.guides) != 1 or ask.guides[0].kind == "structural_tag" else [_format(ask.guides[0])]
+        guides = [] if _has_grammar(ask) else [_format(guide) for guide in ask.guides]
         calls = tools is not None and (tools.guided or guides)
-        if "structural_tag" not in kinds or len(ask.guides) > len(guides) or not (calls or (reasons and guides)):
+        if "structural_tag" not in kinds or _has_grammar(ask) or not (calls or (reasons and guides)):
             return ask
         if tools is not None and calls:
             body = self._calls(tools, guides, _texts(tools) if text_grammars else {})
@@ -197,6 +199,11 @@ class AnswerFormat:
             return body
         spaces = {"type": "regex", "pattern": r"\s{0,4}"}
         return {"type": "sequence", "elements": [thoughts, spaces, body]}
+
+
+def _has_grammar(ask: Ask) -> bool:
+    """Return whether the request itself describes all of the answer, its calls included."""
+    return len(ask.guides) > 1 or any(guide.kind == "structural_tag" for guide in ask.guides)
 
 
 def _schemas(tools: Tools) -> Mapping[str, dict[str, Any]]:

@@ -34,7 +34,7 @@ class AnswerContext:
     request_id: str
     model: str
     fingerprint: str
-    """Says how the model is computed (`system_fingerprint`)."""
+    """`system_fingerprint`: see `fingerprint` in `multimodal/processor.py`."""
 
 
 @dataclass(slots=True)

@@ -33,6 +33,7 @@ from routers.fields import FieldCheck
 from routers.responses.service import Responses
 from routers.responses.store import SqliteStore
 from routers.state import ChatService, PrefillService
+from server import __version__
 from server.compose.composition import Composition, Failed, follow_sleep, never
 from server.compose.config import default_processors, engine_config, sleep_config
 from server.compose.encoders import Encoders, image_prompts, start_encoders
@@ -190,6 +191,7 @@ def _chat_service(
         default_processors(settings),
         answers,
         sampling_defaults(settings, folder, dict(engine.info.refused_parameters)),
+        __version__,
     )
     transcriber = None
     if speech is not None:

@@ -55,7 +55,7 @@ class ModelSettings(Section):
     """Maximum number of tokens of reasoning in a choice, where the request sets no limit: its end is then forced. -1 is
     no limit."""
     stream_tool_arguments: bool = True
-    """Stream the arguments of tool calls as they come; false sends whole calls, and one that never completes as text.
+    """Stream the arguments of tool calls as they come; false streams whole calls, and one that never completes as text.
     """
     cache_dir: ExpandedPath = Path("~/.cache/trellis")
     """Folder for converted models."""

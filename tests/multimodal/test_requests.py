@@ -257,12 +257,13 @@ async def test_chat_answers_parse_with_the_sdk_and_hold_what_it_expects(setup: S
 
 async def test_replicas_that_compute_alike_have_one_fingerprint(setup: Setup) -> None:
     info = setup.engine.info
-    own = fingerprint("fake", info)
+    own = fingerprint("", "fake", info)
     assert (await setup.complete(CHAT))["system_fingerprint"] == own and own.startswith("fp_")
     alike = {"load_seconds": 7.5, "num_blocks": 9, "model": "/another/folder/" + Path(info.model).name}
-    assert fingerprint("fake", replace(info, **alike)) == own
+    assert fingerprint("", "fake", replace(info, **alike)) == own
     others: list[dict[str, Any]] = [{"quantization": "int8"}, {"instruction_set": "amx"}, {"model": "/another"}]
-    assert own not in [fingerprint("fake", replace(info, **other)) for other in others]
+    assert own not in [fingerprint("", "fake", replace(info, **other)) for other in others]
+    assert own != fingerprint("2.0.0", "fake", info)
 
 
 async def test_chat_streams_role_deltas_finish_and_usage(setup: Setup) -> None:

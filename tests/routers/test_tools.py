@@ -143,6 +143,12 @@ async def test_a_forced_call_that_is_cut_off_is_no_text(
     assert whole["finish_reason"] == streamed["finish_reason"]
 
 
+async def test_a_forced_call_that_is_cut_off_is_text_in_streams_of_whole_calls(tmp_path: Path) -> None:
+    async with scripted(tmp_path, CALL[:-20], stream_tool_arguments=False) as client:
+        streamed = joined(await stream(client, tool_choice="required"))
+    assert (streamed["content"], streamed["calls"]) == (CALL[:-20], [])
+
+
 async def test_each_choice_has_a_parser(tmp_path: Path) -> None:
     async with scripted(tmp_path, CALL, "Sunny.", ALSO) as client:
         whole = await ask(client, n=3)

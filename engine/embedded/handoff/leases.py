@@ -58,7 +58,8 @@ class Leases:
                 self._written[chunk.sequence] = chunk.start + chunk.length
 
     def announce(self) -> list[tuple[Sequence, Held]]:
-        """Return of running prompts which blocks can be read, if there are enough new ones."""
+        """Return sequences that are read early, with the location of their blocks and the number of computed tokens: at
+        once, and then after every `EARLY_TOKENS`."""
         announced: list[tuple[Sequence, Held]] = []
         for sequence, written in self._written.items():
             said = self._leases.get(sequence)

@@ -8,7 +8,7 @@ from engine.embedded.speculation.costs import PROBE_AFTER, Costs, pause_after, r
 _REMEMBERED = 0.95
 """Decay of what earlier drafts brought with those of each step."""
 _JUDGED_AFTER = 8
-"""Drafts of a model after which it is known whether they pay."""
+"""Steps after which it is known whether a model's drafts pay, or that no sequence is worth asking for."""
 _MOST_LOST = 6.0
 """Time after whose loss that is known sooner, in steps without drafts."""
 _MOST_READING = 8.0

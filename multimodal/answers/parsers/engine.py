@@ -28,8 +28,8 @@ class FamilyParser(CallReader):
     special tokens are recognised by id, whether or not the text shows them.
 
     With `whole_calls`, a call is one part, and one that never completes becomes text. Without it, arguments are passed
-    on incrementally, and a call that breaks off stays incomplete: sent parts cannot be taken back. If calls are
-    `forced`, nothing else can follow the reasoning, and what is left of one that breaks off is no text.
+    on incrementally, and a call that breaks off stays incomplete: sent parts cannot be taken back. `forced` says that a
+    grammar lets nothing but calls follow the reasoning: what breaks off before a call has its name is left out.
     """
 
     def __init__(

@@ -123,7 +123,7 @@ class ProductState {
 #endif
 };
 
-// sum += weights * inputs, in each lane those of a pair.
+// sum += weights * inputs, in each lane those of a pair. Intel's processors, which have AMX, take long for VDPBF16PS.
 inline Vec add_pairs(Vec sum, Bits weights, Bits inputs) {
 #if defined(__AVX512BF16__) && LANES == 16 && PRODUCTS == 1
   return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)inputs);

@@ -472,7 +472,6 @@ class Decoder {
   struct Weighed {
     std::vector<float> highest, shrinks, sums;
 
-    int rows() const { return (int)sums.size() / kSums; }
     void reset(int rows) {
       highest.assign(padded(rows), -1e30f), shrinks.assign(padded(rows), 0.0f), sums.assign(rows * kSums, 0.0f);
     }
@@ -514,7 +513,7 @@ class Decoder {
     const auto at = [&](int r) { return chunk.row + queries.first + r / group; };
     for (int r = 0; r < a.rows; r++) {
       const float* from = qkv_.data() + at(r) * (model_.heads + 2 * model_.kv_heads) * dim + (head * group + r % group) * dim;
-      if (dim % kLanes) std::copy_n(from, dim, row.data()), from = row.data();  // vectors end beyond it
+      if (dim % kLanes) std::copy_n(from, dim, row.data()), from = row.data();  // the last vector would reach into the next head
       for (long d = 0; d < dim; d += kLanes) save_factors(&a.query[r * a.out_width + d], load<Vec>(from + d) * model_.scale);
     }
     for (int begin = a.first_block / a.span * a.span; begin < a.blocks; begin += a.span) {
@@ -597,7 +596,7 @@ class Decoder {
   void weigh(Attention& a, int begin, int end) const {
     const long stride = a.stride(), count = (end - begin) * a.size, group = model_.heads / model_.kv_heads;
     const long window = model_.layers[a.layer].window;
-    // Calls of(row, first, last) for each query, with the scores that it sees, from one to before the other.
+    // Calls of(row, first, last) for each query, which sees the scores from `first` to before `last`.
     const auto each = [&](auto of) {
       for (long r = 0, seen = a.first - begin * a.size + 1; r < a.rows; seen++) {
         const long first = window ? std::clamp(seen - window, 0L, count) : 0, last = std::clamp(seen, 0L, count);
@@ -627,14 +626,14 @@ class Decoder {
       }
       Vec sums[kSums / kLanes];
       for (int p = 0; p < kSums / kLanes; p++) sums[p] = load<Vec>(parts + p * kLanes);
-      const auto weigh = [&](long i) { return exponential(load<Vec>(scores + i) - highest); };
+      const auto weight = [&](long i) { return exponential(load<Vec>(scores + i) - highest); };
       const auto keep = [&](long i, Vec w) { return save_factors(weights + i, w); };
-      const auto keep_seen = [&](long i) { sums[i % kSums / kLanes] += keep(i, within(weigh(i), first - i, last - i, Vec{})); };
+      const auto keep_seen = [&](long i) { sums[i % kSums / kLanes] += keep(i, within(weight(i), first - i, last - i, Vec{})); };
       long i = first / kLanes * kLanes;
       std::fill(weights, weights + i, 0);
       for (; i < last && (i < first || i % kSums); i += kLanes) keep_seen(i);
       for (; i + kSums <= last; i += kSums)
-        for (int p = 0; p < kSums / kLanes; p++) sums[p] += keep(i + p * kLanes, weigh(i + p * kLanes));
+        for (int p = 0; p < kSums / kLanes; p++) sums[p] += keep(i + p * kLanes, weight(i + p * kLanes));
       for (; i < last; i += kLanes) keep_seen(i);
       for (int p = 0; p < kSums / kLanes; p++) save(parts + p * kLanes, sums[p]);
       if (i < count) std::fill(weights + i, weights + padded(count), 0);

@@ -97,12 +97,13 @@ class NativeHead:
             step.tokens, turns[:count], places, tables, rows, turns[count:]
         )
         inputs, hidden = step.inputs.contiguous(), torch.empty(count, self._hidden)
+        logits = self._inputs.logits(sequences)
         lengths = (c_int32 * sequences)(*limits)
         tokens, probabilities = (c_int32 * (sequences * most))(), (c_float * (sequences * most))()
         self._code.decoder_draft(
             self._decoder,
             NativeStep(
-                written, None, cos, sin, *others, self._inputs.logits(sequences).data_ptr(),
+                written, None, cos, sin, *others, logits.data_ptr(),
                 inputs.data_ptr(), hidden.data_ptr(), count, sequences, sequences, num_turns,
             ),
             NativeDrafting(

@@ -70,7 +70,8 @@ class StepInputs:
         return CosinesAndSines(*_halves(self._own), range(len(positions)), len(positions))
 
     def logits(self, rows: int) -> torch.Tensor:
-        """Return room for the logits of so many rows, float32 [rows, vocab]: for few rows the same each time."""
+        """Return room for the logits of so many rows, float32 [rows, vocab]: for few rows the same each time, for more
+        the caller's own."""
         if rows > _FEW:
             return torch.empty(rows, self._vocab_size)
         if (found := self._rows.get(rows)) is None:

@@ -66,7 +66,8 @@ inline Vec within(Vec v, long first, long last, Vec otherwise) {
 }
 
 // 2 to the power n + t, n the nearest integer: a polynomial of t with the least relative error (1e-7), then n is added to the exponent.
-// What is added to find n leaves it in the lowest bits of `shifted`. What is no number stays so.
+// What is added to find n leaves it in the lowest bits of `shifted`. What is no number stays so, unless its lowest nine bits
+// are set.
 inline Vec exponential(Vec x) {
   x = smaller(all(88.0f), larger(all(-87.0f), x));
   const Vec shifted = x * 1.44269504f + 12582912.0f;

@@ -184,6 +184,20 @@ def test_a_head_computes_what_it_was_trained_to(
     assert found.probabilities == pytest.approx(probabilities, abs=1e-3)
 
 
+def test_many_sequences_are_drafted_for_as_each_is_alone(folder: Path, head_folder: Path) -> None:
+    """Compiled code, with more rows of logits than those that share memory."""
+    count = 70
+    runner = load_runner(config_of(folder, speculative="eagle3", speculative_model=str(head_folder), num_blocks=count))
+    loaded = runner.load_head(read_eagle_head(head_folder, read_model_facts(folder)), spare_blocks=0)
+    features = torch.randn((count, 3 * HIDDEN), generator=torch.Generator().manual_seed(4))
+    tokens, tables, limits = [index % VOCAB for index in range(count)], [[index] for index in range(count)], [1, 3] * 35
+    found = loaded.draft(HeadStep(tokens, [0] * count, [0] * count, [1] * count, tables, features), limits, 0.0)
+    assert [len(draft.tokens) for draft in found] == limits
+    for index in range(count):
+        step = HeadStep([tokens[index]], [0], [0], [1], [tables[index]], features[index : index + 1])
+        assert loaded.draft(step, [limits[index]], 0.0) == [found[index]]
+
+
 def test_scaled_positions_are_turned_alike_by_compiled_code_and_by_torch(
     folder: Path, head: Head, drafted: torch.Tensor, tmp_path: Path
 ) -> None:

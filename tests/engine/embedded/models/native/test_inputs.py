@@ -22,7 +22,7 @@ def read(address: int, shape: tuple[int, ...], kind: type[ctypes.c_float | ctype
 def test_turns_are_those_of_the_rotary_positions(
     monkeypatch: pytest.MonkeyPatch, kinds: int, positions: Sequence[int]
 ) -> None:
-    """In the table or behind it, of more positions than rows, and again behind others."""
+    """In the table or behind it, and again behind others."""
     monkeypatch.setattr(inputs, "_TABLE", 8)
     found = StepInputs(ROTARIES[:kinds], 12, vocab_size=5)
     for asked in (positions, positions[::-1]):
