@@ -177,10 +177,10 @@ def shows_media(value: Any) -> bool:
 def contradicts(body: dict[str, Any]) -> bool:
     """Whether the fields of a body exclude each other in a way that no schema says."""
     tools = [one for tool in body.get("tools") or () for one in (tool, *(tool.get("tools") or ()))]
-    names = [tool.get("function", tool)["name"] for tool in tools]
-    names += [function["name"] for function in body.get("functions") or ()]
+    functions = [tool.get("function", tool) for tool in tools] + list(body.get("functions") or ())
+    names = [function["name"] for function in functions]
     chooses = any(body.get(name) not in (None, "none", "auto") for name in ("tool_choice", "function_call"))
-    guided = any(tool.get("function", tool).get("strict") for tool in tools)
+    guided = any(function.get("strict") for function in functions)
     guided = guided or bool((body.get("output_config") or {}).get("format"))
     return bool(
         (body.get("continue_final_message") and body.get("add_generation_prompt"))
