@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from uuid import uuid4
 
@@ -25,7 +24,6 @@ from multimodal.request import Ask, Conversation, Limits, Sampling, SamplingDefa
 from multimodal.text.prompts import MediaPrompts, Prompt, Prompts
 
 
-@lru_cache(maxsize=16)
 def fingerprint(release: str, model_name: str, info: EngineInfo) -> str:
     """Return `system_fingerprint`: equal for all replicas of a release that compute a model of this name in the same
     way. To a client who names a seed, another one says that answers may differ; other weights of the same name do not

@@ -109,9 +109,8 @@ class EngineCore:
     def __init__(
         self, config: EmbeddedConfig, publish: Callable[[KvEvent], None], loaded: LoadedModel | None = None
     ) -> None:
-        loaded = loaded or LoadedModel.load(config)
-        self._model = loaded
-        self.runner, self.speculator = loaded.runner, loaded.speculator
+        self._model = loaded or LoadedModel.load(config)
+        self.runner, self.speculator = self._model.runner, self._model.speculator
         self._on_cpu = on_cpu = self.runner.device.type == "cpu"
         self._publish_event = publish
         self._event_id = 0
@@ -324,7 +323,7 @@ class EngineCore:
         self._launched = launched
         if not self._overlap:
             outputs += self._settle()
-        outputs += [(s.request.request_id, Delta((), held=held)) for s, held in self._leases.announce()]
+        outputs += _early(self._leases.announce())
         self._stalled = not (ran or launched or outputs or self.scheduler.preemptions > preemptions)
         self._begin_fetches()
         if not self._sequences:
@@ -430,7 +429,7 @@ class EngineCore:
         started, preemptions = time.monotonic(), self.scheduler.preemptions
         chunks = self.scheduler.schedule(self.runner.most_tokens)
         if self.scheduler.preemptions != preemptions:
-            failures += [(s.request.request_id, Delta((), held=Held(b""))) for s in self._leases.take_back()]
+            failures += _early(self._leases.take_back())
         if self.runner.takes_images is not None and (lost := lacking_embeddings(chunks)):
             failures += self._end(lost, lambda: EngineUnavailable(NO_IMAGES))
             chunks = [chunk for chunk in chunks if chunk not in lost]
@@ -686,6 +685,11 @@ class EngineCore:
         for sequence in alive:
             self._drop(sequence)
         return [(sequence.request.request_id, error()) for sequence in alive]
+
+
+def _early(handoffs: list[tuple[Sequence, Held]]) -> Outputs:
+    """Return early handoffs as outputs."""
+    return [(sequence.request.request_id, Delta((), held=held)) for sequence, held in handoffs]
 
 
 def _behind_right(draft: Many[int], drawn: Many[int], row: int) -> tuple[int, ...]:

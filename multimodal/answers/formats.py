@@ -36,8 +36,7 @@ class AnswerFormat:
 
     With `stream_arguments`, a stream has the arguments of a call as they are generated. Without it, a stream has whole
     calls, and a call that never completes becomes text. So it does in other answers, unless the call was forced: then
-    it is as far as it went. `reasoning_budget` is that of requests without one; -1 is no
-    limit.
+    it is as far as it went. `reasoning_budget` is that of requests without one; -1 is no limit.
     """
 
     family: OutputFormat = field(default_factory=OutputFormat)

@@ -26,6 +26,7 @@ def add_server_flags(parser: FlagParser) -> None:
     """Add the flags that name a server. The defaults are those of a server started with the settings here."""
     url, _ = _own()
     parser.add_argument("--url", default=url, metavar="URL", help=f"the server (default: {url})")
+    parser.meant |= {"--host": "--url", "--port": "--url"}
     parser.add_argument(
         "--api-key", metavar="KEY", help="API key (default: for that server or this machine, the first of API_KEYS)"
     )

@@ -27,6 +27,7 @@ def parser() -> FlagParser:
         "--output", type=Path, default=Path("sweep"), metavar="FOLDER", help="results (default: ./sweep)"
     )
     found.add_argument("--url", metavar="URL", help="measure this server, instead of starting any")
+    found.meant |= {"--host": "--url", "--port": "--url"}
     found.add_argument("--api-key", metavar="KEY", help="API key of that server")
     found.add_argument("--name", default="server", help="name of that server in the results (default: server)")
     found.add_argument("--gpus", type=int, metavar="INT", help="GPUs of that server")

@@ -30,6 +30,8 @@ class FlagParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "allow_abbrev": False})
+        self.meant: dict[str, str] = {}
+        """Flags that users may take for others, and those that they mean."""
 
     def error(self, message: str) -> NoReturn:
         raise SettingsError(message.replace("unrecognized arguments", "unexpected"))
@@ -42,7 +44,7 @@ class FlagParser(argparse.ArgumentParser):
             if name == "--":
                 break
             if name.startswith("--") and name not in known:
-                meant = "--url" if name in ("--host", "--port") and "--url" in known else nearest(name, known)
+                meant = self.meant.get(name) or nearest(name, known)
                 raise SettingsError(f"unknown flag {name}{did_you_mean(meant)}")
         return self.parse_args(arguments)
 

@@ -76,12 +76,13 @@ class Leases:
         lease = self._leases.get(sequence) or self._grant(sequence)
         return Held(lease.held.state)
 
-    def take_back(self) -> list[Sequence]:
-        """Revoke and return the early leases of preempted sequences, whose blocks the next step may write to."""
+    def take_back(self) -> list[tuple[Sequence, Held]]:
+        """Revoke the early leases of preempted sequences, whose blocks the next step may write to; return these
+        sequences, each with a location that says that nothing can be read."""
         lost = [sequence for sequence in self._written if sequence.status is not SequenceStatus.RUNNING]
         for sequence in lost:
             self.revoke(sequence)
-        return lost
+        return [(sequence, Held(b"")) for sequence in lost]
 
     def revoke(self, sequence: Sequence) -> None:
         """Tell other replicas that the blocks of a sequence, if they read them, are not what they were. To be called

@@ -16,12 +16,12 @@ _MOST_READING = 8.0
 
 
 class _ComputedDraft(NamedTuple):
-    """What a step computes of a model's draft for a sequence."""
+    """The part of a model's draft that a step computes."""
 
     known: int
     """Number of the sequence's tokens before it."""
     length: int
-    """Number of its tokens."""
+    """Number of drafted tokens in this part."""
 
 
 class Asking:

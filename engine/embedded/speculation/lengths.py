@@ -1,4 +1,4 @@
-"""How many drafted tokens a step computes: as many as raise its tokens per second, according to measurements.
+"""Chooses how many drafted tokens a step computes: those that raise the tokens per second, by measured costs.
 
 A draft's next token is worth the probability that all of it up to there is right. It costs what one more row makes a
 step longer. Tokens are added in order of their worth, and none unless the step becomes faster by a margin. Load counts

@@ -38,7 +38,7 @@ inline uint16_t nearest_bfloat16(float x) {
   std::memcpy(&bits, &x, sizeof bits);
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
-// Returns what is saved.
+// The same of each lane, saved with 16 bits. Returns what is saved.
 inline Vec save_rounded(uint16_t* to, Vec v) {
 #if defined(__AVX512BF16__) && LANES == 16
   const Halves narrow = (Halves)_mm512_cvtneps_pbh((__m512)v);
