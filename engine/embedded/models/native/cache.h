@@ -6,7 +6,7 @@
 // rounded to bfloat16 as well, and summed in float32.
 #pragma once
 
-#include "bfloat16.h"
+#include "tiles.h"
 
 namespace {
 
@@ -62,8 +62,6 @@ struct CachePanel {
 constexpr bool in_tiles(long head_dim, long block_size) {
   return kProducts == kTiles && head_dim % kGroup == 0 && block_size % kGroup == 0;
 }
-
-constexpr int kTileSide = 16;  // rows and columns of a tile of sums
 
 // Of a product by tiles: factors and words for kGroup inputs, and words that are read soon after.
 struct CacheGroup {

@@ -11,19 +11,18 @@
 #include <cmath>
 #include <utility>
 
-#include "bfloat16.h"
 #include "blocks.h"
 #include "cache.h"
 #include "products.h"
 #include "sampling.h"
 #include "team.h"
+#include "weights.h"
 
 namespace {
 
 constexpr int kMostPanels = 8;                 // panels in a task
 constexpr int kPanelsOfFew = 6;                // the same for fewer than kFewestSplit rows, where several panels may be multiplied at a time
 constexpr int kFewestSplit = 5;
-constexpr int kTaskRows = 16 * kTileRows;
 static_assert(kTaskRows % kBlockRows == 0 && kTaskRows % kRoundedRows == 0, "tasks begin where tiles of activations begin");
 static_assert(2 * kStreams <= kMostPanels && kPanelsOfFew % 2 == 0, "a gate and what it gates are in one task");
 constexpr int kAttentionRows = 8 * kTileRows;  // query rows that share a pass over keys and values
@@ -323,8 +322,9 @@ class Decoder {
     return sides == 1 && kProducts == kTiles ? 2 : together;
   }
 
-  // store(row, panel, low, high) takes all of a product. fine: where weights are blocks, activations have 16 bits at every level
-  // (blocks.h). together: neighbouring panels that one thread has to store.
+  // store(row, panel, low, high, kept) takes all of a product. fine: where weights are blocks, activations have 16 bits at every
+  // level (blocks.h). together: neighbouring panels that one thread has to store, one after the other; `kept` is room for what the
+  // next one of a row needs.
   template <class Store>
   void product(int& phase, const Matrix& m, const Input& input, int rows, bool fine, int together, Store store) {
     const float* x = input.x;
@@ -336,16 +336,19 @@ class Decoder {
     const int panels = (m.outputs + kPanel - 1) / kPanel, tasks = (panels + sides * width - 1) / (sides * width);
     const int row_blocks = (rows + kTaskRows - 1) / kTaskRows;
     team_.each(phase, tasks * row_blocks, [&](int i) {
+      thread_local Outputs kept[kStreams][kTaskRows];
       // Panels side by side are `tasks` times `width` apart, so that each goes on where it ended in the task before.
       const int first_row = i % row_blocks * kTaskRows, count_rows = std::min(kTaskRows, rows - first_row);
-      int numbers[kMostPanels], count = 0;
+      int numbers[kMostPanels], side[kMostPanels], count = 0;
       for (int place = 0; place < sides * width; place++) {
         const int number = (place % sides * tasks + i / row_blocks) * width + place / sides;
-        if (number < panels) numbers[count++] = number;
+        if (number < panels) numbers[count] = number, side[count++] = place % sides;
       }
       const uint8_t* group[kMostPanels];
       for (int p = 0; p < count; p++) group[p] = m.panels + numbers[p] * m.stride();
-      const auto give = [&](int row, int panel, Vec low, Vec high) { store(first_row + row, numbers[panel], low, high); };
+      const auto give = [&, room = kept](int row, int panel, Vec low, Vec high) {
+        store(first_row + row, numbers[panel], low, high, room[side[panel]][row]);
+      };
       if (blocks) return multiply(codes, first_row, count_rows, m.kind, group, count, give);
       if (kProducts != kFloats) return multiply(narrow, first_row, count_rows, (const uint32_t* const*)group, count, give);
       WeightPanel weights[kMostPanels];
@@ -375,7 +378,7 @@ class Decoder {
   }
 
   void project(int& phase, const Matrix& m, const Input& input, int rows, float* out, bool add, bool fine = false) {
-    product(phase, m, input, rows, fine, 1, [&](int row, int panel, Vec low, Vec high) {
+    product(phase, m, input, rows, fine, 1, [&](int row, int panel, Vec low, Vec high, Outputs&) {
       const long column = (long)panel * kPanel;
       float* to = out + row * m.outputs + column;
       if (m.bias) low += load<Vec>(m.bias + column), high += load<Vec>(m.bias + column + kLanes);
@@ -392,18 +395,16 @@ class Decoder {
   void gate(int& phase, const Layer& layer, const Input& input, int rows) {
     const long width = layer.gate_up.outputs / 2;
     const Rounded rounded = outputs(layer.down, gated_, width).rounded;
-    product(phase, layer.gate_up, input, rows, false, 2, [&](int row, int panel, Vec low, Vec high) {
-      const long column = panel / 2 * kPanel;
-      float* to = gated_.data() + row * width + column;
+    product(phase, layer.gate_up, input, rows, false, 2, [&](int row, int panel, Vec low, Vec high, Outputs& gate) {
       if (panel % 2 == 0) {
-        save(to, model_.gelu ? gelu(low) : silu(low));
-        save(to + kLanes, model_.gelu ? gelu(high) : silu(high));
+        gate[0] = model_.gelu ? gelu(low) : silu(low);
+        gate[1] = model_.gelu ? gelu(high) : silu(high);
         return;
       }
-      low *= load<Vec>(to), high *= load<Vec>(to + kLanes);
-      float few[kPanel], *result = rounded.values ? few : to;
-      save(result, low);
-      save(result + kLanes, high);
+      const long column = panel / 2 * kPanel;
+      float few[kPanel], *to = rounded.values ? few : gated_.data() + row * width + column;
+      save(to, gate[0] * low);
+      save(to + kLanes, gate[1] * high);
       if (rounded.values) rounded.set(row, column, few, kPanel);
     });
   }
