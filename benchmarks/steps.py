@@ -34,6 +34,7 @@ STEPS: dict[str, tuple[int, int, int]] = {
     "64 rows": (64, 1, 60),
     "a prompt of 41": (1, 41, 0),
     "a prompt of 505": (1, 505, 0),
+    "256 tokens behind 256": (1, 256, 256),
 }
 """Sequences, the tokens that each computes, and the tokens that each has before."""
 ROOM = 544
