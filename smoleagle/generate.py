@@ -8,10 +8,9 @@ import torch
 from tokenizers import Tokenizer
 from torch.nn import functional
 
-from smoleagle.prompts import prompt
+from smoleagle.prompts import SYSTEM, prompt
 
-END = 2
-"""Id of `<|im_end|>`."""
+_END = "<|im_end|>"
 TEMPERATURES = (0.0, 0.0, 0.0, 0.0, 0.3, 0.5, 0.7, 1.0)
 _ASKING = 0.8
 """Temperature of the text that the model writes for the user."""
@@ -19,10 +18,17 @@ _ASKING = 0.8
 
 class Writer:
     """Samples a batch token by token: prompts are read in the same steps, so every row is at the same position. On a
-    GPU a step is a CUDA graph."""
+    GPU a step is a CUDA graph.
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, rows: int, length: int) -> None:
-        self._model, self._tokenizer = model.model, tokenizer
+    The model is of the Llama kind, with turns in ChatML. `system`: text that its template puts before chats.
+    """
+
+    def __init__(self, model: Any, tokenizer: Tokenizer, rows: int, length: int, system: str = SYSTEM) -> None:
+        end = tokenizer.token_to_id(_END)
+        if end is None:
+            raise SystemExit(f"the base's tokenizer has no {_END}: texts are chats in ChatML")
+        self._model, self._tokenizer, self._end, self._system = model.model, tokenizer, end, system
+        self._outputs = model.get_output_embeddings().weight
         self._rows, self._length = rows, length
         config, self._device = model.config, model.device
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -45,7 +51,7 @@ class Writer:
     def write(self, seed: int, held_out: bool = False, temperatures: tuple[float, ...] = TEMPERATURES) -> "Texts":
         """Return a batch of texts for prompts of this seed."""
         rng = random.Random(f"{seed} {held_out}")
-        asked = [prompt(rng, held_out) for _ in range(self._rows)]
+        asked = [prompt(rng, held_out, self._system) for _ in range(self._rows)]
         turns = [2 if text.endswith("user\n") else 1 for text in asked]
         prompts = [self._tokenizer.encode(text, add_special_tokens=False).ids[: self._length - 1] for text in asked]
         given = torch.zeros((self._rows, self._length), dtype=torch.int64)
@@ -64,7 +70,8 @@ class Writer:
             tokens, lengths = self._tokens.clone(), self._given.clone()
         places = torch.arange(self._length, device=self._device)
         written = places >= lengths[:, None]
-        ends = ((tokens == END) & written).cumsum(1) - ((tokens == END) & written).long()
+        end = (tokens == self._end) & written
+        ends = end.cumsum(1) - end.long()
         return Texts(tokens, written & (ends < torch.tensor(turns, device=self._device)[:, None]))
 
     @torch.no_grad()
@@ -99,12 +106,12 @@ class Writer:
             found = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=seen)
             x = x + attention.o_proj(found.reshape(rows, -1))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-        logits = functional.linear(model.norm(x), model.embed_tokens.weight).float()
+        logits = functional.linear(model.norm(x), self._outputs).float()
         noise = torch.empty_like(logits).exponential_().clamp_(min=1e-20).log_().neg_()
         drawn = (logits + self._temperatures * noise).argmax(1)
         following = at + 1
         given = following < self._given
-        ends = ((drawn == END) & ~given)[:, None]
+        ends = ((drawn == self._end) & ~given)[:, None]
         self._temperatures.copy_(torch.where(ends, self._answering, self._temperatures))
         present = self._tokens.index_select(1, following)[:, 0]
         self._tokens.index_copy_(1, following, torch.where(given, present, drawn)[:, None])

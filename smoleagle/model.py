@@ -13,7 +13,15 @@ from torch import nn
 from torch.nn import functional
 
 Config = dict[str, Any]
-CONFIG: Config = json.loads(Path(__file__).with_name("config.json").read_text())
+
+
+def read_config(folder: Path) -> Config:
+    config: Config = json.loads((folder / CONFIG_FILE).read_text())
+    return config
+
+
+CONFIG_FILE = "config.json"
+CONFIG = read_config(Path(__file__).parent)
 
 
 class Norm(nn.Module):

@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-"""Text that the model's chat template puts before a chat without a system message."""
+"""Text that SmolLM2's chat template puts before a chat without a system message."""
 
 
 def _words(text: str) -> list[str]:
@@ -134,10 +134,10 @@ def message(rng: random.Random, held_out: bool) -> str:
     )  # fmt: skip
 
 
-def prompt(rng: random.Random, held_out: bool = False) -> str:
+def prompt(rng: random.Random, held_out: bool = False, system: str = SYSTEM) -> str:
     """Return the text of a chat up to where the model goes on: the assistant's turn or, in training, for half of the
-    chats that of the user."""
-    system = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n" if rng.random() < 0.5 else ""
+    chats that of the user. Half of the chats begin with `system`."""
+    system = f"<|im_start|>system\n{system}<|im_end|>\n" if rng.random() < 0.5 else ""
     if not held_out and rng.random() < 0.5:
         return f"{system}<|im_start|>user\n"
     return f"{system}<|im_start|>user\n{message(rng, held_out)}<|im_end|>\n<|im_start|>assistant\n"

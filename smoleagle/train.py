@@ -1,9 +1,12 @@
-"""Train the head in minutes on one GPU: `python -m smoleagle --base GGUF_OR_FOLDER --out FOLDER`.
+"""Train a head in minutes on one GPU: `python -m smoleagle --base GGUF_OR_FOLDER --out FOLDER`.
 
 1. The target writes texts: answers to made prompts, and chats of its own, at temperatures from 0 to 1.
 2. The head learns the target's next-token distribution in those texts, for several tokens in a row ("training-time
    test"): from the second on its input is its own output.
 3. Held-out prompts are answered by the target, greedily and at temperature 1, and the accepted length is counted.
+
+The target is SmolLM2-135M-Instruct, or another model of the Llama kind with chats in ChatML: `--head` then names a
+folder with a config.json of a head for it, whose width and number of heads are free.
 """
 
 import argparse
@@ -19,7 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from smoleagle.generate import Texts, Writer, load_tokenizer
-from smoleagle.model import CONFIG, Head
+from smoleagle.model import CONFIG_FILE, Head, read_config
+from smoleagle.prompts import SYSTEM
 from smolvision.training import add_base, arguments, base_folder, cosine, device_name, prepare, write_results
 
 WEIGHTS = "model.safetensors"
@@ -32,6 +36,10 @@ _PASS_WEIGHT = 0.8
 def parse(flags: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments("smoleagle", __doc__, minutes=7.0, evaluation_seconds=20.0, rate=1.5e-3)
     add_base(parser)
+    parser.add_argument(
+        "--head", type=Path, default=Path(__file__).parent, help=f"folder with the head's {CONFIG_FILE}"
+    )
+    parser.add_argument("--system", default=SYSTEM, help="text that the base's chat template puts before chats")
     parser.add_argument("--write-share", type=float, default=0.35, help="share of the time in which texts are written")
     parser.add_argument("--rows", type=int, default=2048, help="texts that are written at a time")
     parser.add_argument("--length", type=int, default=320, help="tokens of a text")
@@ -44,7 +52,7 @@ def parse(flags: Sequence[str] | None) -> argparse.Namespace:
 class Target:
     """The model that is drafted for, its hidden states and its output rows of the draft vocabulary."""
 
-    def __init__(self, model: Any, draft_vocab_size: int = CONFIG["draft_vocab_size"]) -> None:
+    def __init__(self, model: Any, draft_vocab_size: int) -> None:
         self._model = model.model
         self.embedding = model.model.embed_tokens.weight.detach()
         layers = model.config.num_hidden_layers
@@ -129,7 +137,12 @@ def train(args: argparse.Namespace, base: Path, started: float) -> dict[str, Any
     half = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(args.seed)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=half).to(device).eval().requires_grad_(False)
-    target, writer = Target(model), Writer(model, load_tokenizer(base), args.rows, args.length)
+    config = read_config(args.head)
+    for name in ("hidden_size", "vocab_size"):
+        if config[name] != getattr(model.config, name):
+            raise SystemExit(f"{name} is {config[name]} in {args.head} and {getattr(model.config, name)} in the base")
+    target = Target(model, config["draft_vocab_size"])
+    writer = Writer(model, load_tokenizer(base), args.rows, args.length, args.system)
     end = started + 60 * args.minutes - args.evaluation_seconds
     begin = time.monotonic()
     print(f"ready after {begin - started:.0f} s on {device}", flush=True)
@@ -152,11 +165,11 @@ def train(args: argparse.Namespace, base: Path, started: float) -> dict[str, Any
     print(f"{count} tokens in {len(tokens)} texts, {covered:.2%} of them in the draft vocabulary", flush=True)
 
     stored = None
-    if device.type == "cuda" and torch.cuda.mem_get_info()[0] > 3 * tokens.numel() * 2 * 4 * CONFIG["hidden_size"]:
+    if device.type == "cuda" and torch.cuda.mem_get_info()[0] > 3 * tokens.numel() * 2 * 4 * config["hidden_size"]:
         parts = [target.read(part) for part in tokens.split(args.batch)]
         stored = tuple(torch.cat(kind) for kind in zip(*parts, strict=True))
         del parts
-    head = Head().to(device)
+    head = Head(config).to(device)
     if args.start is not None:
         known = load_file(args.start)
         head.load_state_dict({name: known[name].float() for name in head.state_dict()})
@@ -211,6 +224,7 @@ def main(flags: Sequence[str] | None = None) -> None:
     started = time.monotonic()
     args = parse(flags)
     prepare(args)
+    (args.out / CONFIG_FILE).write_text((args.head / CONFIG_FILE).read_text())
     with tempfile.TemporaryDirectory() as scratch:
         found = train(args, base_folder(args.base, Path(scratch) / "base"), started)
     write_results(args.out, found)

@@ -2,10 +2,12 @@
 
 from random import Random
 
+import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from smoleagle.generate import Texts
+from smoleagle.generate import Texts, Writer
 from smoleagle.model import CONFIG, Head
 from smoleagle.prompts import message, prompt
 from smoleagle.train import Target, accepted, loss_of
@@ -15,13 +17,17 @@ SMALL = CONFIG | {
 }  # fmt: skip
 
 
-def test_a_head_learns_what_the_model_says() -> None:
-    torch.manual_seed(0)
+def make_target() -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=16, hidden_size=32, intermediate_size=32, num_hidden_layers=6, num_attention_heads=2,
         num_key_value_heads=1, initializer_range=0.3,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+def test_a_head_learns_what_the_model_says() -> None:
+    torch.manual_seed(0)
+    model = make_target()
     tokens = model.generate(torch.tensor([[3], [7]]), max_new_tokens=11, do_sample=False, eos_token_id=99)
     texts = Texts(tokens, torch.ones_like(tokens, dtype=torch.bool))
     target, head = Target(model, 16), Head(SMALL)
@@ -44,3 +50,29 @@ def test_held_out_prompts_are_not_those_of_training() -> None:
     assert not trained & {message(Random(seed), held_out=True) for seed in range(300)}
     ends = {prompt(Random(seed)).rpartition("<|im_start|>")[2] for seed in range(50)}
     assert ends == {"user\n", "assistant\n"}
+
+
+def test_a_text_ends_with_the_turns_of_any_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their end has the id that the model's tokenizer gives it, and logits come from rows that the model may have apart
+    from its embedding."""
+    words = {"<unk>": 0, "<|im_end|>": 5, "user": 6, "assistant": 7, "Qwen": 8}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    monkeypatch.setattr("smoleagle.generate.prompt", lambda rng, held_out, system: f"{system} user assistant")
+    torch.manual_seed(1)
+    model = make_target()
+    texts = Writer(model, tokenizer, 24, 20, "Qwen").write(0, temperatures=(0.0, 1.0))
+    assert texts.tokens[:, :3].unique(dim=0).tolist() == [[8, 6, 7]]
+    assert not texts.written[:, :3].any()
+    greedy = model.generate(texts.tokens[:1, :3], max_new_tokens=17, do_sample=False, eos_token_id=99)
+    assert greedy[0].tolist() in texts.tokens.tolist()
+    ended = [row for row, written in zip(texts.tokens, texts.written, strict=True) if 5 in row[written]]
+    assert 0 < len(ended) < 24
+    for row, written in zip(texts.tokens[:, 3:].tolist(), texts.written[:, 3:].tolist(), strict=True):
+        last = row.index(5) if 5 in row else len(row) - 1
+        assert written == [index <= last for index in range(len(row))]
+
+
+def test_a_tokenizer_without_chatml_is_refused() -> None:
+    with pytest.raises(SystemExit, match="tokenizer has no"):
+        Writer(make_target(), Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>")), 1, 8)
