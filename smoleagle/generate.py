@@ -8,9 +8,10 @@ import torch
 from tokenizers import Tokenizer
 from torch.nn import functional
 
-from smoleagle.prompts import SYSTEM, prompt
+from smoleagle.prompts import prompt
 
 _END = "<|im_end|>"
+_KINDS = ("llama", "qwen2")
 TEMPERATURES = (0.0, 0.0, 0.0, 0.0, 0.3, 0.5, 0.7, 1.0)
 _ASKING = 0.8
 """Temperature of the text that the model writes for the user."""
@@ -20,10 +21,12 @@ class Writer:
     """Samples a batch token by token: prompts are read in the same steps, so every row is at the same position. On a
     GPU a step is a CUDA graph.
 
-    The model is of the Llama kind, with turns in ChatML. `system`: text that its template puts before chats.
+    The model is one of Llama's or Qwen2's, with turns in ChatML. `system`: text that its template puts before chats.
     """
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, rows: int, length: int, system: str = SYSTEM) -> None:
+    def __init__(self, model: Any, tokenizer: Tokenizer, rows: int, length: int, system: str) -> None:
+        if model.config.model_type not in _KINDS:
+            raise SystemExit(f"the base is of the type {model.config.model_type}, not {' or '.join(_KINDS)}")
         end = tokenizer.token_to_id(_END)
         if end is None:
             raise SystemExit(f"the base's tokenizer has no {_END}: texts are chats in ChatML")
@@ -70,9 +73,9 @@ class Writer:
             tokens, lengths = self._tokens.clone(), self._given.clone()
         places = torch.arange(self._length, device=self._device)
         written = places >= lengths[:, None]
-        end = (tokens == self._end) & written
-        ends = end.cumsum(1) - end.long()
-        return Texts(tokens, written & (ends < torch.tensor(turns, device=self._device)[:, None]))
+        ends = (tokens == self._end) & written
+        earlier = ends.cumsum(1) - ends.long()
+        return Texts(tokens, written & (earlier < torch.tensor(turns, device=self._device)[:, None]))
 
     @torch.no_grad()
     def _capture(self) -> None:

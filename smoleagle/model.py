@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 Config = dict[str, Any]
+CONFIG_FILE = "config.json"
 
 
 def read_config(folder: Path) -> Config:
@@ -20,7 +21,6 @@ def read_config(folder: Path) -> Config:
     return config
 
 
-CONFIG_FILE = "config.json"
 CONFIG = read_config(Path(__file__).parent)
 
 
@@ -97,7 +97,7 @@ class Layer(nn.Module):
 class Head(nn.Module):
     """The head's trained parts, under their published names; embeddings and output rows are the target's."""
 
-    def __init__(self, config: Config = CONFIG) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
         hidden = config["hidden_size"]
         self.fc = nn.Linear(3 * hidden, hidden, bias=False)

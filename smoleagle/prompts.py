@@ -134,7 +134,7 @@ def message(rng: random.Random, held_out: bool) -> str:
     )  # fmt: skip
 
 
-def prompt(rng: random.Random, held_out: bool = False, system: str = SYSTEM) -> str:
+def prompt(rng: random.Random, held_out: bool, system: str) -> str:
     """Return the text of a chat up to where the model goes on: the assistant's turn or, in training, for half of the
     chats that of the user. Half of the chats begin with `system`."""
     system = f"<|im_start|>system\n{system}<|im_end|>\n" if rng.random() < 0.5 else ""

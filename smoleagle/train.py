@@ -5,8 +5,8 @@
    test"): from the second on its input is its own output.
 3. Held-out prompts are answered by the target, greedily and at temperature 1, and the accepted length is counted.
 
-The target is SmolLM2-135M-Instruct, or another model of the Llama kind with chats in ChatML: `--head` then names a
-folder with a config.json of a head for it, whose width and number of heads are free.
+The target is SmolLM2-135M-Instruct, or another Llama or Qwen2 with chats in ChatML: `--head` then names a folder with
+the config.json of an EAGLE-3 head, whose width and attention heads are free.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from smoleagle.generate import Texts, Writer, load_tokenizer
-from smoleagle.model import CONFIG_FILE, Head, read_config
+from smoleagle.model import CONFIG_FILE, Config, Head, read_config
 from smoleagle.prompts import SYSTEM
 from smolvision.training import add_base, arguments, base_folder, cosine, device_name, prepare, write_results
 
@@ -129,6 +129,17 @@ def save(head: Head, target: Target, path: Path) -> None:
     path.with_suffix(".part").replace(path)
 
 
+def config_for(model: Any, folder: Path) -> Config:
+    """Return a head's configuration. Ends the program if it is not for that model, or reads other layers."""
+    config = read_config(folder)
+    for name in ("hidden_size", "vocab_size"):
+        if config[name] != getattr(model.config, name):
+            raise SystemExit(f"{name} is {config[name]} in {folder} and {getattr(model.config, name)} in the base")
+    if refused := {"eagle_aux_hidden_state_layer_ids", "eagle_config"} & config.keys():
+        raise SystemExit(f"{folder} has {', '.join(sorted(refused))}: heads are trained for layers 2, n / 2 and n - 3")
+    return config
+
+
 def train(args: argparse.Namespace, base: Path, started: float) -> dict[str, Any]:
     """Write texts, train, evaluate; return the results."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow to import
@@ -137,10 +148,7 @@ def train(args: argparse.Namespace, base: Path, started: float) -> dict[str, Any
     half = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(args.seed)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=half).to(device).eval().requires_grad_(False)
-    config = read_config(args.head)
-    for name in ("hidden_size", "vocab_size"):
-        if config[name] != getattr(model.config, name):
-            raise SystemExit(f"{name} is {config[name]} in {args.head} and {getattr(model.config, name)} in the base")
+    config = config_for(model, args.head)
     target = Target(model, config["draft_vocab_size"])
     writer = Writer(model, load_tokenizer(base), args.rows, args.length, args.system)
     end = started + 60 * args.minutes - args.evaluation_seconds
@@ -224,8 +232,8 @@ def main(flags: Sequence[str] | None = None) -> None:
     started = time.monotonic()
     args = parse(flags)
     prepare(args)
-    (args.out / CONFIG_FILE).write_text((args.head / CONFIG_FILE).read_text())
     with tempfile.TemporaryDirectory() as scratch:
         found = train(args, base_folder(args.base, Path(scratch) / "base"), started)
+    (args.out / CONFIG_FILE).write_text((args.head / CONFIG_FILE).read_text())
     write_results(args.out, found)
     print(json.dumps(found, indent=1), flush=True)

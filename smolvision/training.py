@@ -41,8 +41,8 @@ def arguments(package: str, description: str | None, **defaults: Any) -> argpars
 
 
 def add_base(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of trainings that start with SmolLM2."""
-    parser.add_argument("--base", type=Path, required=True, help="SmolLM2-135M-Instruct: GGUF file or model folder")
+    """Add the arguments of trainings that start with a language model."""
+    parser.add_argument("--base", type=Path, required=True, help="GGUF file or folder of SmolLM2-135M-Instruct")
     parser.add_argument("--start", type=Path, help="weights to continue from instead of random ones")
 
 

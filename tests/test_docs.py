@@ -28,7 +28,7 @@ LINKED = [
     ROOT / "CHANGELOG.md",
     *(
         path
-        for folder in ("benchmarks", "deploy", "smolaudio", "smoldraw", "smolvideo", "smolvision")
+        for folder in ("benchmarks", "deploy", "smolaudio", "smoldraw", "smoleagle", "smolvideo", "smolvision")
         for path in sorted(ROOT.glob(f"{folder}/**/*.md"))
     ),
 ]

@@ -1,6 +1,9 @@
 """The training of the EAGLE-3 head, on a model of a few thousand weights."""
 
+import json
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from smoleagle.generate import Texts, Writer
 from smoleagle.model import CONFIG, Head
 from smoleagle.prompts import message, prompt
-from smoleagle.train import Target, accepted, loss_of
+from smoleagle.train import Target, accepted, config_for, loss_of
 
 SMALL = CONFIG | {
     "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
@@ -48,7 +51,7 @@ def test_held_out_prompts_are_not_those_of_training() -> None:
 
     trained = {message(Random(seed), held_out=False) for seed in range(300)}
     assert not trained & {message(Random(seed), held_out=True) for seed in range(300)}
-    ends = {prompt(Random(seed)).rpartition("<|im_start|>")[2] for seed in range(50)}
+    ends = {prompt(Random(seed), False, "").rpartition("<|im_start|>")[2] for seed in range(50)}
     assert ends == {"user\n", "assistant\n"}
 
 
@@ -73,6 +76,27 @@ def test_a_text_ends_with_the_turns_of_any_model(monkeypatch: pytest.MonkeyPatch
         assert written == [index <= last for index in range(len(row))]
 
 
-def test_a_tokenizer_without_chatml_is_refused() -> None:
+def test_bases_that_texts_cannot_be_written_for_are_refused() -> None:
+    empty = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     with pytest.raises(SystemExit, match="tokenizer has no"):
-        Writer(make_target(), Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>")), 1, 8)
+        Writer(make_target(), empty, 1, 8, "")
+    model = make_target()
+    model.config.model_type = "qwen3"
+    with pytest.raises(SystemExit, match="of the type qwen3, not llama or qwen2"):
+        Writer(model, empty, 1, 8, "")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"vocab_size": 17}, "vocab_size is 17 in .* and 16 in the base"),
+        ({"eagle_config": {}}, "has eagle_config: heads are trained for layers 2"),
+    ],
+)
+def test_heads_that_are_not_for_the_base_are_refused(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+    right = SMALL | {"vocab_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps(right))
+    assert config_for(make_target(), tmp_path) == right
+    (tmp_path / "config.json").write_text(json.dumps(right | change))
+    with pytest.raises(SystemExit, match=reason):
+        config_for(make_target(), tmp_path)

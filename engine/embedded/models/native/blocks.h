@@ -257,8 +257,6 @@ inline bool quantize_block(const float* x, int count, uint8_t* raw) {
   return sum == 0 && most <= 127 * 65504.0f;
 }
 
-typedef Vec Outputs[2];
-
 // The first M rows of a tile times P panels; out: [P][M].
 template <class Format, int M, int P, bool narrow>
 void multiply_blocks(const Activations& x, long tile, const uint8_t* const* panels, Outputs* out) {

@@ -1,9 +1,9 @@
 // One step of a model of the Llama kind on a CPU: flat tokens in, logits out, all layers in one call.
 //
-// Weights are bfloat16 (products.h) or blocks of 8 or 4 bits (blocks.h), activations and sums float32, keys and values one of
-// the two types (cache.h). Every output is summed in the same order whatever else is in the step, so a sequence gets the same
-// logits, to the bit, alone and in a batch, in one prefill or in chunks. Sizes need not be multiples of anything: the last panel
-// of a matrix may be partly empty, and of keys and values partly another's.
+// Weights are bfloat16 (products.h, weight_products.h) or blocks of 8 or 4 bits (blocks.h), activations and sums float32, keys
+// and values one of the two types (cache.h). Every output is summed in the same order whatever else is in the step, so a sequence
+// gets the same logits, to the bit, alone and in a batch, in one prefill or in chunks. Sizes need not be multiples of anything: the
+// last panel of a matrix may be partly empty, and of keys and values partly another's.
 // Plain C++ with the vector extensions of GCC and Clang; engine/embedded/models/native/build.py compiles it for one
 // instruction set at a time (levels.py). LANES, the floats in a vector, is nearly all that differs: layouts of the KV
 // cache do not depend on it.
@@ -16,7 +16,7 @@
 #include "products.h"
 #include "sampling.h"
 #include "team.h"
-#include "weights.h"
+#include "weight_products.h"
 
 namespace {
 
@@ -30,7 +30,7 @@ constexpr long kSpan = 128;                    // keys that are weighed together
 constexpr int kFewRows = 32;
 
 // Where a panel has the weight of an input and an output, counted in bfloat16: a word has those of two outputs
-// (products.h), or of two inputs (bfloat16.h).
+// (products.h), or of two inputs (weight_products.h).
 inline int64_t index_in_panel(int64_t input, int lane) {
   if (kProducts != kFloats) return (input / 2 * kPanel + lane) * 2 + input % 2;
   return (input * kLanes + lane % kLanes) * 2 + lane / kLanes;
@@ -323,8 +323,8 @@ class Decoder {
   }
 
   // store(row, panel, low, high, kept) takes all of a product. fine: where weights are blocks, activations have 16 bits at every
-  // level (blocks.h). together: neighbouring panels that one thread has to store, one after the other; `kept` is room for what the
-  // next one of a row needs.
+  // level (blocks.h). together: neighbouring panels that one thread has to store. kept: two vectors that a panel's row may leave for
+  // the same row of the next panel.
   template <class Store>
   void product(int& phase, const Matrix& m, const Input& input, int rows, bool fine, int together, Store store) {
     const float* x = input.x;
@@ -336,7 +336,7 @@ class Decoder {
     const int panels = (m.outputs + kPanel - 1) / kPanel, tasks = (panels + sides * width - 1) / (sides * width);
     const int row_blocks = (rows + kTaskRows - 1) / kTaskRows;
     team_.each(phase, tasks * row_blocks, [&](int i) {
-      thread_local Outputs kept[kStreams][kTaskRows];
+      Outputs kept[kTaskRows];  // enough for several panels side by side too: rows are few then
       // Panels side by side are `tasks` times `width` apart, so that each goes on where it ended in the task before.
       const int first_row = i % row_blocks * kTaskRows, count_rows = std::min(kTaskRows, rows - first_row);
       int numbers[kMostPanels], side[kMostPanels], count = 0;
@@ -346,8 +346,8 @@ class Decoder {
       }
       const uint8_t* group[kMostPanels];
       for (int p = 0; p < count; p++) group[p] = m.panels + numbers[p] * m.stride();
-      const auto give = [&, room = kept](int row, int panel, Vec low, Vec high) {
-        store(first_row + row, numbers[panel], low, high, room[side[panel]][row]);
+      const auto give = [&](int row, int panel, Vec low, Vec high) {
+        store(first_row + row, numbers[panel], low, high, kept[side[panel] * count_rows + row]);
       };
       if (blocks) return multiply(codes, first_row, count_rows, m.kind, group, count, give);
       if (kProducts != kFloats) return multiply(narrow, first_row, count_rows, (const uint32_t* const*)group, count, give);

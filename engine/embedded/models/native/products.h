@@ -6,7 +6,7 @@
 namespace {
 
 constexpr int kTileRows = kLanes == 16 ? 12 : 6;  // AVX-512 has twice the registers
-constexpr int kTaskRows = 16 * kTileRows;         // rows that one thread multiplies at a time
+constexpr int kTaskRows = 16 * kTileRows;         // rows of a task, at most
 constexpr int kColumnsAhead = 64;                 // columns of weights to prefetch before they are needed
 constexpr bool kFarAhead = PRODUCTS == 1;         // the level that AMD's processors take: what is read is asked for earlier there
 constexpr int kStreams = 3;                       // panels side by side for one row; processors fetch ahead by themselves then

@@ -15,6 +15,7 @@ constexpr int kSums = 16;           // running sums of a reduction: as many at e
 constexpr int kPanel = 2 * kLanes;  // outputs that one panel of a weight makes
 
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef Vec Outputs[2];  // of a row and a panel
 typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
 typedef uint64_t Longs __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));

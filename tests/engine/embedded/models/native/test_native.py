@@ -9,6 +9,7 @@ processor has.
 
 import json
 import os
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -193,9 +194,11 @@ def test_threads_without_a_core_stand_aside(folder: Path) -> None:
         model = load(folder, threads=4)
         step = step_of([Part(tokens_of(100, 1), list(range(7)), 0, 100)], groups=len(model.groups))
         logits, threads = model.forward(step).clone(), {model.threads}
-        for _ in range(200):
+        runs, end = 0, time.monotonic() + 30  # others may use the core as well
+        while (runs < 50 or min(threads) >= 3) and time.monotonic() < end:
             assert torch.equal(model.forward(step), logits)
             threads.add(model.threads)
+            runs += 1
     finally:
         os.sched_setaffinity(0, cores)
     assert max(threads) == 4
