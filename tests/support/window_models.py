@@ -55,14 +55,15 @@ def prompts(count: int = 16) -> list[list[int]]:
 
 
 def generate(folder: Path, many: list[list[int]], output: int = OUTPUT) -> list[list[int]]:
-    """Greedy, float32, each prompt alone."""
+    """Greedy, float32, each prompt alone, without a repetition penalty that the model's makers may recommend."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     results = []
     for prompt in many:
         ids = torch.tensor([prompt])
         mask = torch.ones_like(ids)
         tokens = model.generate(
-            ids, attention_mask=mask, max_new_tokens=output, do_sample=False, pad_token_id=0, eos_token_id=None
-        )
+            ids, attention_mask=mask, max_new_tokens=output, do_sample=False, pad_token_id=0, eos_token_id=None,
+            repetition_penalty=1.0,
+        )  # fmt: skip
         results.append(tokens[0, len(prompt) :].tolist())
     return results

@@ -327,7 +327,7 @@ def test_the_coder_is_computed_natively_as_transformers_does() -> None:
     prompts = [tokenizer.encode(text).ids for text in texts]
     expected = generate(folder, prompts, 24)
     assert "Paris" in tokenizer.decode(expected[1])
-    core = make_core(folder, max_num_tokens=300, kv_cache_memory_mb=128)
+    core = make_core(folder, dtype="float32", max_num_tokens=300, kv_cache_memory_mb=128)
     assert isinstance(core.runner, NativeRunner)
     for index, prompt in enumerate(prompts):
         add(core, str(index), prompt)
