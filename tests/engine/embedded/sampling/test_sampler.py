@@ -4,11 +4,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.embedded.sampling.penalties import penalised
 from engine.embedded.sampling.sampler import Sampled, Sampler, prompt_logprobs, uniform
 from engine.embedded.sampling.state import SamplerState
 from engine.types import SamplingParams, TokenLogprobs
@@ -188,6 +190,19 @@ def test_uniforms_are_uniform_and_differ_by_seed_and_position() -> None:
         counts[int(value * 20)] += 1
     assert sum((count - 1000) ** 2 / 1000 for count in counts) < 43.8  # the 99.9th percentile for 19 degrees of freedom
     assert uniform(7, 3) == 0.32541466495141846  # pinned: the same on every machine and in every release
+
+
+@pytest.mark.parametrize("repetition", [1.0, 1.1, 0.7])
+@pytest.mark.parametrize("frequency", [0.0, 0.3, -1.7])
+@pytest.mark.parametrize("presence", [0.0, 0.9])
+def test_penalties_are_the_same_by_numpy_and_by_torch(repetition: float, frequency: float, presence: float) -> None:
+    asked = params(repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence)
+    logits, counts = torch.randn(1000, generator=torch.Generator().manual_seed(0)), torch.arange(1000.0) % 4
+    by_torch = penalised(logits, counts, asked, torch.where, torch.tensor)
+    by_numpy = penalised(logits.numpy(), counts.numpy(), asked, np.where, np.float32)
+    assert by_numpy.dtype == np.float32
+    assert torch.equal(by_torch, torch.from_numpy(by_numpy))
+    assert torch.equal(by_torch, logits) == (asked == params())
 
 
 @pytest.mark.parametrize(
