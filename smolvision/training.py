@@ -42,7 +42,7 @@ def arguments(package: str, description: str | None, **defaults: Any) -> argpars
 
 def add_base(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of trainings that start with a language model."""
-    parser.add_argument("--base", type=Path, required=True, help="GGUF file or folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--base", type=Path, required=True, help="the language model: GGUF file or folder")
     parser.add_argument("--start", type=Path, help="weights to continue from instead of random ones")
 
 

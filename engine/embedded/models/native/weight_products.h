@@ -7,8 +7,8 @@
 
 namespace {
 
-constexpr int kFewestTiled = 3;  // rows for which tiles are faster than vectors
-constexpr int kScalarRows = kProducts == kTiles ? kFewestTiled - 1 : 12;  // rows that are computed at a time by ordinary vectors
+constexpr int kFewestTiled = 3;                                           // rows for which tiles are faster than vectors
+constexpr int kScalarRows = kProducts == kTiles ? kFewestTiled - 1 : 12;  // rows that vectors compute at a time
 
 // Panels that so many rows are multiplied with at a time, from places far apart where these are all rows of a product.
 constexpr int side_by_side(int rows) {
@@ -21,7 +21,7 @@ constexpr int words_ahead(int rows) { return !kFarAhead ? 512 : side_by_side(row
 
 // ---- By ordinary vectors.
 
-// M rows times P panels, by ordinary vectors.
+// M rows times P panels.
 template <int M, int P, class Store>
 __attribute__((noinline)) void pairs(const Rounded& x, int first, int row, const uint32_t* const* panels, int panel, Store& store) {
   Vec sums[M][P][2] = {};
@@ -74,7 +74,7 @@ inline void some_rows(const Rounded& x, int first, int row, int rows, const uint
 
 constexpr int kPassRows = 2 * kTileSide;
 constexpr int kGroupsAhead = 2;     // of weights to prefetch before they are needed
-constexpr long kCachedGroups = 20;  // of a panel, at most: 40 KiB that stay in a first cache of 48 while all rows are multiplied with them
+constexpr long kCachedGroups = 20;  // of a panel, that stay in the first cache for all rows: 40 KiB of 48
 static_assert(kProducts != kTiles || (kLanes == kTileSide && kRoundedRows == kTileSide && kTaskRows % kPassRows == 0));
 
 // Sums of a tile of rows and a panel.
