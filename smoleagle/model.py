@@ -21,9 +21,6 @@ def read_config(folder: Path) -> Config:
     return config
 
 
-CONFIG = read_config(Path(__file__).parent)
-
-
 class Norm(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()

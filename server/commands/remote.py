@@ -22,11 +22,15 @@ class RemoteError(Exception):
     """The server does not answer, or refuses; the message says why, and what helps."""
 
 
+NAMED_BY_URL = {"--host": "--url", "--port": "--url"}
+"""Flags of servers that clients may be given, and what names a server to them."""
+
+
 def add_server_flags(parser: FlagParser) -> None:
     """Add the flags that name a server. The defaults are those of a server started with the settings here."""
     url, _ = _own()
     parser.add_argument("--url", default=url, metavar="URL", help=f"the server (default: {url})")
-    parser.meant |= {"--host": "--url", "--port": "--url"}
+    parser.meant |= NAMED_BY_URL
     parser.add_argument(
         "--api-key", metavar="KEY", help="API key (default: for that server or this machine, the first of API_KEYS)"
     )

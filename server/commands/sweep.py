@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
-from server.commands.remote import Remote, named_server
+from server.commands.remote import NAMED_BY_URL, Remote, named_server
 from server.settings.flags import FlagParser
 from server.sweep.plan import Deployment, Slo, SweepPlan, read_plan
 from server.sweep.results import PointResult, ResultFolder
@@ -27,7 +27,7 @@ def parser() -> FlagParser:
         "--output", type=Path, default=Path("sweep"), metavar="FOLDER", help="results (default: ./sweep)"
     )
     found.add_argument("--url", metavar="URL", help="measure this server, instead of starting any")
-    found.meant |= {"--host": "--url", "--port": "--url"}
+    found.meant |= NAMED_BY_URL
     found.add_argument("--api-key", metavar="KEY", help="API key of that server")
     found.add_argument("--name", default="server", help="name of that server in the results (default: server)")
     found.add_argument("--gpus", type=int, metavar="INT", help="GPUs of that server")

@@ -10,12 +10,13 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import smoleagle
 from smoleagle.generate import Texts, Writer
-from smoleagle.model import CONFIG, Head
+from smoleagle.model import Head, read_config
 from smoleagle.prompts import message, prompt
 from smoleagle.train import Target, accepted, config_for, loss_of
 
-SMALL = CONFIG | {
+SMALL = read_config(Path(smoleagle.__file__).parent) | {
     "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
 }  # fmt: skip
 

@@ -109,21 +109,13 @@ void multiply(const std::vector<CacheGroup>& groups, long stride, int rows, long
     case 3: return multiply_few<added, 3>(groups, stride, words_stride, columns, out, out_stride);
     case 4: return multiply_few<added, 4>(groups, stride, words_stride, columns, out, out_stride);
   }
-  const long bytes = 2 * stride, words_bytes = 2 * words_stride, out_bytes = 4 * out_stride;
+  const long bytes = 2 * stride, words_bytes = 2 * words_stride;
   asm volatile("" : : : "memory");  // the intrinsics do not say that they read memory
   for (long column = 0; column < columns; column += 2 * kTileSide)
     for (int row = 0; row < rows; row += 2 * kTileSide) {
       const bool both = row + kTileSide < rows;
-      float *upper = out + row * out_stride + column, *lower = upper + kTileSide * out_stride;
-      zero_sums();
-      if (added) {
-        tile_load(0, upper, out_bytes);
-        tile_load(1, upper + kTileSide, out_bytes);
-        if (both) {
-          tile_load(2, lower, out_bytes);
-          tile_load(3, lower + kTileSide, out_bytes);
-        }
-      }
+      float* sums = out + row * out_stride + column;
+      added ? load_sums(sums, out_stride, both) : zero_sums();
       for (const CacheGroup& group : groups) {
         const Factor* factors = group.factors + row * stride;
         const Cached* words = group.words + 2 * column;
@@ -133,12 +125,7 @@ void multiply(const std::vector<CacheGroup>& groups, long stride, int rows, long
         multiply_upper((const uint16_t*)factors, bytes, words, words_bytes);
         if (both) multiply_lower((const uint16_t*)(factors + kTileSide * stride), bytes);
       }
-      tile_store(0, upper, out_bytes);
-      tile_store(1, upper + kTileSide, out_bytes);
-      if (both) {
-        tile_store(2, lower, out_bytes);
-        tile_store(3, lower + kTileSide, out_bytes);
-      }
+      store_sums(sums, out_stride, both);
     }
 }
 

@@ -40,12 +40,29 @@ inline void tile_multiply(int sums, int rows, int columns) {
 }
 #endif
 
-// The sums of four products are in tiles 0 to 3.
+// The sums of four products are in tiles 0 to 3: those of two tiles of columns for a tile of rows, then for the one below it. In
+// memory their rows are `stride` floats apart; the lower tile has a place there if there are `both`.
 inline void zero_sums() {
   tile_zero(0);
   tile_zero(1);
   tile_zero(2);
   tile_zero(3);
+}
+inline void load_sums(const float* from, long stride, bool both) {
+  const float* lower = from + kTileSide * stride;
+  tile_load(0, from, 4 * stride);
+  tile_load(1, from + kTileSide, 4 * stride);
+  if (!both) return;
+  tile_load(2, lower, 4 * stride);
+  tile_load(3, lower + kTileSide, 4 * stride);
+}
+inline void store_sums(float* to, long stride, bool both) {
+  float* lower = to + kTileSide * stride;
+  tile_store(0, to, 4 * stride);
+  tile_store(1, to + kTileSide, 4 * stride);
+  if (!both) return;
+  tile_store(2, lower, 4 * stride);
+  tile_store(3, lower + kTileSide, 4 * stride);
 }
 
 // Adds a tile of rows times two tiles of columns, whose second is a tile's width further, to tiles 0 and 1.

@@ -77,30 +77,15 @@ constexpr int kGroupsAhead = 2;     // of weights to prefetch before they are ne
 constexpr long kCachedGroups = 20;  // of a panel, that stay in the first cache for all rows: 40 KiB of 48
 static_assert(kProducts != kTiles || (kLanes == kTileSide && kRoundedRows == kTileSide && kTaskRows % kPassRows == 0));
 
-// Sums of a tile of rows and a panel.
-struct alignas(64) Sums {
-  float low[kTileSide][kTileSide], high[kTileSide][kTileSide];
-};
-
-inline void load_sums(const Sums* from) {
-  tile_load(0, from[0].low, 64);
-  tile_load(1, from[0].high, 64);
-  tile_load(2, from[1].low, 64);
-  tile_load(3, from[1].high, 64);
-}
-inline void store_sums(Sums* to) {
-  tile_store(0, to[0].low, 64);
-  tile_store(1, to[0].high, 64);
-  tile_store(2, to[1].low, 64);
-  tile_store(3, to[1].high, 64);
-}
+// Sums of rows and a panel.
+typedef float Sums[kPanel];
 
 // Two tiles of finished sums, whose rows `store` takes while the next ones are multiplied: vectors are computed beside tiles.
 template <class Store>
 class Finished {
  public:
   explicit Finished(Store& store) : store_(store) {}
-  // All earlier ones must be stored. rows: how many of each tile there are.
+  // All earlier ones must be stored. sums: [2][kTileSide]. rows: how many of each tile there are.
   void set(const Sums* sums, std::array<int, 2> firsts, std::array<int, 2> panels, std::array<int, 2> rows) {
     sums_ = sums, firsts_ = firsts, panels_ = panels, rows_ = rows, tile_ = row_ = 0;
   }
@@ -108,7 +93,8 @@ class Finished {
     for (; tile_ < 2; tile_++, row_ = 0)
       for (; row_ < rows_[tile_]; row_++) {
         if (!count--) return;
-        store_(firsts_[tile_] + row_, panels_[tile_], load<Vec>(sums_[tile_].low[row_]), load<Vec>(sums_[tile_].high[row_]));
+        const float* sums = sums_[tile_ * kTileSide + row_];
+        store_(firsts_[tile_] + row_, panels_[tile_], load<Vec>(sums), load<Vec>(sums + kLanes));
       }
   }
   void store_all() { store(kPassRows); }
@@ -170,7 +156,7 @@ void multiply_tiles(const Rounded& x, int first, int rows, const uint32_t* const
   const int passes = (rows + kPassRows - 1) / kPassRows, lines = passes > 1 ? kGroupWords / 16 : 0;
   const long spans = passes > 1 ? (x.groups + kCachedGroups - 1) / kCachedGroups : 1, span = (x.groups + spans - 1) / spans;
   const int some = (kPassRows + span - 1) / span;
-  Sums sums[kTaskRows / kTileSide];
+  alignas(64) Sums sums[kTaskRows];
   Finished finished(store);
   const auto beside = [&] { finished.store(some); };
   asm volatile("" : : : "memory");  // the intrinsics do not say that they read memory
@@ -179,24 +165,25 @@ void multiply_tiles(const Rounded& x, int first, int rows, const uint32_t* const
     zero_sums();
     multiply_panels(x.at(first), panels[p], panels[p + 1], x.groups, beside);
     finished.store_all();
-    store_sums(sums);
+    store_sums(*sums, kPanel, true);
     finished.set(sums, {0, 0}, {p, p + 1}, {rows, rows});
   }
   for (; p < count; p++)
     for (long begin = 0; begin < x.groups; begin += span)
       for (int pass = 0, row = 0; pass < passes; pass++, row += kPassRows) {
         const int upper = std::min(rows - row, kTileSide), lower = std::min(rows - row, kPassRows) - upper;
+        const bool both = lower > 0;
         const long groups = std::min(span, x.groups - begin), tile = x.groups * kTileSide * kGroup;
         const uint16_t* from = x.at(first + row) + begin * kTileSide * kGroup;
         const uint32_t* panel = panels[p] + begin * kGroupWords;
         // Of the next task's panels, which follow these `count` in memory.
         const Share share{count * x.groups * kGroupWords, pass * lines / passes, (pass + 1) * lines / passes};
-        Sums* of = spans > 1 ? sums + row / kTileSide : sums;  // the same ones if they need not be kept: they stay in the cache
-        begin ? load_sums(of) : zero_sums();
-        if (passes > 1) multiply_panel<true>(from, tile, lower > 0, panel, groups, pass == 0, share, beside);
-        else multiply_panel<false>(from, tile, lower > 0, panel, groups, true, share, beside);
+        Sums* of = spans > 1 ? sums + row : sums;  // the same ones if they need not be kept: they stay in the cache
+        begin ? load_sums(*of, kPanel, both) : zero_sums();
+        if (passes > 1) multiply_panel<true>(from, tile, both, panel, groups, pass == 0, share, beside);
+        else multiply_panel<false>(from, tile, both, panel, groups, true, share, beside);
         finished.store_all();
-        store_sums(of);
+        store_sums(*of, kPanel, both);
         if (begin + groups == x.groups) finished.set(of, {row, row + kTileSide}, {p, p}, {upper, lower});
       }
   finished.store_all();
