@@ -31,12 +31,20 @@ from engine.embedded.kv.tiers import Tiers, host_slots, open_tiers
 from engine.embedded.loaded_model import LoadedModel
 from engine.embedded.models.devices import code_digest
 from engine.embedded.models.embeddings import NO_IMAGES, PromptImages
+from engine.embedded.models.heads import ROUND_DRAFTS, ROUND_TOKENS
 from engine.embedded.models.runner import StepInput
 from engine.embedded.sampling.sampler import Drawn, Sampler, prompt_logprobs
 from engine.embedded.scheduler import Scheduler
 from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.embedded.speculation.costs import DecodeStep
-from engine.embedded.step import Chunk, PromptRows, lacking_embeddings, note_pending, prompt_rows, step_input
+from engine.embedded.step import (
+    Chunk,
+    PromptRows,
+    lacking_embeddings,
+    note_pending,
+    prompt_rows,
+    step_input,
+)
 from engine.errors import EngineError, EngineFailure, EngineUnavailable
 from engine.kv_events import KvEvent
 from engine.stats import InflightBatchingStats, IterationStats
@@ -77,7 +85,7 @@ class _LaunchedStep:
     slots: list[int]
     """The slots of `sampling`, in order."""
     logits: torch.Tensor
-    """Logits of `sampling`, in order: a row for each token that may be sampled."""
+    """Logits of `sampling`, in order: a row for each token that may be sampled. Of rounds, what has come of them."""
     started: float
     clock: float
     """Start time, by the clock that measures the cost of a step; the choice of drafts is part of it, without the time
@@ -89,6 +97,8 @@ class _LaunchedStep:
     drawn: Drawn | None = None
     """The first tokens of `sampling`, or None until they are drawn. Even without tokens it tells when the device is
     done."""
+    rounds: int = 0
+    """Number of rounds in which the device drafts for its chunks and draws all their tokens (`models/heads.py`)."""
 
 
 @dataclass(slots=True)
@@ -417,11 +427,18 @@ class EngineCore:
         outputs = self._settle() if waits else []
         if not self.speculator.next_step():
             return outputs
-        sequences = [s for s in self.scheduler.running if self._sampler.takes_drafts(s.sampler)]
-        if self.speculator.plan(sequences) and self._launched is not None:
+        if self._choose_drafts() and self._launched is not None:
             outputs += self._settle()
-            self.speculator.plan([s for s in sequences if s.status is SequenceStatus.RUNNING])
+            self._choose_drafts()
         return outputs
+
+    def _choose_drafts(self) -> bool:
+        """Have the speculator choose drafts; return whether there are any."""
+        assert self.speculator is not None
+        running = self.scheduler.running
+        sequences = [s for s in running if self._sampler.takes_drafts(s.sampler)]
+        alone = self.scheduler.settled and all(self._sampler.draws_alone(s.sampler) for s in running)
+        return self.speculator.plan(sequences, alone)
 
     def _launch(self, failures: Outputs) -> _LaunchedStep | None:
         """Schedule a step and hand it to the device; None if there is nothing to run. A failure ends the sequences
@@ -435,11 +452,14 @@ class EngineCore:
             chunks = [chunk for chunk in chunks if chunk not in lost]
         if not chunks:
             return None
+        rounds = 0
+        if self.speculator is not None and self.speculator.rounds:
+            rounds, chunks = self.scheduler.fit_rounds(chunks, self.speculator.planned, self.speculator.rounds)
         for chunk in chunks:
             if chunk.sequence.first_scheduled is None:
                 chunk.sequence.first_scheduled = started
         try:
-            step = self._run(chunks, started)
+            step = self._run_rounds(chunks, started, rounds) if rounds else self._run(chunks, started)
         except (RuntimeError, ValueError) as error:
             failures += self._fail(chunks, error)
             return None
@@ -480,6 +500,19 @@ class EngineCore:
         logits = logits[first:] if first else logits
         return _LaunchedStep(chunks, sampling, slots, logits, started, self._began, self._planned, rows)
 
+    def _run_rounds(self, chunks: list[Chunk], started: float, rounds: int) -> _LaunchedStep:
+        """Have the device draft, verify and draw so many times; all chunks are decodes."""
+        assert self.speculator is not None
+        sequences = [chunk.sequence for chunk in chunks]
+        slots, admissions = [s.slot for s in sequences], [s.admission for s in sequences]
+        self._sampler.enter(slots, admissions, [s.sampler for s in sequences])
+        for sequence in sequences:
+            self.runner.expect(sequence.slot, sequence.admission, sequence.tables)
+        found = self.speculator.run_rounds(sequences, rounds)
+        clocks = self._began, self._planned
+        rows = list(range(0, sum(chunk.length for chunk in chunks), rounds * ROUND_TOKENS))
+        return _LaunchedStep(chunks, chunks, slots, found, started, *clocks, rows, Drawn(found), rounds)
+
     def _waits(self, step: _LaunchedStep) -> bool:
         """Return whether tokens that the host has not seen yet are needed to draw those of a step."""
         return self._sampler.waits([chunk.sequence.sampler for chunk in step.sampling])
@@ -488,7 +521,9 @@ class EngineCore:
         """Sample the tokens of a step; return whether that succeeded. A failure ends the sequences that take part."""
         states = [chunk.sequence.sampler for chunk in step.sampling]
         try:
-            if states:
+            if step.rounds:
+                pass  # the device has drawn
+            elif states:
                 step.drawn = self._sampler.draw(step.logits, states, step.slots, step.rows)
                 if self._overlap and step.rows is None:  # else the host has its tokens before the next step
                     self.runner.remember(step.slots, step.drawn.tokens)
@@ -535,12 +570,14 @@ class EngineCore:
         taken: dict[Sequence, _Taken] | None = None
         self._forget_refuted(self._fetches.confirm(step.chunks))
         try:
-            taken = self._take(step, step.drawn)
-            chunks = step.chunks if step.rows is None else self._verified(step.chunks, taken)
+            taken = self._take_rounds(step) if step.rounds else self._take(step, step.drawn)
+            chunks = step.chunks if step.rows is None else self._verified(step.chunks, taken, step.rounds)
             self.scheduler.computed(chunks)
             self._leases.note_written(chunks)
             for sequence, found in taken.items():
                 outputs.append((sequence.request.request_id, self._answer(sequence, found)))
+            if step.rounds and self.speculator is not None:
+                self.speculator.end_rounds([chunk.sequence for chunk in step.chunks if chunk.current])
         except (RuntimeError, ValueError) as error:
             taken = None
             outputs += self._fail(step.chunks, error)
@@ -567,6 +604,7 @@ class EngineCore:
             waited=step.rows is not None or (self._overlap and step.clock >= before),
             seconds=clock - max(step.clock, before),
             elapsed=clock - max(step.planned, before),
+            rounds=step.rounds,
         )
         self.speculator.note_step(decoded)
 
@@ -588,7 +626,7 @@ class EngineCore:
                 # A prefill that lost its blocks meanwhile has nothing to hold: it is computed again.
                 if sequence.request.prefill_only and not chunk.current:
                     continue
-                found = taken.setdefault(sequence, _Taken())
+                found = taken.setdefault(sequence, _Taken(drafted=len(chunk.draft)))
                 if drawn.ahead is not None:
                     tokens = _behind_right(chunk.draft, drawn.ahead, rows[index])
                 count, found.finish, found.stop = sequence.take(tokens, eos_token_ids, context_length)
@@ -606,16 +644,36 @@ class EngineCore:
             slots = [chunk.sequence.slot for chunk in chunks]
             drawn = self._sampler.draw(step.logits, states, slots, rows)
 
-    def _verified(self, chunks: list[Chunk], taken: dict[Sequence, _Taken]) -> list[Chunk]:
-        """Return chunks without their drafted tokens that proved wrong."""
+    def _take_rounds(self, step: _LaunchedStep) -> dict[Sequence, _Taken]:
+        """Add the tokens of rounds to the sequences that are still alive."""
+        assert self.speculator is not None and step.drawn is not None
+        taken: dict[Sequence, _Taken] = {}
+        eos_token_ids, context_length = self.runner.eos_token_ids, self.runner.context_length
+        for chunk, rounds in zip(step.chunks, zip(*step.drawn.arrived(), strict=True), strict=True):
+            sequence = chunk.sequence
+            if sequence.status is SequenceStatus.FINISHED or chunk.admission == sequence.void:
+                continue
+            found = taken[sequence] = _Taken()
+            for right, *tokens in rounds:
+                count, found.finish, found.stop = sequence.take(tuple(tokens[:right]), eos_token_ids, context_length)
+                found.tokens += tokens[:count]
+                found.drafted += ROUND_DRAFTS
+                found.accepted += min(count, right - 1)
+                self.speculator.note_round(min(count, right - 1))
+                if found.finish is not None or sequence.sampler.error:
+                    break
+        return taken
+
+    def _verified(self, chunks: list[Chunk], taken: dict[Sequence, _Taken], rounds: int) -> list[Chunk]:
+        """Return chunks without their drafted tokens that proved wrong; those of rounds have been counted."""
         assert self.speculator is not None
         left: list[Chunk] = []
         for chunk in chunks:
             if chunk.draft and (found := taken.get(chunk.sequence)) is not None:
-                found.drafted = len(chunk.draft)
                 chunk.sequence.draft_tokens += found.drafted
                 chunk.sequence.accepted_tokens += found.accepted
-                self.speculator.note_draft(chunk.sequence, found.drafted, found.accepted)
+                if not rounds:
+                    self.speculator.note_draft(chunk.sequence, found.drafted, found.accepted)
                 chunk = self.scheduler.verified(chunk, len(found.tokens))
             if not chunk.draft:  # else its sequence has ended
                 left.append(chunk)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from engine.embedded.kv.groups import MISSING, BlockGroups, Table
 from engine.embedded.kv.source import Offload, Source
+from engine.embedded.models.heads import ROUND_TOKENS
 from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.embedded.step import Chunk
 
@@ -118,6 +119,11 @@ class Scheduler:
         self._take_out(sequence, SequenceStatus.HELD)
         self.held.append(sequence)
         self.held_blocks += self.blocks.count(sequence.tables)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no other sequence can join those that run before one of them ends."""
+        return not (self.fetching or (self.waiting and self._slots))
 
     def take_fetches(self) -> list[Fetch]:
         """Return the reads for sequences that have become FETCHING since the last call.
@@ -231,6 +237,22 @@ class Scheduler:
         if long:
             self._note_rest(chunks, long)
         return chunks
+
+    def fit_rounds(self, chunks: list[Chunk], sequences: list[Sequence], rounds: int) -> tuple[int, list[Chunk]]:
+        """Return how many of some rounds of drafts (`models/heads.py`) fit into the chunks of a step, whose drafts are
+        room for them, and chunks of these rounds. None fit if the step is not of these sequences alone, or one has no
+        room: then the chunks have no drafts."""
+        if [chunk.sequence for chunk in chunks] != sequences:
+            rounds = 0
+        rounds = min(rounds, *((1 + len(chunk.draft)) // ROUND_TOKENS for chunk in chunks))
+        length = max(rounds * ROUND_TOKENS, 1)
+        fitting = [
+            chunk._replace(length=length, sampled=length, draft=chunk.draft[: length - 1]) if chunk.draft else chunk
+            for chunk in chunks
+        ]
+        for chunk in fitting:
+            chunk.sequence.computed = chunk.start + chunk.length
+        return rounds, fitting
 
     def _prompt_budget(self, prompts: list[Sequence], decoding: int, total: int) -> int:
         """Return how many tokens of prompts a step of at most `total` tokens takes beside this many of decodes.

@@ -165,7 +165,7 @@ def cuda_runner(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
     All values are float32, also the results of fast products of eight bits.
     """
     assert not ON_GPU
-    from engine.embedded.models.cuda import attention, graph_sizes, head, runner  # noqa: PLC0415
+    from engine.embedded.models.cuda import attention, graph_sizes, head, rounds, runner  # noqa: PLC0415
 
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
     monkeypatch.setattr(runner, "FlashInferKernels", fake_flashinfer.Kernels)
@@ -184,9 +184,10 @@ def cuda_runner(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
     monkeypatch.setattr(heads, "MOST_READ", 8)
     monkeypatch.setattr(heads, "_LEAST_READ", 3)
     monkeypatch.setattr(runner, "dtype_of", lambda *_: torch.bfloat16)  # of the model's check alone
-    for module in (runner, head):
+    for module in (runner, head, rounds):
         monkeypatch.setattr(module, "capture", _capture)
         monkeypatch.setattr(module, "warn_of_compilation", lambda: None)
+    for module in (runner, head):
         monkeypatch.setattr(module, "compile_first", lambda _: None)  # nothing is compiled here
     monkeypatch.setattr(
         sampler, "to_host", torch.clone

@@ -13,6 +13,12 @@ from engine.errors import EngineFailure
 
 MOST_READ = 1024
 """About the most positions that are read in a step; fewer of each sequence, the more there are."""
+ROUND_DRAFTS = 3
+"""Number of tokens that are drafted for each sequence in a round of `DraftRounds`."""
+ROUND_TOKENS = ROUND_DRAFTS + 1
+"""Number of tokens of each sequence that the target computes in a round."""
+MOST_ROUNDS = 8
+"""Maximum number of rounds that run one after another."""
 _LEAST_READ = 8
 """Number of positions of each sequence that may be read in a step, however many sequences there are."""
 
@@ -44,8 +50,51 @@ class HeadDraft(NamedTuple):
     probabilities: list[float]
 
 
+class RoundStart(NamedTuple):
+    """A sequence from which rounds go on."""
+
+    slot: int
+    admission: int
+    position: int
+    """The position of its last token."""
+    token: int
+    skipped: int
+    """The position at which its table of the head begins."""
+
+
+class DraftRounds(Protocol):
+    """Rounds of a draft and its verification that run one after another on the device, without the host.
+
+    In a round the target computes a sequence's last token and the `ROUND_DRAFTS` behind it that the head expects, and
+    draws a token behind each. Those for which it drew what was drafted are right, and so is the one behind them.
+    """
+
+    most_sequences: int
+
+    def goes_on(self, starts: Sequence[RoundStart]) -> bool:
+        """Return whether the last rounds were of the same sequences, and have drafted behind the tokens they have."""
+        ...
+
+    def run(self, starts: Sequence[RoundStart], step: HeadStep, rounds: int) -> torch.Tensor:
+        """Run rounds of sequences whose blocks the target knows, and return what comes of them without waiting: int32
+        [rounds, sequences, 1 + ROUND_TOKENS], how many tokens came of a round, and the tokens drawn in it, of which so
+        many count. The next run writes to the same memory.
+
+        `step` has the sequences' tables, with room for all that is drafted, and, unless these rounds go on behind the
+        last ones, what the head has yet to read of each sequence.
+        """
+        ...
+
+    def note_taken(self, starts: Sequence[RoundStart]) -> None:
+        """Note where those sequences of the last rounds are that go on."""
+        ...
+
+
 class HeadRunner(Protocol):
     """A loaded head with a KV cache of its own: a layer for every block of the target's, and some spare ones."""
+
+    rounds: DraftRounds | None
+    """None where the device has the host between a draft and its verification."""
 
     def draft(self, step: HeadStep, limits: Sequence[int], least: float) -> list[HeadDraft]:
         """Read positions, then draft at most `limits[i]` tokens of each sequence, and none behind those that are all

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,6 +51,10 @@ class Sampler:
     def takes_drafts(self, state: SamplerState) -> bool:
         """Return whether several tokens of a sequence can be drawn after one step."""
         return True
+
+    def draws_alone(self, state: SamplerState) -> bool:
+        """Return whether the device draws tokens of a sequence, and tells nothing but these, without the host."""
+        return False
 
     def sample(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled]:
         """Sample for each state, one token. `logits` is [len(states), vocab] of any float type and may be changed.
@@ -140,7 +144,7 @@ class Drawn:
 
     def results(self) -> list[Sampled]:
         """Return the sampled tokens of each sequence, in the order of rows."""
-        tokens = self._arrived()
+        tokens = self.arrived()
         if not self._reports:
             return [Sampled((token,)) for token in tokens]
         entries: dict[int, tuple[TokenLogprobs]] = {}
@@ -149,13 +153,12 @@ class Drawn:
             entries |= {row: (entry,) for row, entry in zip(rows, found, strict=True)}
         return [Sampled((token,), entries.get(row, ())) for row, token in enumerate(tokens)]
 
-    def _arrived(self) -> list[int]:
-        """Wait for the tokens and return them."""
+    def arrived(self) -> list[Any]:
+        """Wait for the tokens and return them: a list for each dimension."""
         if self._done is not None:
             self._done.synchronize()
         found = self._on_host
-        tokens: list[int] = found.tolist() if isinstance(found, torch.Tensor) else found
-        return tokens
+        return found.tolist() if isinstance(found, torch.Tensor) else found
 
 
 class DrawnAhead(Drawn):
@@ -166,7 +169,7 @@ class DrawnAhead(Drawn):
         self._rows = rows
 
     def results(self) -> list[Sampled]:
-        self.ahead = self._arrived()
+        self.ahead = self.arrived()
         return [Sampled((self.ahead[row],)) for row in self._rows]
 
 

@@ -78,8 +78,8 @@ class Asking:
         """Whether the planned step has drafts of the model."""
         return bool(self._drafts)
 
-    def count_step(self) -> None:
-        self._pause, self._rest = max(self._pause - 1, 0), max(self._rest - 1, 0)
+    def count_steps(self, steps: int) -> None:
+        self._pause, self._rest = max(self._pause - steps, 0), max(self._rest - steps, 0)
 
     def begin(self, worth: bool) -> None:
         """Begin to choose the sequences of a step; `worth` says whether one is worth asking for."""

@@ -72,6 +72,8 @@ class DecodeStep(NamedTuple):
     """Its duration. The plan counts if it ran before the step; a model that drafts does not."""
     elapsed: float
     """The same with the model, part of whose time may be counted with the step before."""
+    rounds: int = 0
+    """How often the device has drafted and verified in it without the host; 0 for other steps."""
 
 
 class Line(NamedTuple):
@@ -241,6 +243,10 @@ class StepCosts:
         """Note a step. If it took much longer than expected, as when others use the processor, it counts as half as
         long again, or as much longer as the one before it took; `search`, the seconds of the last plan, counts in
         full."""
+        if step.rounds:  # tells nothing of what rows cost
+            if not self.comparison.pauses and (plain := self.fit().plain.at(step.sequences)):
+                self._compare(step, step.elapsed, plain)
+            return
         steps, self._passed = 1 + self._passed, 0
         self._without += steps
         sequences, rows, drafted, seconds = step.sequences, step.rows, step.waited, step.seconds

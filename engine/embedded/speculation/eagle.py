@@ -17,7 +17,15 @@ import torch
 from engine.checkpoints.eagle import read_eagle_head
 from engine.checkpoints.facts import read_model_facts
 from engine.config import EmbeddedConfig
-from engine.embedded.models.heads import MOST_READ, HeadStep, most_read
+from engine.embedded.models.heads import (
+    MOST_READ,
+    ROUND_DRAFTS,
+    ROUND_TOKENS,
+    DraftRounds,
+    HeadStep,
+    RoundStart,
+    most_read,
+)
 from engine.embedded.models.runner import ModelRunner, StepInput
 from engine.embedded.sequence import Sequence
 from engine.embedded.speculation.drafter import NOTHING, Draft, class_of_probability
@@ -111,6 +119,17 @@ class HeadReading:
         self._hold(self.end + count, [whole[count:]] if count < len(whole) else [])
         return whole[:count]
 
+    def leave_out(self, known: int, most: int) -> None:
+        """Forget what waits but for the last `most` positions before `known`, from the beginning of a block on."""
+        first = min(self._block_from(known - most), self.end + self.count)
+        self._hold(first, [_copied(_joined(self.waiting)[first - self.end :])])
+        self.first = first
+
+    def skip_to(self, end: int, step: int) -> None:
+        """Note that all positions before `end` have keys and values, and that steps up to this one are known."""
+        self._hold(end, [])
+        self.step = step
+
     def drop(self) -> None:
         """Forget the hidden states that wait, some of which may be of other tokens by now."""
         self._hold(self.end, [])
@@ -125,7 +144,7 @@ class HeadReading:
 
 
 class Eagle:
-    """The `Drafter` that is an EAGLE-3 head."""
+    """The `Drafter` that is an EAGLE-3 head, and a `RoundDrafter`."""
 
     free = False
     runner = None
@@ -140,6 +159,7 @@ class Eagle:
         """Blocks of a slot for drafted positions."""
         self._on_cpu = target.device.type == "cpu"
         self._head = target.load_head(head, config.max_batch_size * self._spare)
+        self.most_in_rounds = self._head.rounds.most_sequences if self._head.rounds is not None else 0
         self._readers: dict[Sequence, HeadReading] = {}
         self._steps: deque[_Step] = deque()
         self._number = self._rows = 0
@@ -187,6 +207,59 @@ class Eagle:
                 if found.tokens:
                     drafts[index] = Draft(found.tokens, list(map(class_of_probability, found.probabilities)))
         return drafts
+
+    def is_ready(self, sequences: Many[Sequence]) -> bool:
+        """See `RoundDrafter`."""
+        readers, lacking, most = self._readings(sequences), list[int](), most_read(len(sequences))
+        for sequence, reader in zip(sequences, readers, strict=True):
+            if reader is None:
+                return False
+            known = len(sequence.tokens) - 1 + sequence.pending
+            if known - reader.end > most:
+                reader.leave_out(known, most)
+            if not 0 <= known - reader.end <= reader.count:
+                return False
+            lacking.append(known - reader.end)
+        return all(lacking) or (not any(lacking) and self._on_device.goes_on(self._starts(sequences)))
+
+    def run_rounds(self, sequences: Many[Sequence], rounds: int) -> torch.Tensor:
+        """See `RoundDrafter`."""
+        step, inputs = HeadStep([], [], [], [], [], torch.empty(0)), list[torch.Tensor]()
+        starts = self._starts(sequences)
+        for sequence in sequences:
+            reader = self._readers[sequence]
+            start, count = reader.end, len(sequence.tokens) - 1 - reader.end
+            if count:
+                inputs.append(reader.take(count))
+            self._add(step, sequence, reader, start, count, rounds * ROUND_TOKENS + ROUND_DRAFTS - 1)
+        if inputs:
+            step = step._replace(inputs=_joined(inputs))
+        self.skip()  # what is computed meanwhile is read meanwhile
+        return self._on_device.run(starts, step, rounds)
+
+    def end_rounds(self, sequences: Many[Sequence]) -> None:
+        """See `RoundDrafter`."""
+        for sequence in sequences:
+            self._readers[sequence].skip_to(len(sequence.tokens) - 1, self._number)
+        self._on_device.note_taken(self._starts(sequences))
+
+    @property
+    def _on_device(self) -> DraftRounds:
+        assert self._head.rounds is not None
+        return self._head.rounds
+
+    def _starts(self, sequences: Many[Sequence]) -> list[RoundStart]:
+        """Return where the head, and the model, go on: the last token of each, and the first of its table."""
+        return [
+            RoundStart(
+                sequence.slot,
+                sequence.admission,
+                len(sequence.tokens) - 1,
+                sequence.tokens[-1],
+                self._readers[sequence].first // self._size * self._size,
+            )
+            for sequence in sequences
+        ]
 
     def forget(self, sequence: Sequence) -> None:
         """See `Drafter`."""

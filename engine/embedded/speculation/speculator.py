@@ -2,8 +2,8 @@
 
 How likely a draft is right is known from earlier ones (`acceptance.py`), what its computation costs from earlier steps
 (`costs.py`); from both follows how much of it is computed (`lengths.py`). A draft model or a head is asked where no
-earlier text promises as much (`asking.py`). While speculation slows the engine down as a whole, nothing is looked for,
-most of the time: see `costs.Comparison`.
+earlier text promises as much (`asking.py`), or the device drafts and verifies several times in a row (`rounds.py`).
+While speculation slows the engine down as a whole, nothing is looked for, most of the time: see `costs.Comparison`.
 """
 
 import time
@@ -13,6 +13,7 @@ from itertools import islice
 
 import torch
 
+from engine.embedded.models.heads import ROUND_DRAFTS, ROUND_TOKENS
 from engine.embedded.models.runner import StepInput
 from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.embedded.speculation.acceptance import Acceptance
@@ -20,6 +21,7 @@ from engine.embedded.speculation.asking import Asking
 from engine.embedded.speculation.costs import MOST_SAVED, REINVESTED, DecodeStep, StepCosts, rest_after
 from engine.embedded.speculation.drafter import CLASSES, NOTHING, Draft, Drafter, HiddenStatesReader
 from engine.embedded.speculation.lengths import can_pay, trial, worthwhile
+from engine.embedded.speculation.rounds import RoundDrafter, Rounds
 from engine.stats import SpecDecodingStats
 
 _NEXT = 0.6
@@ -50,6 +52,13 @@ class Speculator:
         self._lookup: Drafter | None = drafter if drafter.free else lookup
         self._model: Drafter | None = None if drafter.free else drafter
         self._reader = drafter if isinstance(drafter, HiddenStatesReader) else None
+        self._rounds: Rounds | None = None
+        if isinstance(drafter, RoundDrafter) and drafter.most_in_rounds:
+            self._rounds = Rounds(drafter)
+        self.rounds = 0
+        """Number of rounds that are planned for the next step: then drafts are only room for them."""
+        self._ran = 0
+        """Number of rounds of the last step."""
         self._clock = clock
         self._drafts = self._draft_tokens = 0
         self._accepted = [0] * most
@@ -64,7 +73,7 @@ class Speculator:
         self._read_before = block_size + _MORE_READ
         self._latest = StepCosts(self._read_before)
         """The costs to which the last step was added."""
-        self._planned: list[Sequence] = []
+        self.planned: list[Sequence] = []
         """Sequences that have drafts."""
         self._rest = 0
         """Steps for which nothing is looked up, as it would take too long for nothing."""
@@ -83,8 +92,11 @@ class Speculator:
 
     def next_step(self) -> bool:
         """Count a step; return whether drafts are to be chosen for it. Otherwise no sequence has one."""
-        self._asking.count_step()
-        self._rest = max(self._rest - 1, 0)
+        steps, self._ran = max(self._ran, 1), 0  # rounds take as long as so many steps, or longer
+        self._asking.count_steps(steps)
+        if self._rounds is not None:
+            self._rounds.count_steps(steps)
+        self._rest = max(self._rest - steps, 0)
         if not self._is_noted:  # what a model took for a step with prompts is no part of the next one
             self._modelled = 0.0
         self._is_noted = False
@@ -94,22 +106,24 @@ class Speculator:
         self._end_plan()
         return False
 
-    def plan(self, sequences: Many[Sequence]) -> bool:
+    def plan(self, sequences: Many[Sequence], alone: bool = False) -> bool:
         """Give sequences that decode in the next step their drafts (`Sequence.draft`); return whether one has any.
+        `alone`: the device can draw all their tokens, and nothing else is to be computed.
 
         Drafts follow the tokens that the host knows: one for a sequence with a pending token can only tell whether it
         is worth waiting for that.
         """
         self.planning = -self._clock()
-        planned = self._plan(sequences)
+        planned = self._plan(sequences, alone)
         self.planning += self._clock()
         return planned
 
-    def _plan(self, sequences: Many[Sequence]) -> bool:
+    def _plan(self, sequences: Many[Sequence], alone: bool) -> bool:
         self._end_plan()
         looks = self._lookup is not None and self._rest <= 0
         asks = self._model is not None and not self._asking.rests and not (self._min_speedup and self._asking.pauses)
-        if not (looks or asks):
+        runs = alone and self._rounds is not None and not (self._min_speedup and self._rounds.pauses)
+        if not (looks or asks or runs):
             return False
         started = time.thread_time()
         decoding = [s for s in sequences if s.remaining == 1 and s.status is SequenceStatus.RUNNING]
@@ -118,10 +132,11 @@ class Speculator:
         tries = bool(self._min_speedup) and costs.needs_trial
         if looks and not tries and not can_pay(costs.fit(), rows, self._most, self._min_speedup):
             self._rest, looks = rest_after(time.thread_time() - started, costs.fit().plain.at(rows)), False
-        room_of = {s: room for s in decoding if (room := self._room(s)) > 0} if looks or asks else {}
+        room_of = {s: room for s in decoding if (room := self._room(s)) > 0} if looks or asks or runs else {}
         if not room_of:
             return False
-        sequences, rooms = list(room_of), list(room_of.values())
+        everyone, sequences = sequences, list(room_of)
+        rooms = [min(room, self._most) for room in room_of.values()]
         self._rows = rows
         self._acceptance.judge(sequences)
         drafts = [NOTHING] * len(sequences)
@@ -129,6 +144,8 @@ class Speculator:
             drafts = self._lookup.draft(sequences, rooms)
             for sequence, draft in zip(sequences, drafts, strict=True):
                 self._acceptance.note_found(sequence, draft)
+        if runs and len(room_of) == len(everyone) and self._plan_rounds(room_of, drafts):
+            return True
         looked = time.thread_time() - started
         asked = self._ask(sequences, rooms, drafts, rows) if asks else []
         started = time.thread_time()
@@ -140,7 +157,7 @@ class Speculator:
                 costs.note_trial()
         for sequence, draft, length in zip(sequences, drafts, lengths, strict=True):
             sequence.draft = draft.tokens[:length]
-        self._planned = [sequence for sequence in sequences if sequence.draft]
+        self.planned = [sequence for sequence in sequences if sequence.draft]
         # What follows a token that is under way is not computed.
         self._asking.plan({sequences[i]: 0 if sequences[i].pending else lengths[i] for i in asked})
         looked += time.thread_time() - started
@@ -149,6 +166,34 @@ class Speculator:
             if self._saved < 0:
                 self._rest, self._saved = rest_after(looked, plain), 0.0
         return any(lengths)
+
+    def _plan_rounds(self, room_of: dict[Sequence, int], drafts: Many[Draft]) -> bool:
+        """Plan rounds if they are worth it, and more than what was found in earlier text; return whether they are."""
+        assert self._rounds is not None
+        sequences, rows, promised = list(room_of), len(room_of), 0.0
+        costs = self._costs_of(rows).fit()
+        lengths = self._lengths(sequences, drafts, rows) if any(map(_any, drafts)) else []
+        if any(lengths):
+            chances = zip(self._chances(sequences, drafts), lengths, strict=True)
+            right = sum(sum(islice(each, length)) for each, length in chances)
+            promised = (rows + right) / max(costs.drafted.at(rows + sum(lengths)), 1e-9)
+        self.rounds = self._rounds.plan(room_of, costs if self._min_speedup else None, promised)
+        if self.rounds:
+            for sequence in sequences:
+                sequence.draft = [0] * (self.rounds * ROUND_TOKENS - 1)
+            self.planned = list(sequences)
+        return self.rounds > 0
+
+    def run_rounds(self, sequences: Many[Sequence], rounds: int) -> torch.Tensor:
+        """See `RoundDrafter`."""
+        assert isinstance(self.drafter, RoundDrafter)
+        self._ran = rounds
+        return self.drafter.run_rounds(sequences, rounds)
+
+    def end_rounds(self, sequences: Many[Sequence]) -> None:
+        """See `RoundDrafter`."""
+        assert isinstance(self.drafter, RoundDrafter)
+        self.drafter.end_rounds(sequences)
 
     def read(self, step: StepInput, hidden: torch.Tensor) -> None:
         """Pass a step's hidden states on to the drafter, unless a pause is long."""
@@ -169,19 +214,28 @@ class Speculator:
         """Note how long a step took and what came of it."""
         self._latest = self._costs_of(step.sequences)
         self._is_noted = True
+        if self._rounds is not None and (usual := self._latest.fit().plain.at(step.sequences)):
+            self._rounds.note(step, usual, found=not self._asking.has_drafted)
         modelled = min(self._modelled, step.elapsed)
         self._modelled -= modelled
         self._latest.note(step._replace(elapsed=step.elapsed - modelled), self.planning)
 
     def note_draft(self, sequence: Sequence, length: int, accepted: int) -> None:
         """Count a draft that was computed for a sequence, and how many of its tokens were accepted."""
-        self._drafts += 1
-        self._draft_tokens += length
+        self._count(length, accepted)
         if not self._asking.has_drafted_for(sequence):  # else lookup has saved nothing
             costs = self._costs_of(self._rows).fit()
             usual = costs.plain.at(self._rows)
             saved = max(accepted * usual / self._rows - costs.drafted.row * length, 0.0)
             self._saved = min(self._saved + REINVESTED * saved, MOST_SAVED * usual)
+
+    def note_round(self, accepted: int) -> None:
+        """Count the draft of a round, and how many of its tokens were accepted."""
+        self._count(ROUND_DRAFTS, accepted)
+
+    def _count(self, length: int, accepted: int) -> None:
+        self._drafts += 1
+        self._draft_tokens += length
         for place in range(accepted):
             self._accepted[place] += 1
 
@@ -198,17 +252,17 @@ class Speculator:
         """Drop the state of a sequence that has ended."""
         self._acceptance.forget(sequence)
         self._asking.forget(sequence)
-        if sequence in self._planned:
-            self._planned.remove(sequence)
+        if sequence in self.planned:
+            self.planned.remove(sequence)
         for drafter in (self._lookup, self._model):
             if drafter is not None:
                 drafter.forget(sequence)
 
     def _end_plan(self) -> None:
         """Take back the drafts of the last plan, and note what those of a model have brought."""
-        for sequence in self._planned:
+        for sequence in self.planned:
             sequence.draft = []
-        self._planned = []
+        self.planned, self.rounds = [], 0
         if self._asking.has_drafted:
             self._asking.settle(self._costs_of(self._rows).fit(), self._rows)
 
@@ -219,11 +273,11 @@ class Speculator:
         return costs
 
     def _room(self, sequence: Sequence) -> int:
-        """Return how many drafted tokens a sequence can have: with one more, they must not go beyond its end."""
+        """Return how many tokens may follow the next one of a sequence, up to its end."""
         if sequence.request.prefill_only or sequence.lacks_grammar:
             return 0
         output = sequence.request.sampling.max_tokens - sequence.num_output
-        return min(self._most, output - 1, self._context_length - len(sequence.tokens) - 1)
+        return min(output - 1, self._context_length - len(sequence.tokens) - 1)
 
     def _ask(self, sequences: Many[Sequence], rooms: Many[int], drafts: list[Draft], rows: int) -> list[int]:
         """Have a model draft where that is worth it if it is sure, or was not tried for long, unless earlier text

@@ -369,6 +369,38 @@ def test_drafts_leave_half_of_what_decodes_do_to_prompts(seqs: int, prompt: int,
     assert (found["a"] + found["b"], found.get("prompt", 0)) == (2 + drafted, taken)
 
 
+@pytest.mark.parametrize(
+    ("budget", "others", "drafted", "rounds"),
+    [
+        pytest.param(64, False, 11, 3, id="all of them"),
+        pytest.param(22, False, 11, 2, id="one sequence has room for two"),
+        pytest.param(14, False, 11, 0, id="one has no room"),
+        pytest.param(64, True, 11, 0, id="a prompt began"),
+        pytest.param(64, False, 0, 0, id="nothing was planned"),
+    ],
+)
+def test_all_sequences_have_as_many_rounds_of_drafts(budget: int, others: bool, drafted: int, rounds: int) -> None:
+    """What does not fit is not computed, so the next step begins where this one ends."""
+    runner = machine(blocks=400, seqs=8, budget=64)
+    for name in "ab":
+        runner.scheduler.add(make(name, [ord(name)], 100))
+    runner.step()
+    sequences = list(runner.scheduler.running)
+    known = [len(sequence.tokens) for sequence in sequences]
+    for sequence in sequences:
+        sequence.draft = [0] * drafted
+    if others:
+        runner.scheduler.add(make("prompt", [7] * 9, 1, arrival=1.0))
+    chunks = runner.scheduler.schedule(budget)
+    found, fitting = runner.scheduler.fit_rounds(chunks, sequences, 3)
+    length = max(4 * rounds, 1)
+    assert found == rounds
+    for sequence, count in zip(sequences, known, strict=True):
+        (chunk,) = (chunk for chunk in fitting if chunk.sequence is sequence)
+        assert (chunk.start, chunk.length, chunk.sampled, len(chunk.draft)) == (count - 1, length, length, length - 1)
+        assert sequence.computed == count - 1 + length
+
+
 def test_prompts_take_another_number_of_tokens_where_nothing_decodes() -> None:
     runner = machine(blocks=400, seqs=4, budget=64, prompt_budget=16)
     runner.scheduler.prompt_tokens_alone = 40

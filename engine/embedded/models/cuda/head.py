@@ -24,7 +24,15 @@ from engine.embedded.models.cuda.decode_attention import DecodeAttention
 from engine.embedded.models.cuda.decoder import logits_of, rotations
 from engine.embedded.models.cuda.graphs import capture
 from engine.embedded.models.cuda.weights import Normed, PlainProducts
-from engine.embedded.models.heads import HeadDraft, HeadStep, head_rotary, load_tensors, most_read, places_of
+from engine.embedded.models.heads import (
+    DraftRounds,
+    HeadDraft,
+    HeadStep,
+    head_rotary,
+    load_tensors,
+    most_read,
+    places_of,
+)
 from engine.kit.collector import uncollected
 
 _AT_ONCE = 4
@@ -72,38 +80,57 @@ class CudaHead:
         self._cache = KvCache(torch.zeros(shape, dtype=self._dtype, device=self._device))
         self._attention = DecodeAttention(*self._heads, facts.head_dim**-0.5, self._device)
         self._sizes = _sizes(max(most_read(1), batch * most_read(batch)))
-        self._inputs = self._fc.new_zeros((self._sizes[-1], self._fc.shape[1]))
+        self.inputs = self._fc.new_zeros((self._sizes[-1], self._fc.shape[1]))
         """The target's hidden states of the positions that are read."""
         width = _width(-(-positions // block_size) + 1, most_tokens, block_size)
-        self._chains = [
-            _Chain(1 << bits, self._sizes[-1], most_tokens, width, blocks, self._fc)
+        self.chains = [
+            Chain(1 << bits, self._sizes[-1], most_tokens, width, blocks, self._fc)
             for bits in range((batch - 1).bit_length() + 1)
         ]
+        self.rounds: DraftRounds | None = None
+        self.last_draft: object = None
+        """The rounds that have drafted last, behind which they may go on; None if `draft` has."""
         self._prepare(graphs)
 
     @torch.inference_mode()
     def draft(self, step: HeadStep, limits: Sequence[int], least: float) -> list[HeadDraft]:
         """See `HeadRunner`. Tokens behind those that are likely enough may be computed, and are left out."""
-        count, most = len(limits), max(*limits, 1)
-        chain = next(chain for chain in self._chains if chain.size >= count)
+        most = max(*limits, 1)
+        chain = next(chain for chain in self.chains if chain.size >= len(limits))
+        self.last_draft = None
+        drafts = [HeadDraft([], []) for _ in limits]
+        known, end = 0, min(most, _AT_ONCE)
+        self.start(chain, step, end, most)
+        while True:
+            further = chain.found[known:end].tolist()
+            going = [self._extend(draft, further, row, limits[row], least) for row, draft in enumerate(drafts)]
+            if end == most or not any(going):
+                return drafts
+            known, end = end, min(most, end + _AT_ONCE)
+            self._go_on(chain, end - known)
+
+    def start(self, chain: Chain, step: HeadStep, count: int, most: int) -> None:
+        """Read positions and draft `count` tokens; up to `most` may be drafted that tables have no room for."""
         rows = next(size for size in self._sizes if size >= max(len(step.tokens), chain.size))
-        self._begin(chain, rows, step, most)
+        self._begin(chain, rows, step)
+        self.set_tables(chain, step.tables, most)
         if (reading := chain.readings.get(rows)) is not None:
             reading.replay()
         else:
-            self._read(chain, rows)
-        drafts = [HeadDraft([], []) for _ in limits]
-        known, end = 0, min(most, _AT_ONCE)
-        while known < end:
-            for _ in range(max(known, 1), end):
-                if chain.following is not None:
-                    chain.following.replay()
-                else:
-                    self._follow(chain)
-            further = chain.found[known:end].tolist()
-            going = [self._extend(drafts[row], further, row, limits[row], least) for row in range(count)]
-            known, end = end, min(most, end + _AT_ONCE) if any(going) else end
-        return drafts
+            self.read(chain, rows)
+        self._go_on(chain, count - 1)
+
+    def set_tables(self, chain: Chain, tables: Sequence[list[int]], most: int) -> None:
+        """Have tables on the device, as wide as `most` tokens behind them need."""
+        chain.set_tables(tables, _width(max(map(len, tables)), most, self._size))
+
+    def _go_on(self, chain: Chain, count: int) -> None:
+        """Draft so many tokens more."""
+        for _ in range(count):
+            if chain.following is not None:
+                chain.following.replay()
+            else:
+                self.follow(chain)
 
     @staticmethod
     def _extend(draft: HeadDraft, found: list[list[list[float]]], row: int, limit: int, least: float) -> bool:
@@ -115,37 +142,36 @@ class CudaHead:
             draft.probabilities.append(probabilities[row])
         return len(draft.tokens) < limit and math.prod(draft.probabilities) > least
 
-    def _begin(self, chain: _Chain, rows: int, step: HeadStep, most: int) -> None:
-        """Copy to the device what is needed to read `rows` positions and to draft `most` tokens. Rows that are only
-        there to fill up write to the spare block."""
+    def _begin(self, chain: Chain, rows: int, step: HeadStep) -> None:
+        """Copy to the device what is needed to read `rows` positions, beside tables. Rows that are only there to fill
+        up write to the spare block."""
         count, flat = len(step.lengths), len(step.tokens)
         lengths, positions, places = np.array(step.lengths), np.array(step.positions), np.array(places_of(step))
         last = lengths.cumsum() - 1
         inputs = chain.host_inputs[: 4 * (chain.size + rows)]
         inputs.zero_()
-        states, read = (part.numpy() for part in _parts(inputs, chain.size, rows))
+        states, read = (part.numpy() for part in parts(inputs, chain.size, rows))
         states[0, :count], states[1, :count], states[3, :count] = positions[last], places[last], last
         read[3] = chain.size  # the table that is spare
         read[0, :flat], read[1, :flat], read[2, :flat] = step.tokens, positions, places
         read[3, :flat] = np.arange(count).repeat(lengths)
         chain.inputs[: len(inputs)].copy_(inputs, non_blocking=True)
-        self._inputs[:flat].copy_(step.inputs)
-        chain.set_tables(step.tables, _width(max(map(len, step.tables)), most, self._size))
+        self.inputs[:flat].copy_(step.inputs)
 
-    def _read(self, chain: _Chain, rows: int) -> None:
+    def read(self, chain: Chain, rows: int) -> None:
         """Read positions, and find the tokens behind the last ones of each sequence."""
-        tokens, positions, places, owners = _parts(chain.inputs, chain.size, rows)[1]
-        hidden = functional.linear(self._inputs[:rows], self._fc)
+        tokens, positions, places, owners = parts(chain.inputs, chain.size, rows)[1]
+        hidden = functional.linear(self.inputs[:rows], self._fc)
         self._compute(tokens, hidden, positions, places, chain.tables[owners])
         torch.index_select(hidden, 0, chain.last, out=chain.hidden)
         self._choose(chain)
 
-    def _follow(self, chain: _Chain) -> None:
+    def follow(self, chain: Chain) -> None:
         """Find the tokens behind those that were found last."""
         self._compute(chain.tokens, chain.hidden, chain.positions, chain.places, chain.tables[: chain.size])
         self._choose(chain)
 
-    def _choose(self, chain: _Chain) -> None:
+    def _choose(self, chain: Chain) -> None:
         """Note the likeliest tokens behind the outputs of the layer."""
         logits = logits_of(chain.hidden, self._norm, self._output)
         head_kernels.choose(
@@ -175,40 +201,40 @@ class CudaHead:
     def _prepare(self, graphs: bool) -> None:
         """Have the kernels for drafts of any number of sequences, and for any number of positions, compiled and loaded,
         and capture the graphs."""
-        read = [(chain, rows) for chain in self._chains for rows in self._sizes if _is_graphed(chain.size, rows)]
-        others = [(self._chains[0], rows) for rows in self._sizes if not _is_graphed(1, rows)]
+        read = [(chain, rows) for chain in self.chains for rows in self._sizes if _is_graphed(chain.size, rows)]
+        others = [(self.chains[0], rows) for rows in self._sizes if not _is_graphed(1, rows)]
 
-        def compute(parts: Sequence[tuple[_Chain, int]], chains: Sequence[_Chain]) -> None:
+        def compute(parts: Sequence[tuple[Chain, int]], chains: Sequence[Chain]) -> None:
             for chain, rows in parts:
                 chain.clear(rows)
-                self._read(chain, rows)
+                self.read(chain, rows)
             for chain in chains:
-                self._follow(chain)
+                self.follow(chain)
 
         expect_compilation()
-        compile_first(lambda: compute([*read, *others], self._chains))
+        compile_first(lambda: compute([*read, *others], self.chains))
         if graphs:
             compute(others, [])
             self._capture(read)
         else:
-            compute([*read, *others], self._chains)
-        self.draft(HeadStep([0], [0], [0], [1], [[self._spare]], self._inputs[:1]), [1], 0.0)  # loads what is left
+            compute([*read, *others], self.chains)
+        self.draft(HeadStep([0], [0], [0], [1], [[self._spare]], self.inputs[:1]), [1], 0.0)  # loads what is left
         warn_of_compilation()
 
-    def _capture(self, read: Sequence[tuple[_Chain, int]]) -> None:
+    def _capture(self, read: Sequence[tuple[Chain, int]]) -> None:
         """Capture the graphs that read these numbers of positions, and those that follow."""
         pool: Any = None
         with uncollected():
             for chain, rows in reversed(read):
                 chain.clear(rows)
-                chain.readings[rows], _ = capture(partial(self._read, chain, rows), pool)
+                chain.readings[rows], _ = capture(partial(self.read, chain, rows), pool)
                 pool = chain.readings[rows].pool()
-            for chain in self._chains:
+            for chain in self.chains:
                 chain.clear(0)
-                chain.following, _ = capture(partial(self._follow, chain), pool)
+                chain.following, _ = capture(partial(self.follow, chain), pool)
 
 
-class _Chain:
+class Chain:
     """Drafts of up to `size` sequences, in the memory that graphs read and write."""
 
     def __init__(self, size: int, most_read: int, most: int, width: int, spare: int, like: torch.Tensor) -> None:
@@ -219,8 +245,8 @@ class _Chain:
         """By the number of positions that are read."""
         self.following: torch.cuda.CUDAGraph | None = None
         self.inputs = torch.zeros(4 * (size + most_read), dtype=torch.int32, device=like.device)
-        """Numbers that the host copies here before each draft; `_parts` says what each of them is."""
-        self.positions, self.places, self.numbers, self.last = _parts(self.inputs, size, 0)[0]
+        """Numbers that the host copies here before each draft; `parts` says what each of them is."""
+        self.positions, self.places, self.numbers, self.last = parts(self.inputs, size, 0)[0]
         """Position of the last token found for each sequence, its place in the table, the number of tokens found, and
         the last row that is read."""
         self.host_inputs = torch.zeros(len(self.inputs), dtype=torch.int32)
@@ -245,7 +271,7 @@ class _Chain:
     def clear(self, rows: int) -> None:
         """Begin without a sequence, and with so many rows to read that are only there to fill up."""
         self.inputs.zero_()
-        _parts(self.inputs, self.size, rows)[1][3] = self.size
+        parts(self.inputs, self.size, rows)[1][3] = self.size
 
     def set_tables(self, tables: Sequence[list[int]], width: int) -> None:
         """Have tables on the device up to a width; positions behind their ends are written to the spare block."""
@@ -261,7 +287,7 @@ class _Chain:
         self._uploaded, self._width = wanted, width
 
 
-def _parts(inputs: torch.Tensor, size: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def parts(inputs: torch.Tensor, size: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the two parts of a chain's inputs, of four rows each. The first has a column for each of `size` sequences:
     position, place, number of tokens found, and last row to read. The second has one for each of `rows` positions to
     read: token, position, place, and row of its table."""

@@ -32,6 +32,7 @@ from engine.embedded.models.cuda.graph_sizes import GraphSizes
 from engine.embedded.models.cuda.graphs import capture
 from engine.embedded.models.cuda.head import CudaHead
 from engine.embedded.models.cuda.releasable import ReleasableWeights
+from engine.embedded.models.cuda.rounds import CudaRounds
 from engine.embedded.models.cuda.sampler import CudaSampler, RowDraws
 from engine.embedded.models.devices import (
     UnsupportedModelError,
@@ -41,7 +42,7 @@ from engine.embedded.models.devices import (
     dtype_of,
     to_device,
 )
-from engine.embedded.models.heads import HeadRunner
+from engine.embedded.models.heads import ROUND_DRAFTS, HeadRunner
 from engine.embedded.models.paged import PagedRunner
 from engine.embedded.models.runner import StepInput
 from engine.embedded.models.shared_weights import SharedWeights, TensorLayout
@@ -206,7 +207,7 @@ class CudaRunner(PagedRunner):
         blocks, size = self.groups[0].num_blocks + spare_blocks, self.cache.block_size
         if head.facts.head_dim & (head.facts.head_dim - 1):
             return TorchHead(head, self._decoder.embed, self._decoder.output, blocks, size)
-        return CudaHead(
+        loaded = CudaHead(
             head,
             self._decoder.embeddings,
             self._decoder.output,
@@ -217,6 +218,16 @@ class CudaRunner(PagedRunner):
             batch=self._config.max_batch_size,
             graphs=self._config.enable_cuda_graphs,
         )
+        if self._config.enable_cuda_graphs and self._config.speculative_tokens >= ROUND_DRAFTS:
+            loaded.rounds = CudaRounds.of(loaded, self._decoded, self._sizes.largest, self._spare_slot)
+        return loaded
+
+    def _decoded(self, inputs: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a step of decodes alone as a graph does; return the tokens drawn, and the hidden states for a head."""
+        kind, _, _ = self._graph_kinds()[0]
+        _, hidden, tokens, _ = self._run_whole(inputs, size, kind)
+        assert hidden is not None, "a head needs hidden states"
+        return tokens, hidden
 
     def remember(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
         """Keep tokens that the sampler did not draw: it keeps its own."""

@@ -116,6 +116,10 @@ class CudaSampler(Sampler):
         """See `Sampler`. Penalties do not: the kernels would count input tokens that turn out to be wrong."""
         return not state.penalised
 
+    def draws_alone(self, state: SamplerState) -> bool:
+        """See `Sampler`."""
+        return not (state.needs_history or state.sampling.logprobs is not None)
+
     def draw(
         self,
         logits: torch.Tensor,

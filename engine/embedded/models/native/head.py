@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from engine.checkpoints.eagle import EagleHead
-from engine.embedded.models.heads import HeadDraft, HeadStep, head_rotary, load_tensors
+from engine.embedded.models.heads import DraftRounds, HeadDraft, HeadStep, head_rotary, load_tensors
 from engine.embedded.models.native.inputs import StepInputs
 from engine.embedded.models.native.structures import (
     BLOCK,
@@ -31,6 +31,8 @@ _TAIL = 64
 class NativeHead:
     """A `HeadRunner`: panels of 8 bits, since drafts need not be exact, the target's embedding, and a KV cache of the
     target's type."""
+
+    rounds: DraftRounds | None = None
 
     def __init__(
         self, head: EagleHead, code: ctypes.CDLL, embedding: NativeMatrix, output: torch.Tensor,

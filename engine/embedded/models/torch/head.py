@@ -9,11 +9,21 @@ from torch.nn import functional
 
 from engine.checkpoints.eagle import EagleHead
 from engine.embedded.models.devices import to_device
-from engine.embedded.models.heads import HeadDraft, HeadStep, head_rotary, likeliest, load_tensors, places_of
+from engine.embedded.models.heads import (
+    DraftRounds,
+    HeadDraft,
+    HeadStep,
+    head_rotary,
+    likeliest,
+    load_tensors,
+    places_of,
+)
 
 
 class TorchHead:
     """A `HeadRunner`. It waits for the device once for each token drafted, and runs in no CUDA graph."""
+
+    rounds: DraftRounds | None = None
 
     def __init__(
         self, head: EagleHead, embed: Callable[[torch.Tensor], torch.Tensor], output: torch.Tensor, blocks: int,

@@ -326,6 +326,17 @@ def test_behind_a_gap_hidden_states_are_taken_from_the_next_block_on(dtype: torc
     assert (reader.end, reader.count) == (4 * BLOCK + 2, 0)
 
 
+def test_hidden_states_that_are_too_many_to_read_are_left_out() -> None:
+    """From the beginning of a block on; those of rejected drafts behind what is known do not count."""
+    reader = HeadReading(1, 0, BLOCK)
+    reader.keep(0, torch.arange(5 * BLOCK)[:, None])
+    reader.leave_out(5 * BLOCK - 2, 2 * BLOCK)
+    assert (reader.first, reader.end, reader.count) == (3 * BLOCK, 3 * BLOCK, 2 * BLOCK)
+    assert reader.take(2).flatten().tolist() == [3 * BLOCK, 3 * BLOCK + 1]
+    reader.leave_out(5 * BLOCK, 1)
+    assert (reader.first, reader.count) == (5 * BLOCK, 0)
+
+
 def test_waiting_hidden_states_do_not_keep_whole_steps_in_memory() -> None:
     reader = HeadReading(1, 0, BLOCK)
     for start in range(400):
@@ -344,6 +355,8 @@ def test_hidden_states_before_unread_steps_are_not_used(
     given: list[list[float]] = []
 
     class Recorder:
+        rounds = None
+
         def draft(self, step: HeadStep, limits: list[int], least: float) -> list[HeadDraft]:
             given.append(step.inputs[:, 0].tolist())
             return [HeadDraft([], []) for _ in limits]

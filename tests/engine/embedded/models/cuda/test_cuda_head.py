@@ -1,6 +1,7 @@
 """The GPU's EAGLE-3 head without a GPU: it drafts what torch's operations do."""
 
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from engine.checkpoints.eagle import EagleHead, read_eagle_head
 from engine.checkpoints.facts import read_model_facts
+from engine.embedded.models import heads
 from engine.embedded.models.cuda import graph_sizes
-from engine.embedded.models.cuda.head import CudaHead, _Chain
-from engine.embedded.models.heads import HeadDraft, HeadStep
+from engine.embedded.models.cuda.head import Chain, CudaHead
+from engine.embedded.models.cuda.rounds import CudaRounds
+from engine.embedded.models.heads import HeadDraft, HeadStep, RoundStart
 from tests.engine.embedded.models.cuda.test_cuda_model import run
 from tests.support.cuda import cuda_runner, interpreter, save  # noqa: F401 - fixtures
 from tests.support.eagle import MOST, YARN, Both, write_head
@@ -69,14 +72,14 @@ def test_a_longer_draft_beside_it_leaves_the_blocks_of_others(head: EagleHead, m
 
 def test_any_number_of_sequences_is_read_by_a_graph(head: EagleHead, monkeypatch: pytest.MonkeyPatch) -> None:
     both = Both(head)
-    monkeypatch.delattr(CudaHead, "_read")
+    monkeypatch.delattr(CudaHead, "read")
     for count in range(1, 6):
         compare(both.draft([(index, 1, 1) for index in range(count)]))
 
 
 def test_tables_on_the_device_are_those_of_the_sequences() -> None:
     """Also after some that were the same, or longer, or more."""
-    chain, rng, spare = _Chain(4, 8, 3, 24, 99, torch.zeros(8, 1)), random.Random(3), 99
+    chain, rng, spare = Chain(4, 8, 3, 24, 99, torch.zeros(8, 1)), random.Random(3), 99
     tables: list[list[int]] = []
     for _ in range(300):
         if not tables or rng.random() < 0.6:
@@ -109,3 +112,35 @@ def test_a_head_changes_nothing(
     plain = run(folder, prompts, sampling)
     found = run(folder, prompts, sampling, **asked)
     assert found.tokens == plain.tokens and sum(drafted) > 10
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("streams", [1, 3])
+def test_rounds_change_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: int) -> None:
+    """The device drafts and verifies several times before the host sees anything; requests end in the middle of that,
+    and others begin."""
+    write_head(tmp_path)
+    monkeypatch.setattr(graph_sizes, "SHORT_PROMPT", {1: 4, 3: 16}[streams])
+    monkeypatch.setattr(heads, "MOST_READ", 16)
+    prompts = [[5, 9, 4, 30, 7], [8, 8, 8], [3, 4], [9, 9, 1, 2]][: streams + 1]
+    sampling: list[dict[str, Any]] = [
+        {"max_tokens": 15}, {"max_tokens": 17, "temperature": 1.0, "seed": 3}, {"max_tokens": 12},
+        {"max_tokens": 14, "temperature": 0.7, "seed": 4, "min_tokens": 9},
+    ]  # fmt: skip
+    asked = {"speculative": "eagle3", "speculative_model": str(tmp_path), "speculative_min_speedup": 0.0}
+    asked |= {"speculative_tokens": 3, "speculative_min_match": 1000, "max_batch_size": streams}
+    asked |= {"max_num_tokens": 60}
+    ran = list[tuple[int, bool, list[int]]]()
+    run_rounds = CudaRounds.run
+
+    def note(self: CudaRounds, starts: list[RoundStart], step: HeadStep, rounds: int) -> torch.Tensor:
+        ran.append((rounds, self.goes_on(starts), [start.admission for start in starts]))
+        return run_rounds(self, starts, step, rounds)
+
+    monkeypatch.setattr(CudaRounds, "run", note)
+    plain = run(folder, prompts, sampling[: len(prompts)], max_batch_size=streams)
+    found = run(folder, prompts, sampling[: len(prompts)], **asked)
+    assert found.tokens == plain.tokens
+    assert {goes_on for _, goes_on, _ in ran} == {True, False} and max(rounds for rounds, *_ in ran) > 1
+    for (_, _, before), (_, goes_on, now) in pairwise(ran):
+        assert before == now or not goes_on

@@ -1,0 +1,116 @@
+"""When the device drafts and verifies several times in a row without the host (`models/heads.py`), and how often."""
+
+from collections.abc import Sequence as Many
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from engine.embedded.models.heads import MOST_ROUNDS, ROUND_TOKENS
+from engine.embedded.sequence import Sequence
+from engine.embedded.speculation.costs import Costs, DecodeStep, pause_after
+
+_LEAST = 2
+"""Fewest rounds in a row: one saves the host nothing, and a step with drafts chooses how many tokens it has."""
+_LONGEST = 0.01
+"""Most seconds that rounds may take together: new requests wait for them. For models whose step takes longer than a
+third of that the host's share is small."""
+_EXPECTED = 1.5, 2.0
+"""Assumed time of a round, in steps without drafts, and tokens of a sequence that come of it, before any was seen."""
+_REMEMBERED = 0.9
+"""Decay of older rounds with each new run of them."""
+_BETTER = 2.0
+"""How many times as fast as rounds steps with drafts from earlier text have to be for there to be no rounds: where an
+edit has nothing to look up for a token or two, there is something again before rounds have ended."""
+_FORGOTTEN = 0.95
+"""Decay of that speed with each step that has no rounds for that reason."""
+_JUDGED_AFTER = 4
+"""Runs of rounds after which it is known whether they pay."""
+_MOST_LOST = 12.0
+"""Time after whose loss that is known sooner, in steps without drafts."""
+_MOST_READ = 1 << 16
+"""Maximum number of keys that the tokens of a round may read for each head: each reads all keys up to its own."""
+
+
+@runtime_checkable
+class RoundDrafter(Protocol):
+    """A drafter whose drafts the device can verify without the host."""
+
+    most_in_rounds: int
+    """Maximum number of sequences in a round; 0 if this device runs none."""
+
+    def is_ready(self, sequences: Many[Sequence]) -> bool:
+        """Return whether rounds can begin when the pending tokens of these sequences are known: what they have then was
+        read, or waits to be read."""
+        ...
+
+    def run_rounds(self, sequences: Many[Sequence], rounds: int) -> torch.Tensor:
+        """Run rounds of sequences that are ready; see `DraftRounds.run`."""
+        ...
+
+    def end_rounds(self, sequences: Many[Sequence]) -> None:
+        """Note that the sequences of the last rounds that go on have their tokens."""
+        ...
+
+
+class Rounds:
+    """Measures what rounds bring. While they take more time than they save, there is a pause."""
+
+    def __init__(self, drafter: RoundDrafter) -> None:
+        self._drafter = drafter
+        self._seconds = 0.0
+        """Usual time of a round, in steps without drafts."""
+        self._tokens = 0.0
+        """Usual number of tokens of a sequence that come of a round."""
+        self._found = 0.0
+        """How many times as fast as usual steps with drafts from earlier text are."""
+        self._gain = 0.0
+        """Time that rounds have saved since the last pause, in steps without drafts."""
+        self._judged = 0
+        """Runs of them since then."""
+        self._pause = 0
+        """Steps to come without rounds."""
+
+    @property
+    def pauses(self) -> bool:
+        return self._pause > 0
+
+    def count_steps(self, steps: int) -> None:
+        self._pause = max(self._pause - steps, 0)
+
+    def plan(self, room_of: dict[Sequence, int], costs: Costs | None, promised: float) -> int:
+        """Return how many rounds are worth it, 0 if none. `room_of`: how many tokens of each sequence can follow its
+        next one; `costs` are None if they do not matter. `promised`: tokens per second that a step with drafts
+        would bring."""
+        sequences, rows = list(room_of), len(room_of)
+        if rows > self._drafter.most_in_rounds or ROUND_TOKENS * sum(len(s.tokens) for s in sequences) > _MOST_READ:
+            return 0
+        count = min(MOST_ROUNDS, *((room + 1) // ROUND_TOKENS for room in room_of.values()))
+        if costs is not None and (usual := costs.plain.at(rows)):
+            seconds = (self._seconds or _EXPECTED[0]) * usual
+            tokens = self._tokens or _EXPECTED[1]
+            count = min(count, int(_LONGEST / seconds))
+            if rows * tokens < promised * seconds:
+                return 0
+            if self._found * seconds > _BETTER * tokens * usual:
+                self._found *= _FORGOTTEN
+                return 0
+        if count < _LEAST:
+            return 0
+        return count if self._drafter.is_ready(sequences) else 0
+
+    def note(self, step: DecodeStep, usual: float, *, found: bool) -> None:
+        """Note what a step has brought. `usual`: seconds of a step without drafts; `found`: whether its drafts, if it
+        has any, are from earlier text."""
+        tokens, seconds = step.tokens / step.sequences, step.elapsed / usual
+        if not step.rounds:
+            if found and step.rows > step.sequences:
+                self._found += (tokens / seconds - self._found) * (1 - _REMEMBERED if self._found else 1.0)
+            return
+        share = 1 - _REMEMBERED if self._seconds else 1.0
+        self._seconds += (seconds / step.rounds - self._seconds) * share
+        self._tokens += (tokens / step.rounds - self._tokens) * share
+        self._gain = self._gain * _REMEMBERED + tokens - seconds
+        self._judged += 1
+        if self._gain < 0 and (self._judged >= _JUDGED_AFTER or self._gain < -_MOST_LOST):
+            self._pause = pause_after(-self._gain * usual, usual)
+            self._gain, self._judged = 0.0, 0
