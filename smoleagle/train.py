@@ -37,7 +37,10 @@ def parse(flags: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments("smoleagle", __doc__, minutes=7.0, evaluation_seconds=20.0, rate=1.5e-3)
     add_base(parser)
     parser.add_argument(
-        "--head", type=Path, default=Path(__file__).parent, help=f"folder with the head's {CONFIG_FILE}"
+        "--head",
+        type=Path,
+        default=Path(__file__).parent / "smollm2-135m-instruct",
+        help=f"folder with the head's {CONFIG_FILE}",
     )
     parser.add_argument("--system", default=SYSTEM, help="text that the base's chat template puts before chats")
     parser.add_argument("--write-share", type=float, default=0.35, help="share of the time in which texts are written")

