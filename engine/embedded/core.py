@@ -37,14 +37,7 @@ from engine.embedded.sampling.sampler import Drawn, Sampler, prompt_logprobs
 from engine.embedded.scheduler import Scheduler
 from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.embedded.speculation.costs import DecodeStep
-from engine.embedded.step import (
-    Chunk,
-    PromptRows,
-    lacking_embeddings,
-    note_pending,
-    prompt_rows,
-    step_input,
-)
+from engine.embedded.step import Chunk, PromptRows, lacking_embeddings, note_pending, prompt_rows, step_input
 from engine.errors import EngineError, EngineFailure, EngineUnavailable
 from engine.kv_events import KvEvent
 from engine.stats import InflightBatchingStats, IterationStats

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator
 
+from engine.checkpoints.packaged import HEADS
 from engine.config import CpuIsa, SleepConfig, TrtllmConfig
 from engine.memory.service import GRACE_SECONDS as MEMORY_GRACE_SECONDS
 from engine.process.wire import Standby
@@ -275,7 +276,7 @@ class SpeculationSettings(Section):
     """
     speculative_model: str = EMBEDDED.speculative_model
     """Draft model, with the tokenizer of MODEL, or EAGLE-3 head that was trained for MODEL: Hugging Face folder or id.
-    smollm2-135m-instruct has a head that comes with this server.
+    smollm2-135m-instruct and qwen2.5-coder-0.5b have heads that come with this server.
     """
     speculative_tokens: int = Field(EMBEDDED.speculative_tokens, ge=1, le=64)
     """Maximum number of proposed tokens of a sequence in one step."""
@@ -309,8 +310,10 @@ class SpeculationSettings(Section):
         kind = info.data.get("speculative")
         if kind == "draft" and not value:
             raise ValueError("SPECULATIVE=draft needs a draft model")
-        if kind == "eagle3" and not value and (model := info.data.get("model")) != DEFAULT_MODEL:
-            raise ValueError(f"SPECULATIVE=eagle3 needs an EAGLE-3 head for {model}; {DEFAULT_MODEL} comes with one")
+        if kind == "eagle3" and not value and (model := info.data.get("model")) not in HEADS:
+            raise ValueError(
+                f"SPECULATIVE=eagle3 needs an EAGLE-3 head for {model}; {' and '.join(HEADS)} come with one"
+            )
         if value and kind not in ("draft", "eagle3"):
             raise ValueError("is for SPECULATIVE=draft and SPECULATIVE=eagle3")
         return value

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
+from engine.checkpoints.packaged import HEADS
 from engine.trtllm import llm_args
 from engine.trtllm.arguments import (
     EVENT_BUFFER_SIZE,
@@ -25,6 +26,7 @@ from engine.trtllm.arguments import (
 )
 from server.cli import main
 from server.compose.engine_args import effective
+from server.compose.model import draft_folder
 from server.roles import ROLES
 from server.settings import EngineArgsError, read_settings
 
@@ -359,12 +361,18 @@ def test_speculation_is_tensorrt_llms_own_or_refused() -> None:
         arguments("--speculative", "eagle3")
 
 
+@pytest.mark.parametrize("model", HEADS)
+def test_models_with_heads_of_their_own_need_no_other(model: str) -> None:
+    folder = draft_folder(read_settings(["--model", model, "--speculative", "eagle3"]))
+    assert folder is not None and folder.name == model and (folder / "model.safetensors").is_file()
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
         (["--engine", "fake", "--speculative", "ngram"], "the fake engine does not speculate"),
         (["--speculative", "draft"], "SPECULATIVE=draft needs a draft model"),
-        (["--speculative", "eagle3", "--model", "x"], "SPECULATIVE=eagle3 needs an EAGLE-3 head for x"),
+        (["--speculative", "eagle3", "--model", "x"], "SPECULATIVE=eagle3 needs an EAGLE-3 head for x; smollm2"),
         (["--speculative", "ngram", "--speculative-model", "x"], "is for SPECULATIVE=draft"),
     ],
 )

@@ -21,6 +21,7 @@ from engine.kit.collector import uncollected
 
 _MOST_SEQUENCES = 16
 """Maximum number of sequences: with more, what the host takes is little of a step."""
+
 Compute = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 """Computes inputs of the target, int32 [4 * rows]; returns the tokens drawn behind each, int64 [rows], and the hidden
 states for the head, [rows, any]."""
