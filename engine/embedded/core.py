@@ -430,8 +430,9 @@ class EngineCore:
         assert self.speculator is not None
         running = self.scheduler.running
         sequences = [s for s in running if self._sampler.takes_drafts(s.sampler)]
-        alone = self.scheduler.settled and all(self._sampler.draws_alone(s.sampler) for s in running)
-        return self.speculator.plan(sequences, alone)
+        rounds = self.speculator.wants_rounds(len(running)) and self.scheduler.settled
+        rounds = rounds and all(self._sampler.draws_alone(s.sampler) for s in running)
+        return self.speculator.plan(sequences, rounds)
 
     def _launch(self, failures: Outputs) -> _LaunchedStep | None:
         """Schedule a step and hand it to the device; None if there is nothing to run. A failure ends the sequences

@@ -70,9 +70,9 @@ class Rounds:
         self._pause = 0
         """Steps to come without rounds."""
 
-    @property
-    def pauses(self) -> bool:
-        return self._pause > 0
+    def wants(self, sequences: int, *, always: bool) -> bool:
+        """Return whether so many sequences may have rounds; a pause does not count if they `always` may."""
+        return sequences <= self._drafter.most_in_rounds and (always or not self._pause)
 
     def count_steps(self, steps: int) -> None:
         self._pause = max(self._pause - steps, 0)
@@ -82,7 +82,7 @@ class Rounds:
         next one; `costs` are None if they do not matter. `promised`: tokens per second that a step with drafts
         would bring."""
         sequences, rows = list(room_of), len(room_of)
-        if rows > self._drafter.most_in_rounds or ROUND_TOKENS * sum(len(s.tokens) for s in sequences) > _MOST_READ:
+        if ROUND_TOKENS * sum(len(s.tokens) for s in sequences) > _MOST_READ:
             return 0
         count = min(MOST_ROUNDS, *((room + 1) // ROUND_TOKENS for room in room_of.values()))
         if costs is not None and (usual := costs.plain.at(rows)):

@@ -106,23 +106,27 @@ class Speculator:
         self._end_plan()
         return False
 
-    def plan(self, sequences: Many[Sequence], alone: bool = False) -> bool:
+    def wants_rounds(self, sequences: int) -> bool:
+        """Return whether so many sequences may have rounds, if the device can draw all their tokens, and nothing else
+        is to be computed."""
+        return self._rounds is not None and self._rounds.wants(sequences, always=not self._min_speedup)
+
+    def plan(self, sequences: Many[Sequence], rounds: bool = False) -> bool:
         """Give sequences that decode in the next step their drafts (`Sequence.draft`); return whether one has any.
-        `alone`: the device can draw all their tokens, and nothing else is to be computed.
+        `rounds`: they may have rounds (`wants_rounds`).
 
         Drafts follow the tokens that the host knows: one for a sequence with a pending token can only tell whether it
         is worth waiting for that.
         """
         self.planning = -self._clock()
-        planned = self._plan(sequences, alone)
+        planned = self._plan(sequences, rounds)
         self.planning += self._clock()
         return planned
 
-    def _plan(self, sequences: Many[Sequence], alone: bool) -> bool:
+    def _plan(self, sequences: Many[Sequence], runs: bool) -> bool:
         self._end_plan()
         looks = self._lookup is not None and self._rest <= 0
         asks = self._model is not None and not self._asking.rests and not (self._min_speedup and self._asking.pauses)
-        runs = alone and self._rounds is not None and not (self._min_speedup and self._rounds.pauses)
         if not (looks or asks or runs):
             return False
         started = time.thread_time()
