@@ -515,14 +515,12 @@ class EngineCore:
         """Sample the tokens of a step; return whether that succeeded. A failure ends the sequences that take part."""
         states = [chunk.sequence.sampler for chunk in step.sampling]
         try:
-            if step.rounds:
-                pass  # the device has drawn
-            elif states:
+            if not states:
+                step.drawn = Drawn([])
+            elif not step.rounds:  # else the device has drawn
                 step.drawn = self._sampler.draw(step.logits, states, step.slots, step.rows)
                 if self._overlap and step.rows is None:  # else the host has its tokens before the next step
                     self.runner.remember(step.slots, step.drawn.tokens)
-            else:
-                step.drawn = Drawn([])
         except (RuntimeError, ValueError) as error:
             failures += self._fail(step.chunks, error)
             return False

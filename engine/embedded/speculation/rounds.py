@@ -14,13 +14,13 @@ _LEAST = 2
 _LONGEST = 0.01
 """Most seconds that rounds may take together: new requests wait for them. For models whose step takes longer than a
 third of that the host's share is small."""
-_EXPECTED = 1.5, 2.0
+_EXPECTED_TIME, _EXPECTED_TOKENS = 1.5, 2.0
 """Assumed time of a round, in steps without drafts, and tokens of a sequence that come of it, before any was seen."""
 _REMEMBERED = 0.9
 """Decay of older rounds with each new run of them."""
 _BETTER = 2.0
-"""How many times as fast as rounds steps with drafts from earlier text have to be for there to be no rounds: where an
-edit has nothing to look up for a token or two, there is something again before rounds have ended."""
+"""While steps with drafts from earlier text are so many times as fast as rounds, there are no rounds. An edit has
+nothing to look up for a token or two, and then something again: rounds would still be under way."""
 _FORGOTTEN = 0.95
 """Decay of that speed with each step that has no rounds for that reason."""
 _JUDGED_AFTER = 4
@@ -57,12 +57,12 @@ class Rounds:
 
     def __init__(self, drafter: RoundDrafter) -> None:
         self._drafter = drafter
-        self._seconds = 0.0
+        self._time = 0.0
         """Usual time of a round, in steps without drafts."""
         self._tokens = 0.0
         """Usual number of tokens of a sequence that come of a round."""
         self._found = 0.0
-        """How many times as fast as usual steps with drafts from earlier text are."""
+        """Speed of steps with drafts from earlier text, as a multiple of that of steps without drafts."""
         self._gain = 0.0
         """Time that rounds have saved since the last pause, in steps without drafts."""
         self._judged = 0
@@ -86,8 +86,8 @@ class Rounds:
             return 0
         count = min(MOST_ROUNDS, *((room + 1) // ROUND_TOKENS for room in room_of.values()))
         if costs is not None and (usual := costs.plain.at(rows)):
-            seconds = (self._seconds or _EXPECTED[0]) * usual
-            tokens = self._tokens or _EXPECTED[1]
+            seconds = (self._time or _EXPECTED_TIME) * usual
+            tokens = self._tokens or _EXPECTED_TOKENS
             count = min(count, int(_LONGEST / seconds))
             if rows * tokens < promised * seconds:
                 return 0
@@ -101,16 +101,20 @@ class Rounds:
     def note(self, step: DecodeStep, usual: float, *, found: bool) -> None:
         """Note what a step has brought. `usual`: seconds of a step without drafts; `found`: whether its drafts, if it
         has any, are from earlier text."""
-        tokens, seconds = step.tokens / step.sequences, step.elapsed / usual
+        tokens, time = step.tokens / step.sequences, step.elapsed / usual
         if not step.rounds:
             if found and step.rows > step.sequences:
-                self._found += (tokens / seconds - self._found) * (1 - _REMEMBERED if self._found else 1.0)
+                self._found = _towards(self._found, tokens / time)
             return
-        share = 1 - _REMEMBERED if self._seconds else 1.0
-        self._seconds += (seconds / step.rounds - self._seconds) * share
-        self._tokens += (tokens / step.rounds - self._tokens) * share
-        self._gain = self._gain * _REMEMBERED + tokens - seconds
+        self._time = _towards(self._time, time / step.rounds)
+        self._tokens = _towards(self._tokens, tokens / step.rounds)
+        self._gain = self._gain * _REMEMBERED + tokens - time
         self._judged += 1
         if self._gain < 0 and (self._judged >= _JUDGED_AFTER or self._gain < -_MOST_LOST):
             self._pause = pause_after(-self._gain * usual, usual)
             self._gain, self._judged = 0.0, 0
+
+
+def _towards(known: float, seen: float) -> float:
+    """Return a usual value that is drawn towards what was seen; the first one if none is known."""
+    return known + (seen - known) * (1 - _REMEMBERED) if known else seen

@@ -380,7 +380,7 @@ def test_drafts_leave_half_of_what_decodes_do_to_prompts(seqs: int, prompt: int,
     ],
 )
 def test_all_sequences_have_as_many_rounds_of_drafts(budget: int, others: bool, drafted: int, rounds: int) -> None:
-    """What does not fit is not computed, so the next step begins where this one ends."""
+    """Only what fits is computed: the next step begins behind it."""
     runner = machine(blocks=400, seqs=8, budget=64)
     for name in "ab":
         runner.scheduler.add(make(name, [ord(name)], 100))

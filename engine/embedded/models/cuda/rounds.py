@@ -34,7 +34,8 @@ class _Captured(NamedTuple):
     rounds: RoundTensors
     graph: torch.cuda.CUDAGraph
     host: torch.Tensor
-    """What the host writes before the first round: the state, then slots, for the target and for its sampler."""
+    """Where the host writes what the first round begins with: the state, then two rows of slots, one for the model and
+    one for its sampler."""
 
 
 class CudaRounds:
