@@ -12,6 +12,7 @@ detail, so a GPU's steps take the host longer.
 """
 
 import argparse
+import gc
 import itertools
 import random
 import statistics
@@ -30,7 +31,7 @@ from engine.embedded.core import EngineCore
 from engine.embedded.kv.layout import Attends, LayerGroup
 from engine.embedded.kv.memory import KvMemory
 from engine.embedded.loaded_model import LoadedModel
-from engine.embedded.models.heads import HeadDraft, HeadStep
+from engine.embedded.models.heads import ROUND_DRAFTS, ROUND_TOKENS, HeadDraft, HeadStep, RoundStart
 from engine.embedded.models.runner import PendingTokens, StepInput
 from engine.embedded.sampling.sampler import Drawn, Sampled, Sampler
 from engine.embedded.speculation.create import create_speculator
@@ -38,11 +39,11 @@ from engine.types import GenerateRequest, SamplingParams
 from server.settings import Settings
 
 VOCABULARY, CONTEXT, BLOCK = 49152, 1024, 32
-PROMPT, OUTPUT = 200, 200
+PROMPT, OUTPUT, TURNS = 200, 200, 3
 LAUNCH = 60e-6
 """Seconds in which the host copies a step's inputs and launches its graph."""
-READ, FURTHER = 300e-6, 60e-6
-"""Seconds in which a head reads positions and drafts a token, and drafts each further one."""
+READ, READ_EACH, FURTHER = 300e-6, 3e-6, 60e-6
+"""Seconds in which a head begins to read, reads each position and drafts a token, and drafts each further one."""
 
 
 class Device:
@@ -70,21 +71,28 @@ class ImaginedSampler(Sampler):
     def draw(self, logits: torch.Tensor, states: Any, slots: Many[int] = (), rows: Many[int] | None = None) -> Drawn:
         return _Later(self._runner, rows)
 
+    def draws_alone(self, _: Any) -> bool:
+        return True
+
 
 class _Later(Drawn):
     """The tokens of the runner's last step, once that is done."""
 
     def __init__(self, runner: "ImaginedRunner", rows: Many[int] | None) -> None:
-        self.tokens = torch.empty(0)  # which nobody looks at
-        self._done, self._tokens = runner.done, [runner.text[position + 1] for position in runner.positions]
-        self._first = rows
+        super().__init__([runner.text[position + 1] for position in runner.positions])
+        self._until, self._first = runner.done, rows
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        return torch.empty(0)  # which nobody looks at
 
     def results(self) -> list[Sampled]:
-        wait(self._done)
+        wait(self._until)
+        tokens = self.arrived()
         if self._first is None:
-            return [Sampled((token,)) for token in self._tokens]
-        self.ahead = self._tokens
-        return [Sampled((self._tokens[row],)) for row in self._first]
+            return [Sampled((token,)) for token in tokens]
+        self.ahead = tokens
+        return [Sampled((tokens[row],)) for row in self._first]
 
 
 class ImaginedHead:
@@ -92,9 +100,10 @@ class ImaginedHead:
 
     def __init__(self, runner: "ImaginedRunner") -> None:
         self._runner, self._rng = runner, random.Random(1)
+        self.rounds = ImaginedRounds(runner)
 
     def draft(self, step: HeadStep, limits: Many[int], least: float) -> list[HeadDraft]:
-        wait(self._runner.run(READ + FURTHER * (max(limits) - 1)))
+        wait(self._runner.run(READ + READ_EACH * len(step.tokens) + FURTHER * (max(limits) - 1)))
         drafts, end = [], 0
         for length, limit in zip(step.lengths, limits, strict=True):
             end += length
@@ -105,6 +114,34 @@ class ImaginedHead:
         return drafts
 
 
+class ImaginedRounds:
+    """`DraftRounds` that know the text. The host waits for them at once: it has nothing else to do meanwhile."""
+
+    most_sequences = 16
+
+    def __init__(self, runner: "ImaginedRunner") -> None:
+        self._runner, self._rng = runner, random.Random(2)
+        self._taken: list[RoundStart] = []
+
+    def goes_on(self, starts: Many[RoundStart]) -> bool:
+        return self._taken == list(starts)
+
+    def run(self, starts: Many[RoundStart], _: HeadStep, rounds: int) -> torch.Tensor:
+        runner, places = self._runner, [start.position for start in starts]
+        wait(time.monotonic() + LAUNCH)
+        wait(runner.run(rounds * runner.round * (runner.step + runner.row * len(starts))))
+        found = np.zeros((rounds, len(starts), 1 + ROUND_TOKENS), dtype=np.int32)
+        for each in found:
+            for row, place in enumerate(places):
+                right = next((n for n in range(ROUND_DRAFTS) if self._rng.random() >= runner.right), ROUND_DRAFTS)
+                each[row, 0], each[row, 1:] = right + 1, runner.text[place + 1 : place + 1 + ROUND_TOKENS]
+                places[row] += right + 1
+        return torch.from_numpy(found)
+
+    def note_taken(self, starts: Many[RoundStart]) -> None:
+        self._taken = list(starts)
+
+
 class ImaginedRunner(PendingTokens):
     """A `ModelRunner` on no device: `text` is what every sequence says, from the first token of its prompt on."""
 
@@ -112,13 +149,11 @@ class ImaginedRunner(PendingTokens):
     vocab_size, context_length, eos_token_ids, takes_images = VOCABULARY, CONTEXT, (2,), None
     graph_tokens = 256
 
-    def __init__(
-        self, device: Device, streams: int, step: float, several: float, row: float, right: float, hidden: bool
-    ) -> None:
+    def __init__(self, device: Device, streams: int, options: argparse.Namespace, hidden: bool) -> None:
         super().__init__(streams, torch.device("cpu"))
         self.device = torch.device("meta")
-        self.run, self.step, self.row, self.right = device.run, step, row, right
-        self.several = several
+        self.run, self.right, self.round = device.run, options.right, options.round
+        self.step, self.several, self.row = options.step * 1e-3, options.several * 1e-3, options.row * 1e-6
         self.groups = [LayerGroup(None, (0,), streams * CONTEXT // BLOCK)]
         self.memory = KvMemory("imagined", Attends((None,), 1, 1), [torch.zeros(1, 1)])
         self.sampler = ImaginedSampler(self)
@@ -171,15 +206,7 @@ def core_of(mode: str, device: Device, options: argparse.Namespace, folder: Path
         speculative=mode,  # type: ignore[arg-type]
         speculative_model=head if mode == "eagle3" else "",
     )
-    runner = ImaginedRunner(
-        device,
-        streams,
-        options.step * 1e-3,
-        options.several * 1e-3,
-        options.row * 1e-6,
-        options.right,
-        hidden=mode == "eagle3",
-    )
+    runner = ImaginedRunner(device, streams, options, hidden=mode == "eagle3")
     return EngineCore(config, lambda _: None, LoadedModel(runner, create_speculator(config, runner)))
 
 
@@ -191,9 +218,9 @@ def run(core: EngineCore, text: list[int], streams: int, salt: str) -> Rate:
     prompt = tuple(text[:PROMPT])
     requests = [
         GenerateRequest(request_id=str(index), prompt_token_ids=prompt, sampling=params, cache_salt=f"{salt} {index}")
-        for index in range(streams)
+        for index in range(streams * TURNS)
     ]
-    rate = run_requests(core, requests)
+    rate = run_requests(core, requests, streams=streams)
     assert all(answer == text[PROMPT : PROMPT + OUTPUT] for answer in rate.answers), "a draft changed an answer"
     return rate
 
@@ -209,6 +236,7 @@ def main() -> None:
     parser.add_argument("--several", type=float, default=0.0)
     parser.add_argument("--row", type=float, default=4.0)
     parser.add_argument("--right", type=float, default=0.6)
+    parser.add_argument("--round", type=float, default=1.7, help="time of a round of drafts, in steps")
     parser.add_argument("--repeats", type=int, default=8)
     options = parser.parse_args()
     settings = Settings()
@@ -216,6 +244,7 @@ def main() -> None:
     folder, device = Path(resolve_model(model, settings.cache_dir)), Device()
     head = str(resolve_head(model)) if "eagle3" in options.modes else ""
     cores = {mode: core_of(mode, device, options, folder, head) for mode in ("none", *options.modes)}
+    gc.freeze()  # as a server does
     print("workload  streams  mode       tok/s  tokens/step  ms/step  time x  (least)")
     for workload, streams in itertools.product(options.workloads, options.streams):
         rates: dict[str, list[Rate]] = {mode: [] for mode in cores}

@@ -14,6 +14,7 @@ of rows, `same` is the share of answers that are.
 """
 
 import argparse
+import gc
 import itertools
 import os
 import random
@@ -316,6 +317,7 @@ def main() -> None:
         )
 
     cores = {mode: core(mode) for mode in ("none", *options.modes)}
+    gc.freeze()  # as a server does: to walk the engines takes the time of many steps
     runner = cores["none"].runner
     print(
         f"{folder.name} {options.quantization}, {runner.compute_path} {runner.instruction_set}, {threads} threads,"

@@ -418,7 +418,7 @@ class EngineCore:
         assert self.speculator is not None
         waits = self._launched is not None and self._launched.rows is not None
         outputs = self._settle() if waits else []
-        if not self.speculator.next_step():
+        if not self.speculator.next_step(len(self.scheduler.running)):
             return outputs
         if self._choose_drafts() and self._launched is not None:
             outputs += self._settle()
@@ -584,7 +584,7 @@ class EngineCore:
         assert self.speculator is not None
         clock, before = self._clock(), self._finished
         self._finished = clock
-        if taken is None or not self.speculator.measures(len(step.chunks)):
+        if taken is None or not self.speculator.measures(len(step.chunks), drafted=step.rows is not None):
             return
         if any(chunk.sampled != chunk.length for chunk in step.chunks):
             return

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from engine.embedded.sequence import Sequence
-from engine.embedded.speculation.costs import PROBE_AFTER, Costs, pause_after, rest_after
+from engine.embedded.speculation.costs import LONGEST_REST, PROBE_AFTER, Costs, pause_after, rest_after
 
 _REMEMBERED = 0.95
 """Decay of what earlier drafts brought with those of each step."""
@@ -42,6 +42,8 @@ class Asking:
         """Seconds that its drafts have saved since the last pause, less those that they took."""
         self._judged = 0
         """Steps with its drafts since then."""
+        self._failed = 0
+        """Pauses in a row between which its drafts did not pay."""
         self._pause = 0
         """Steps to come in which it is not asked, since its drafts do not pay."""
         self._rest = 0
@@ -74,12 +76,22 @@ class Asking:
         return self._rest > 0
 
     @property
+    def left(self) -> int:
+        """Number of steps to come in which it is not asked."""
+        return max(self._pause, self._rest)
+
+    @property
     def has_drafted(self) -> bool:
         """Whether the planned step has drafts of the model."""
         return bool(self._drafts)
 
     def count_steps(self, steps: int) -> None:
         self._pause, self._rest = max(self._pause - steps, 0), max(self._rest - steps, 0)
+
+    def wake(self) -> None:
+        """End a pause or a rest."""
+        self._rested -= min(self._rest, self._rested)
+        self._pause = self._rest = 0
 
     def begin(self, worth: bool) -> None:
         """Begin to choose the sequences of a step; `worth` says whether one is worth asking for."""
@@ -100,7 +112,8 @@ class Asking:
     def note_nobody(self, seconds: float, costs: Costs, rows: int) -> None:
         """Note that it took so many seconds to find that there is nobody to ask for."""
         if self._in_vain > _JUDGED_AFTER and (usual := costs.plain.at(rows)):
-            self._rest = rest_after(seconds, usual)
+            probe = min(self._next_probe - self._unprobed, LONGEST_REST)  # before that nothing new is learnt
+            self._rest = max(rest_after(seconds, usual), probe)
             self._rested = self._rest - 1
 
     def took(self, tokens: int, seconds: float) -> float:
@@ -120,7 +133,7 @@ class Asking:
     def probed(self, seconds: float, step: float) -> None:
         """Note that a probe took so many seconds; the next one waits until that is little of the time of steps."""
         if step:
-            self._next_probe = max(pause_after(seconds, step), PROBE_AFTER)
+            self._next_probe = max(pause_after(seconds, step, failed=1), PROBE_AFTER)
 
     def plan(self, lengths: dict[Sequence, int]) -> None:
         """Note how many tokens of each draft of the model the step computes."""
@@ -141,9 +154,12 @@ class Asking:
         self.accepted += (accepted / len(self._drafts) - self.accepted) * (1 - _REMEMBERED)
         self._gain = self._gain * _REMEMBERED + accepted * usual / rows - longer - self._spent
         self._judged += 1
-        if self._gain < 0 and (self._judged >= _JUDGED_AFTER or self._gain < -_MOST_LOST * usual < 0):
-            self._pause = pause_after(-self._gain, usual)
+        if self._gain >= 0 and self._judged >= _JUDGED_AFTER:
+            self._failed = 0
+        elif self._gain < 0 and (self._judged >= _JUDGED_AFTER or self._gain < -_MOST_LOST * usual < 0):
+            self._pause = pause_after(-self._gain, usual, self._failed)
             self._gain, self._judged = 0.0, 0
+            self._failed += 1
         self._drafts, self._spent = {}, 0.0
 
     def forget(self, sequence: Sequence) -> None:

@@ -8,18 +8,20 @@ from typing import NamedTuple
 
 _LOST = 0.01
 """Share of the time that speculation as a whole, and that a model, may take for nothing."""
+_MOST_DOUBLED = 2
+"""Times that a model's pause is doubled, if its drafts have not paid several times in a row."""
 _OVERHEAD = 0.004
 """Most of the time that lookup, or the question whether to ask a model, may take where it leads to nothing, as a share
 of that of steps."""
-_LONGEST_REST = 1024
+LONGEST_REST = 1024
 """Most steps without a lookup, or without asking a model, for that reason."""
 _LONGEST_PAUSE, _LONGEST_PAUSE_SECONDS = 1024, 4.0
 """Most steps of a pause of either, or its most seconds if those are more steps: a trial can take as long as forty steps
 of a tiny model on a GPU."""
-REINVESTED = 0.1
+REINVESTED = 0.25
 """Share of the time saved by drafts that speculation may take before it has to rest: behind an edit, or the end of a
 repetition, it leads to nothing for a few steps."""
-MOST_SAVED = 4.0
+MOST_SAVED = 8.0
 """Most of the time that is counted as saved, in steps: what once repeated may not do so any more."""
 PROBE_AFTER = 64
 """Steps after which a sequence may be drafted for again by a model that was not worth asking, one at a time; later if
@@ -47,16 +49,17 @@ _OTHER_LOAD = 1.25
 """Multiple of the sequences whose steps were measured in the last pause, from which on they tell little of a step."""
 
 
-def pause_after(lost: float, step: float) -> int:
-    """Return how many steps, of `step` seconds each, pass until so many lost seconds are little of the whole."""
+def pause_after(lost: float, step: float, failed: int = 0) -> int:
+    """Return how many steps, of `step` seconds each, pass until so many lost seconds are little of the whole; more of
+    them if it has `failed` before, in a row."""
     longest = max(_LONGEST_PAUSE, int(_LONGEST_PAUSE_SECONDS / step)) if step > 0 else _LONGEST_PAUSE
-    return min(int(lost / max(_LOST * step, 1e-9)), longest)
+    return min(int(lost / max(_LOST * step, 1e-9)) << min(failed, _MOST_DOUBLED), longest)
 
 
 def rest_after(searched: float, step: float) -> int:
     """Return how many steps, of `step` seconds each, pass until a search of so many seconds that led to nothing is
     done again."""
-    return min(int(searched / (_OVERHEAD * step)), _LONGEST_REST) + 1
+    return min(int(searched / (_OVERHEAD * step)), LONGEST_REST) + 1
 
 
 class DecodeStep(NamedTuple):
@@ -145,7 +148,9 @@ class Comparison:
         self._pause = self._left = SHORTEST_PAUSE
         """Steps of the pause, and those to come."""
         self._noted = 0
-        """Steps of this turn."""
+        """Steps of this turn that were noted."""
+        self._passed = 0
+        """All steps of this turn: the others cost nothing."""
         self._seconds = self._worth = 0.0
         """Seconds of these steps, and those in which their tokens would have come without speculation."""
         self._paid = 0
@@ -170,6 +175,7 @@ class Comparison:
     def next(self) -> bool:
         """Count a step; return whether it is with speculation."""
         self._left -= 1
+        self._passed += not self.pauses
         return not self.pauses
 
     def note(self, seconds: float, worth: float, plain: float) -> None:
@@ -185,13 +191,13 @@ class Comparison:
         saved, self._seconds, self._worth = self._worth - self._seconds, 0.0, 0.0
         if saved > 0:
             self._saved = min(self._saved + REINVESTED * saved, MOST_SAVED * plain)
-            self._noted = _SETTLING
+            self._noted, self._passed = _SETTLING, 0
             self._paid += 1
             if self._paid >= _TURNS:
                 self.measure_again()
             return
         lost, self._saved = max(-saved - self._saved, 0.0), max(self._saved + saved, 0.0)
-        self._rest(max(pause_after(lost, plain), TURN))
+        self._rest(max(pause_after(lost, plain) - self._passed, TURN))
 
     def measure_again(self) -> None:
         """Begin a pause in which it is measured what steps take without."""
@@ -199,7 +205,7 @@ class Comparison:
 
     def _rest(self, steps: int) -> None:
         self._pause = self._left = steps
-        self._noted = self._paid = 0
+        self._noted = self._passed = self._paid = 0
         self._seconds = self._worth = 0.0
 
 
@@ -218,11 +224,11 @@ class StepCosts:
         self._excess = [1.0, 1.0]
         """How much longer than expected the last step took, without drafts and with."""
         self._passed = 0
-        """Steps of pauses since the last step that was noted."""
+        """Steps since the last that was noted."""
         self._without = 0
-        """Number of steps since one with drafts, up to the last that was noted."""
-        self._next_trial = PROBE_AFTER
-        """Number of such steps after which drafts are tried again."""
+        """Number of steps since one with a draft for each sequence, or as many tokens, up to the last noted."""
+        self._next_trial = 0
+        """Number of such steps after which drafts are tried again; the first time they are at once."""
         self._fitted: Costs | None = None
 
     @property
@@ -232,12 +238,12 @@ class StepCosts:
 
     def next(self) -> bool:
         """Count a step; return whether it is with speculation."""
-        self._passed += not self.comparison.measures
+        self._passed += 1
         return self.comparison.next()
 
     def note_trial(self) -> None:
         """Note that drafts are tried."""
-        self._without = 0
+        self._without, self._next_trial = 0, max(self._next_trial, PROBE_AFTER)
 
     def note(self, step: DecodeStep, search: float) -> None:
         """Note a step. If it took much longer than expected, as when others use the processor, it counts as half as
@@ -247,7 +253,7 @@ class StepCosts:
             if not self.comparison.pauses and (plain := self.fit().plain.at(step.sequences)):
                 self._compare(step, step.elapsed, plain)
             return
-        steps, self._passed = 1 + self._passed, 0
+        steps, self._passed = max(self._passed, 1), 0
         self._without += steps
         sequences, rows, drafted, seconds = step.sequences, step.rows, step.waited, step.seconds
         pauses = self.comparison.pauses
@@ -257,7 +263,7 @@ class StepCosts:
             most = expected * max(1.5, self._excess[drafted])
             self._excess[drafted] = seconds / max(expected, 1e-9)
             seconds = min(seconds, most)
-            if rows > sequences and (plain := costs.plain.at(sequences)):
+            if rows >= 2 * sequences and (plain := costs.plain.at(sequences)):  # fewer show little of what rows cost
                 self._without = 0
                 between = int((seconds - plain) / (_TRIAL_SHARE * plain))
                 self._next_trial = min(max(between, PROBE_AFTER), _LONGEST_BETWEEN_TRIALS)

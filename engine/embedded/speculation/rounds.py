@@ -67,12 +67,14 @@ class Rounds:
         """Time that rounds have saved since the last pause, in steps without drafts."""
         self._judged = 0
         """Runs of them since then."""
+        self._failed = 0
+        """Pauses in a row between which they did not pay."""
         self._pause = 0
         """Steps to come without rounds."""
 
-    def wants(self, sequences: int, *, always: bool) -> bool:
-        """Return whether so many sequences may have rounds; a pause does not count if they `always` may."""
-        return sequences <= self._drafter.most_in_rounds and (always or not self._pause)
+    def wants(self, sequences: int, *, within: int | None) -> bool:
+        """Return whether so many sequences may have rounds within so many steps, or if None whatever they bring."""
+        return sequences <= self._drafter.most_in_rounds and (within is None or self._pause <= within)
 
     def count_steps(self, steps: int) -> None:
         self._pause = max(self._pause - steps, 0)
@@ -110,9 +112,12 @@ class Rounds:
         self._tokens = _towards(self._tokens, tokens / step.rounds)
         self._gain = self._gain * _REMEMBERED + tokens - time
         self._judged += 1
-        if self._gain < 0 and (self._judged >= _JUDGED_AFTER or self._gain < -_MOST_LOST):
-            self._pause = pause_after(-self._gain * usual, usual)
+        if self._gain >= 0 and self._judged >= _JUDGED_AFTER:
+            self._failed = 0
+        elif self._gain < 0 and (self._judged >= _JUDGED_AFTER or self._gain < -_MOST_LOST):
+            self._pause = pause_after(-self._gain * usual, usual, self._failed)
             self._gain, self._judged = 0.0, 0
+            self._failed += 1
 
 
 def _towards(known: float, seen: float) -> float:

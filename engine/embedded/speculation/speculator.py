@@ -28,6 +28,11 @@ _NEXT = 0.6
 """Assumed share of right tokens that a model drafts behind right ones."""
 _MORE_READ = 8
 """Steps of a pause, beside those of a block, at whose end hidden states are read."""
+_TRIED = 8
+"""Sequences for which earlier text is looked up first, where it was in vain before."""
+_ALWAYS_READ = 16
+"""Number of sequences up to which hidden states are read, too, while a model is not asked: it drafts better the more it
+has read, and it may soon be worth it."""
 
 
 class Speculator:
@@ -79,6 +84,12 @@ class Speculator:
         """Steps for which nothing is looked up, as it would take too long for nothing."""
         self._saved = 0.0
         """Seconds that lookup may still take for nothing, as its drafts have saved more."""
+        self._was_found = False
+        """Whether the last lookup led to drafts."""
+        self._first_tried = 0
+        """Index of the first of the sequences that were tried last."""
+        self._crowd = 0
+        """Most sequences that ran since lookup and model last ended their rest because there are fewer."""
         self._rows = 1
         """Number of sequences that the planned step decodes."""
         self.planning = 0.0
@@ -89,9 +100,13 @@ class Speculator:
         """Whether a step was noted since the last was begun."""
         self._reads = True
         """Whether the last step's hidden states were read."""
+        self._idles = False
+        """Whether the planned step has no drafts since lookup and model rest, though there is no pause: it costs
+        nothing, so it is not measured."""
 
-    def next_step(self) -> bool:
-        """Count a step; return whether drafts are to be chosen for it. Otherwise no sequence has one."""
+    def next_step(self, running: int) -> bool:
+        """Count a step while so many sequences run; return whether drafts are to be chosen for it. Otherwise no
+        sequence has one."""
         steps, self._ran = max(self._ran, 1), 0  # rounds take as long as so many steps, or longer
         self._asking.count_steps(steps)
         if self._rounds is not None:
@@ -100,16 +115,35 @@ class Speculator:
         if not self._is_noted:  # what a model took for a step with prompts is no part of the next one
             self._modelled = 0.0
         self._is_noted = False
-        if self._latest.next() or not self._min_speedup:
+        if 2 * running <= self._crowd:  # drafts cost less now
+            self._rest = 0
+            self._asking.wake()
+        if running > self._crowd or 2 * running <= self._crowd:
+            self._crowd = running
+        active = self._latest.next() or not self._min_speedup
+        self._idles = active and not (self._looks or self._asks or self.wants_rounds(running))
+        if active and not self._idles:
             return True
-        self.planning = self._modelled = 0.0
+        self.planning = 0.0
+        if not active:
+            self._modelled = 0.0
         self._end_plan()
         return False
+
+    @property
+    def _looks(self) -> bool:
+        """Whether earlier text is to be looked up."""
+        return self._lookup is not None and self._rest <= 0
+
+    @property
+    def _asks(self) -> bool:
+        """Whether a model may be asked."""
+        return self._model is not None and not self._asking.rests and not (self._min_speedup and self._asking.pauses)
 
     def wants_rounds(self, sequences: int) -> bool:
         """Return whether so many sequences may have rounds, if the device can draw all their tokens, and nothing else
         is to be computed."""
-        return self._rounds is not None and self._rounds.wants(sequences, always=not self._min_speedup)
+        return self._rounds is not None and self._rounds.wants(sequences, within=0 if self._min_speedup else None)
 
     def plan(self, sequences: Many[Sequence], rounds: bool = False) -> bool:
         """Give sequences that decode in the next step their drafts (`Sequence.draft`); return whether one has any.
@@ -125,8 +159,7 @@ class Speculator:
 
     def _plan(self, sequences: Many[Sequence], runs: bool) -> bool:
         self._end_plan()
-        looks = self._lookup is not None and self._rest <= 0
-        asks = self._model is not None and not self._asking.rests and not (self._min_speedup and self._asking.pauses)
+        looks, asks = self._looks, self._asks
         if not (looks or asks or runs):
             return False
         started = time.thread_time()
@@ -136,6 +169,9 @@ class Speculator:
         tries = bool(self._min_speedup) and costs.needs_trial
         if looks and not tries and not can_pay(costs.fit(), rows, self._most, self._min_speedup):
             self._rest, looks = rest_after(time.thread_time() - started, costs.fit().plain.at(rows)), False
+        if looks and self._min_speedup and not self._is_promising(decoding):
+            looks = self._was_found = False
+            self._note_vain(time.thread_time() - started, rows)
         room_of = {s: room for s in decoding if (room := self._room(s)) > 0} if looks or asks or runs else {}
         if not room_of:
             return False
@@ -144,10 +180,8 @@ class Speculator:
         self._rows = rows
         self._acceptance.judge(sequences)
         drafts = [NOTHING] * len(sequences)
-        if looks and self._lookup is not None:
-            drafts = self._lookup.draft(sequences, rooms)
-            for sequence, draft in zip(sequences, drafts, strict=True):
-                self._acceptance.note_found(sequence, draft)
+        if looks:
+            drafts = self._look_up(sequences, rooms)
         if runs and len(room_of) == len(everyone) and self._plan_rounds(room_of, drafts):
             return True
         looked = time.thread_time() - started
@@ -165,11 +199,37 @@ class Speculator:
         # What follows a token that is under way is not computed.
         self._asking.plan({sequences[i]: 0 if sequences[i].pending else lengths[i] for i in asked})
         looked += time.thread_time() - started
-        if looks and not any(lengths) and (plain := costs.fit().plain.at(rows)):
-            self._saved -= looked
-            if self._saved < 0:
-                self._rest, self._saved = rest_after(looked, plain), 0.0
+        if looks:
+            self._was_found = any(lengths)
+            if not self._was_found:
+                self._note_vain(looked, rows)
         return any(lengths)
+
+    def _is_promising(self, decoding: Many[Sequence]) -> bool:
+        """Return whether to look up earlier text for all of these sequences. Unless the last lookup led to drafts a few
+        of them, others each time, are tried first: then less is lost in vain, so that it can be tried more often."""
+        if self._was_found or len(decoding) <= _TRIED:
+            return True
+        first = self._first_tried = (self._first_tried + _TRIED) % len(decoding)
+        tried = [s for s in (*decoding[first:], *decoding[:first])[:_TRIED] if self._room(s) > 0]
+        self._acceptance.judge(tried)
+        drafts = self._look_up(tried, [min(self._room(sequence), self._most) for sequence in tried])
+        return sum(map(sum, self._chances(tried, drafts))) >= 1
+
+    def _look_up(self, sequences: Many[Sequence], rooms: Many[int]) -> list[Draft]:
+        """Return drafts from earlier text for sequences that were judged."""
+        assert self._lookup is not None
+        drafts = self._lookup.draft(sequences, rooms)
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            self._acceptance.note_found(sequence, draft)
+        return drafts
+
+    def _note_vain(self, seconds: float, rows: int) -> None:
+        """Note that a lookup that took so many seconds led to nothing."""
+        if plain := self._costs_of(rows).fit().plain.at(rows):
+            self._saved -= seconds
+            if self._saved < 0:
+                self._rest, self._saved = rest_after(seconds, plain), 0.0
 
     def _plan_rounds(self, room_of: dict[Sequence, int], drafts: Many[Draft]) -> bool:
         """Plan rounds if they are worth it, and more than what was found in earlier text; return whether they are."""
@@ -200,19 +260,26 @@ class Speculator:
         self.drafter.end_rounds(sequences)
 
     def read(self, step: StepInput, hidden: torch.Tensor) -> None:
-        """Pass a step's hidden states on to the drafter, unless a pause is long."""
+        """Pass a step's hidden states on to the drafter, unless it will not be asked for long."""
         if self._reader is None:
             return
-        reads = not self._min_speedup or self._latest.comparison.reads
+        reads = not self._min_speedup or (self._latest.comparison.reads and self._may_ask(len(step.slots)))
         if reads:
             self._reader.read(step, hidden)
         elif self._reads:
             self._reader.skip()
         self._reads = reads
 
-    def measures(self, sequences: int) -> bool:
-        """Return whether a step of so many sequences is to be noted."""
-        return self._latest.comparison.measures or self._costs_of(sequences) is not self._latest
+    def _may_ask(self, sequences: int) -> bool:
+        """Return whether hidden states that are not read now may be lacking when a model is asked."""
+        if sequences <= _ALWAYS_READ or self._asking.left <= self._read_before:
+            return True
+        return self._rounds is not None and self._rounds.wants(sequences, within=self._read_before)
+
+    def measures(self, sequences: int, drafted: bool) -> bool:
+        """Return whether a step of so many sequences, with drafts or without, is to be noted."""
+        costs = self._costs_of(sequences)
+        return costs is not self._latest or (costs.comparison.measures and (drafted or not self._idles))
 
     def note_step(self, step: DecodeStep) -> None:
         """Note how long a step took and what came of it."""

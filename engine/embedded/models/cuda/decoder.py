@@ -13,7 +13,7 @@ from engine.embedded.models.checkpoint import LlamaConfig
 from engine.embedded.models.cuda import kernels
 from engine.embedded.models.cuda.attention import AttentionStep, CudaAttention
 from engine.embedded.models.cuda.fp8 import Fp8Products
-from engine.embedded.models.cuda.weights import Norm, PlainProducts, Products, Weight
+from engine.embedded.models.cuda.weights import Copied, Norm, PlainProducts, Products, Weight
 from engine.embedded.models.devices import UnsupportedModelError
 from engine.embedded.models.rotary import Rotary
 
@@ -219,11 +219,13 @@ class LlamaDecoder:
         normed = products.norm(x, norms[0])
         entered = x.new_empty((len(x), len(self.taken), x.shape[1]))
         self.hidden = entered.flatten(1) if self.taken else None
+        copies = {layer: Copied(x, entered[:, self.taken.index(layer)]) for layer in self.taken}
         for index, (layer, following) in enumerate(zip(self._layers, [*norms[1:], None], strict=True)):
+            qkv = products.product(normed, layer.qkv, copies.get(index))
             for place, taken in enumerate(self.taken):
-                if taken == index:
+                if taken == index and self.taken.index(taken) < place:  # it is taken more than once
                     entered[:, place] = x
-            attended = self._attend(products.product(normed, layer.qkv), index, positions, attention, step)
+            attended = self._attend(qkv, index, positions, attention, step)
             if rows is not None and following is None:  # nothing else of the last layer is looked at
                 if not len(rows):
                     return x.new_empty((0, len(self._head)))

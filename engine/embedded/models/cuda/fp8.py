@@ -8,7 +8,7 @@ import torch
 
 from engine.embedded.models.cuda import fp8_kernels
 from engine.embedded.models.cuda.products import FewTile, Product
-from engine.embedded.models.cuda.weights import Norm, Normed, Products, Tile, Weight, fitted_by_name
+from engine.embedded.models.cuda.weights import Copied, Norm, Normed, Products, Tile, Weight, fitted_by_name
 
 # Measured on an H200 (docs/log.md).
 _TILES: dict[str, FewTile] = {
@@ -60,7 +60,9 @@ class Fp8Products(Products):
     def _norm_rows(self, x: torch.Tensor, norm: Norm) -> Normed:
         return _quantised(*fp8_kernels.rms_norm(x, *norm))
 
-    def _product_rows(self, normed: Normed, weight: Weight) -> torch.Tensor:
+    def _product_rows(self, normed: Normed, weight: Weight, copied: Copied | None = None) -> torch.Tensor:
+        if copied is not None:
+            copied.to.copy_(copied.x)
         assert normed.scales is not None and weight.scales is not None, "both are quantised"
         if (tile := _few_tile(len(normed.values), weight)) is not None:
             return self._few_rows(normed, weight, tile)

@@ -20,7 +20,7 @@ _LEAST_PROGRAMS = 200
 
 
 @triton.jit
-def _rms_norm(x, weight, out, size, epsilon, BLOCK: tl.constexpr):
+def _rms_norm(x, weight, out, copy, size, pitch, epsilon, COPY: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
@@ -28,6 +28,8 @@ def _rms_norm(x, weight, out, size, epsilon, BLOCK: tl.constexpr):
     gdc_wait()
     value = tl.load(x + row * size + columns, inside, 0.0).to(tl.float32)
     gdc_launch_dependents()
+    if COPY:
+        tl.store(copy + row * pitch + columns, value.to(copy.dtype.element_ty), inside)
     value *= tl.rsqrt(tl.sum(value * value) / size + epsilon)
     tl.store(
         out + row * size + columns,
@@ -36,12 +38,22 @@ def _rms_norm(x, weight, out, size, epsilon, BLOCK: tl.constexpr):
     )
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMSNorm over the last dimension: [rows, size]."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, copy: torch.Tensor | None = None) -> torch.Tensor:
+    """RMSNorm over the last dimension: [rows, size]. x is also written to `copy`, of its shape, whose rows need not
+    follow one another."""
     out = torch.empty_like(x)
     block = triton.next_power_of_2(x.shape[1])
-    _rms_norm[(len(x),)](x, weight, out, x.shape[1], epsilon, block, num_warps=8, launch_pdl=True)
+    target, pitch = copied_to(copy, x)
+    _rms_norm[(len(x),)](
+        x, weight, out, target, x.shape[1], pitch, epsilon, copy is not None, block, num_warps=8, launch_pdl=True
+    )
     return out
+
+
+def copied_to(copy: torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return what kernels take of a copy of x [rows, size], if there is to be one: where it is, and the distance of its
+    rows."""
+    return (x, x.shape[1]) if copy is None else (copy, copy.stride(0))
 
 
 @triton.jit
@@ -183,9 +195,9 @@ def _columns(row, columns, START: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.con
 
 @triton.jit
 def _gemv(
-    x, weight, channels, norm, out, epsilon, N,
-    K: tl.constexpr, FP8: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, FETCH: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, KP: tl.constexpr,
+    x, weight, channels, norm, out, copy, epsilon, N,
+    K: tl.constexpr, FP8: tl.constexpr, NORM: tl.constexpr, COPY: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
+    FETCH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -209,6 +221,8 @@ def _gemv(
     if NORM:
         whole = tl.arange(0, KP)
         values = tl.load(x + whole, whole < K, 0.0).to(tl.float32)
+        if COPY:
+            tl.store(copy + whole, values.to(copy.dtype.element_ty), (whole < K) & (tl.program_id(0) == 0))
         scale = tl.rsqrt(tl.sum(values * values) / K + epsilon)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -247,6 +261,7 @@ def gemv(
     weight: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     *,
     norm: tuple[torch.Tensor, float] | None = None,
+    copy: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     gated: bool = False,
     fetch: bool = False,
@@ -255,10 +270,10 @@ def gemv(
     """x · weightᵀ for one row: x [1, K], weight [N, K]; one in float8_e4m3fn comes with the scales of its rows, float32
     [N].
 
-    With `norm` (weight, epsilon) x is normalised first; with `residual` [1, N] the product is added to it, in place;
-    `gated` takes the first half of the weight's rows as gates and returns silu(gate) · up, [1, N / 2]. `fetch` has the
-    weight brought to the L2 cache while the kernel before runs, which pays if that one leaves the memory idle and K is
-    a power of two.
+    With `norm` (weight, epsilon) x is normalised first, and x itself is also written to `copy`, of its shape, if there
+    is one; with `residual` [1, N] the product is added to it, in place; `gated` takes the first half of the weight's
+    rows as gates and returns silu(gate) · up, [1, N / 2]. `fetch` has the weight brought to the L2 cache while the
+    kernel before runs, which pays if that one leaves the memory idle and K is a power of two.
     """
     fp8 = isinstance(weight, tuple)
     weight, channels = weight if fp8 else (weight, x)
@@ -266,11 +281,12 @@ def gemv(
     N = weight.shape[0] // 2 if gated else weight.shape[0]
     block_n, block_k, warps = tile_for(tile, N, K, gated)
     fetch = fetch and K >= 128  # whole lines of memory
+    assert copy is None or norm is not None, "only a norm reads all of x at once"
     out = residual if residual is not None else x.new_empty((1, N))
     scale, epsilon = norm if norm is not None else (x, 0.0)
     _gemv[(N // block_n,)](
-        x, weight, channels, scale, out, epsilon, N,
-        K, fp8, norm is not None, residual is not None, gated, fetch,
+        x, weight, channels, scale, out, copied_to(copy, x)[0], epsilon, N,
+        K, fp8, norm is not None, copy is not None, residual is not None, gated, fetch,
         block_n, block_k, triton.next_power_of_2(K), num_warps=warps, launch_pdl=True,
     )  # fmt: skip
     return out

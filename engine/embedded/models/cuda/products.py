@@ -14,6 +14,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from engine.embedded.models.cuda.kernels import copied_to
+
 MAX_ROWS = 128
 FewTile = tuple[int, int, int, int, int]
 """Share of each program of `Product`: rows and columns of the weight, splits of the columns, stages, warps."""
@@ -142,9 +144,9 @@ def fitted(tile: FewTile, weight: torch.Tensor, gated: bool) -> FewTile | None:
 
 @triton.jit(do_not_specialize=["rows"])
 def _small_product(
-    x, weight, norm, out, epsilon, rows, N,
-    K: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+    x, weight, norm, out, copy, epsilon, rows, N, pitch,
+    K: tl.constexpr, NORM: tl.constexpr, COPY: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     n, m, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, M), tl.arange(0, BLOCK_K)
     inside, exists = k < K, m < rows
@@ -157,6 +159,9 @@ def _small_product(
     gdc_launch_dependents()
     gdc_wait()
     value = tl.load(x + m[:, None] * K + k[None, :], exists[:, None] & inside[None, :], 0.0)
+    if COPY:
+        first = exists[:, None] & inside[None, :] & (tl.program_id(0) == 0)
+        tl.store(copy + m[:, None] * pitch + k[None, :], value, first)
     if NORM:
         wide = value.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, 1) / K + epsilon)[:, None]
@@ -184,18 +189,21 @@ def small_product(
     weight: torch.Tensor,
     *,
     norm: tuple[torch.Tensor, float] | None = None,
+    copy: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> torch.Tensor:
-    """x · weightᵀ for a weight that `is_small`: x [rows, K], weight [N, K]; the rest is that of `kernels.gemv`."""
+    """x · weightᵀ for a weight that `is_small`: x [rows, K], weight [N, K]; the rest is that of `kernels.gemv`, but
+    that rows of `copy` need not follow one another."""
     rows, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     out = residual if residual is not None else x.new_empty((rows, n))
     scale, epsilon = norm if norm is not None else (x, 0.0)
+    target, pitch = copied_to(copy, x)
     _small_product[(n // _SMALL_BLOCK,)](
-        x, weight, scale, out, epsilon, rows, n,
-        k, norm is not None, residual is not None, gated, MAX_SMALL_ROWS, _SMALL_BLOCK, triton.next_power_of_2(k),
-        _PARTS, num_warps=4 if norm is None else 8, launch_pdl=True,
+        x, weight, scale, out, target, epsilon, rows, n, pitch,
+        k, norm is not None, copy is not None, residual is not None, gated, MAX_SMALL_ROWS, _SMALL_BLOCK,
+        triton.next_power_of_2(k), _PARTS, num_warps=4 if norm is None else 8, launch_pdl=True,
     )  # fmt: skip
     return out
 

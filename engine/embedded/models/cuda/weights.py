@@ -51,6 +51,13 @@ class Normed(NamedTuple):
     scales: torch.Tensor | None = None
 
 
+class Copied(NamedTuple):
+    """x before its norm, [rows, K], and where it is written, too: rows there need not follow one another."""
+
+    x: torch.Tensor
+    to: torch.Tensor
+
+
 class Products(ABC):
     """Products of one row by `kernels.gemv`, and the seam for all others."""
 
@@ -73,11 +80,12 @@ class Products(ABC):
         """Return x [rows, K] normalised for a product; valid until x changes."""
         return Normed(x, norm) if self._is_streamed(x) else self._norm_rows(x, norm)
 
-    def product(self, normed: Normed, weight: Weight) -> torch.Tensor:
-        """Return x · weightᵀ of the normalised x: [rows, N]."""
+    def product(self, normed: Normed, weight: Weight, copied: Copied | None = None) -> torch.Tensor:
+        """Return x · weightᵀ of the normalised x: [rows, N]. `copied`: x, and where to write it beside that."""
         if not self._is_streamed(normed.values):
-            return self._product_rows(normed, weight)
-        return kernels.gemv(normed.values, weight.streamed, norm=normed.norm, tile=self.tiles[weight.name])
+            return self._product_rows(normed, weight, copied)
+        copy = None if copied is None else copied.to
+        return kernels.gemv(normed.values, weight.streamed, norm=normed.norm, copy=copy, tile=self.tiles[weight.name])
 
     def add(self, x: torch.Tensor, value: torch.Tensor, weight: Weight, norm: Norm | None) -> Normed:
         """Add value · weightᵀ to x in place, and return `norm` of x; without a norm, x itself."""
@@ -104,7 +112,7 @@ class Products(ABC):
     def _norm_rows(self, x: torch.Tensor, norm: Norm) -> Normed: ...
 
     @abstractmethod
-    def _product_rows(self, normed: Normed, weight: Weight) -> torch.Tensor: ...
+    def _product_rows(self, normed: Normed, weight: Weight, copied: Copied | None = None) -> torch.Tensor: ...
 
     @abstractmethod
     def _add_rows(self, x: torch.Tensor, value: torch.Tensor, weight: Weight, norm: Norm | None) -> Normed: ...
@@ -141,10 +149,11 @@ class PlainProducts(Products):
     def _norm_rows(self, x: torch.Tensor, norm: Norm) -> Normed:
         return Normed(x, norm)
 
-    def _product_rows(self, normed: Normed, weight: Weight) -> torch.Tensor:
+    def _product_rows(self, normed: Normed, weight: Weight, copied: Copied | None = None) -> torch.Tensor:
+        copy = None if copied is None else copied.to
         if is_small(len(normed.values), weight.values):
-            return small_product(normed.values, weight.values, norm=normed.norm)
-        return functional.linear(_normalised(normed), weight.values)
+            return small_product(normed.values, weight.values, norm=normed.norm, copy=copy)
+        return functional.linear(_normalised(normed, copy), weight.values)
 
     def _add_rows(self, x: torch.Tensor, value: torch.Tensor, weight: Weight, norm: Norm | None) -> Normed:
         if (tile := _few_tile(len(x), weight)) is not None:
@@ -167,8 +176,11 @@ class PlainProducts(Products):
         return self._add_rows(x, value, down, norm)
 
 
-def _normalised(normed: Normed) -> torch.Tensor:
-    return normed.values if normed.norm is None else kernels.rms_norm(normed.values, *normed.norm)
+def _normalised(normed: Normed, copy: torch.Tensor | None = None) -> torch.Tensor:
+    if normed.norm is None:
+        assert copy is None, "x was normalised before"
+        return normed.values
+    return kernels.rms_norm(normed.values, *normed.norm, copy)
 
 
 def fitted_by_name(tiles: Mapping[str, FewTile], name: str, values: torch.Tensor) -> FewTile | None:

@@ -144,7 +144,7 @@ def test_as_many_rounds_as_there_is_room_and_time_for() -> None:
     assert rounds.plan(asked(room=ROUND_TOKENS * 3 - 1), FAST, 0.0) == 3
     assert rounds.plan(asked(room=ROUND_TOKENS - 1), FAST, 0.0) == 0, "one round is a step with a draft"
     assert rounds.plan(asked(4), FAST, 0.0) == MOST_ROUNDS
-    assert rounds.wants(4, always=False) and not rounds.wants(5, always=True)
+    assert rounds.wants(4, within=0) and not rounds.wants(5, within=None)
     assert rounds.plan(asked(4, length=20_000), FAST, 0.0) == 0
     slow = Costs(Line(0.01, 0.0), Line(0.01, 0.0))
     assert rounds.plan(asked(), slow, 0.0) == 0 and rounds.plan(asked(), None, 0.0) == MOST_ROUNDS
@@ -160,15 +160,15 @@ def test_rounds_that_lose_time_pause() -> None:
     rounds = Rounds(Ready())
     for _ in range(20):
         rounds.note(step(20, 10 * STEP, 8), STEP, found=False)
-    assert rounds.wants(1, always=False)
+    assert rounds.wants(1, within=0)
     for _ in range(3):
         rounds.note(step(8, 10 * STEP, 8), STEP, found=False)
-    assert rounds.wants(1, always=False), "the others have saved more"
+    assert rounds.wants(1, within=0), "the others have saved more"
     for _ in range(60):
         rounds.note(step(8, 10 * STEP, 8), STEP, found=False)
-    assert not rounds.wants(1, always=False) and rounds.wants(1, always=True)
+    assert not rounds.wants(1, within=0) and rounds.wants(1, within=None)
     rounds.count_steps(1 << 20)
-    assert rounds.wants(1, always=False)
+    assert rounds.wants(1, within=0)
 
 
 def test_rounds_wait_while_earlier_text_brings_much_more() -> None:

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from engine.embedded.models.runner import StepInput
 from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence, SequenceStatus
-from engine.embedded.speculation.costs import DecodeStep, StepCosts
+from engine.embedded.speculation.asking import Asking
+from engine.embedded.speculation.costs import TURN, Comparison, Costs, DecodeStep, Line, StepCosts
 from engine.embedded.speculation.drafter import NOTHING, Draft
 from engine.embedded.speculation.speculator import Speculator
 from engine.types import GenerateRequest, SamplingParams
@@ -22,12 +24,15 @@ class Repeating:
         self.free = free
         self.right = True
         self.asked = 0
+        self.last: list[Sequence] = []
+        """Sequences that were drafted for last."""
         self.spent = 0.0
         self.seconds = seconds
         self.length = length
 
     def draft(self, sequences: Many[Sequence], limits: Many[int], least: float = 0.0) -> list[Draft]:
         self.asked += len(sequences)
+        self.last = list(sequences)
         lengths = [min(limit, self.length) for limit in limits]
         self.spent += self.seconds * sum(lengths)
         kind = 2 if self.free else 7
@@ -56,7 +61,7 @@ def simulate(
     seconds, tokens, drafted = -drafter.spent, 0, 0
     for _ in range(steps):
         before, asked, spent = tokens, drafter.asked, drafter.spent
-        if speculator.next_step():
+        if speculator.next_step(len(sequences)):
             speculator.plan(sequences)
         rows = len(sequences) + sum(len(sequence.draft) for sequence in sequences)
         cost = base + row * rows + search * (drafter.asked > asked)
@@ -69,7 +74,7 @@ def simulate(
         seconds += cost
         drafts = rows > len(sequences)  # without any, the plan is hidden behind the step before
         known, elapsed = cost + drafts * speculator.planning, cost + drafter.spent - spent
-        if speculator.measures(len(sequences)):
+        if speculator.measures(len(sequences), drafted=drafts):
             speculator.note_step(DecodeStep(len(sequences), rows, tokens - before, drafts, known, elapsed))
     return tokens / (seconds + drafter.spent), drafted
 
@@ -128,9 +133,8 @@ def test_drafts_that_seem_too_dear_are_tried() -> None:
     one, sequences = speculator(drafter, min_speedup=1.1), [decoding(str(index)) for index in range(64)]
     simulate(one, sequences, 20, row=0.001)
     drafter.length = 8
-    assert simulate(one, sequences, 20, row=0.001)[1] == 0, "a row seems to cost 0.015 of a step"
-    simulate(one, sequences, 60, row=0.001)
-    assert simulate(one, sequences, 20, row=0.001)[1] == 20 * 64 * 8
+    simulate(one, sequences, 10, row=0.001)
+    assert simulate(one, sequences, 10, row=0.001)[1] == 10 * 64 * 8
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -150,7 +154,7 @@ def test_a_trial_ends_where_its_step_cannot_be_measured() -> None:
     one, sequences = speculator(drafter, min_speedup=1.1), [decoding(str(index)) for index in range(64)]
     simulate(one, sequences, 100, row=0.001)
     drafter.length = 8
-    assert [one.next_step() and one.plan(sequences) for _ in range(20)].count(True) == 1
+    assert [one.next_step(64) and one.plan(sequences) for _ in range(20)].count(True) == 1
 
 
 @pytest.mark.parametrize(("length", "waits"), [(2, False), (8, True)])
@@ -198,6 +202,90 @@ def test_a_search_that_slows_every_step_down_is_left_off(streams: int) -> None:
     assert simulate(one, sequences, 500, row=0.001, search=0.17)[0] > 5 * rate, "it is tried again"
 
 
+def test_a_few_sequences_are_tried_first_where_lookup_was_in_vain() -> None:
+    drafter = Repeating(length=0)
+    one, sequences = speculator(drafter), [decoding(str(index)) for index in range(64)]
+    simulate(one, sequences, 20, row=0.001)
+    tried: set[Sequence] = set()
+    for _ in range(40):
+        before = drafter.asked
+        simulate(one, sequences, 1, row=0.001)
+        assert drafter.asked - before in (0, 8)
+        tried.update(drafter.last)
+    assert len(tried) == 64, "others each time"
+    drafter.length = 8
+    simulate(one, sequences, 10, row=0.001)
+    assert drafter.last == sequences
+
+
+def test_steps_that_nothing_is_looked_for_are_not_measured() -> None:
+    """A step takes a tenth of a millisecond, a lookup half as long: there are hundreds of steps between two of them."""
+    drafter = Repeating(length=0)
+    one, sequences = speculator(drafter), [decoding(str(index)) for index in range(4)]
+    simulate(one, sequences, 20, row=0.0, base=1e-4)
+    measured = 0
+    for _ in range(500):
+        active = one.next_step(4)
+        if active:
+            one.plan(sequences)
+        measured += one.measures(4, drafted=False)
+        assert one.measures(4, drafted=True) or not active
+    assert measured < 50 and drafter.asked < 50 * 4
+
+
+def test_lookup_and_model_end_their_rest_where_there_are_half_as_many() -> None:
+    lookup, model = Repeating(length=0), Repeating(free=False, seconds=1e-3, length=1)
+    model.right = False
+    one, sequences = speculator(model, lookup=lookup), [decoding(str(index)) for index in range(64)]
+    woken = 0
+    for _ in range(20):
+        simulate(one, sequences, 50, row=0.0, base=1e-4)
+        rests = not one.next_step(64)
+        woken += rests and one.next_step(32)
+    assert woken > 10, "all others are pauses in which it is measured what steps take without"
+
+
+def test_drafts_of_few_sequences_do_not_put_off_a_trial() -> None:
+    """A model drafts for one of 64 sequences now and then, which does not show what a row costs."""
+    lookup, model = Repeating(length=0), Repeating(free=False, seconds=0.01, length=1)
+    model.right = False
+    one, sequences = speculator(model, lookup=lookup, min_speedup=1.1), [decoding(str(index)) for index in range(64)]
+    simulate(one, sequences, 1000, row=0.001)
+    assert model.asked
+    lookup.length = 8
+    simulate(one, sequences, 40, row=0.001)
+    assert simulate(one, sequences, 20, row=0.001)[1] > 19 * 64 * 8
+
+
+class Reading(Repeating):
+    """Reads hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__(free=False, seconds=1.0, length=1)
+        self.right = False
+        self.read_for = 0
+
+    def read(self, step: StepInput, hidden: torch.Tensor) -> None:
+        self.read_for += 1
+
+    def skip(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("streams", "always"), [(64, False), (16, True)])
+def test_hidden_states_of_many_sequences_are_not_read_while_no_model_is_asked(streams: int, always: bool) -> None:
+    drafter = Reading()
+    one, sequences = speculator(drafter), [decoding(str(index)) for index in range(streams)]
+    simulate(one, sequences, 100, row=0.001)
+    numbers = list(range(streams))
+    step = StepInput(numbers, numbers, numbers, [1] * streams, numbers, numbers, [], [1] * streams, numbers)
+    drafter.read_for = 0
+    for _ in range(100):
+        simulate(one, sequences, 1, row=0.001)
+        one.read(step, torch.empty(0))
+    assert (drafter.read_for > 90) if always else (drafter.read_for < 50)
+
+
 def test_a_slow_step_now_and_then_does_not_end_what_pays() -> None:
     """As when something else takes the processor. Two tokens take 7 seconds, one 4, and each fiftieth step 63."""
     one, sequences = speculator(Repeating(length=1)), [decoding("a")]
@@ -225,12 +313,12 @@ def test_model_time_beside_prompts_is_no_gain_of_the_steps_behind(monkeypatch: p
     simulate(one, sequences, 100, row=0.05)
     asked = drafter.asked
     for _ in range(50):  # with prompts, so that nothing is noted
-        if one.next_step():
+        if one.next_step(1):
             one.plan(sequences)
     assert drafter.asked > asked + 3
     noted: list[DecodeStep] = []
     monkeypatch.setattr(StepCosts, "note", lambda self, step, search: noted.append(step))
-    simulate(one, sequences, 5, row=0.05)
+    simulate(one, sequences, 100, row=0.05)
     assert [step.elapsed for step in noted] == [pytest.approx(1 + 0.05 * step.rows) for step in noted] and noted
 
 
@@ -284,9 +372,9 @@ def test_a_draft_that_ends_with_the_pending_token_is_not_worth_waiting_for_it() 
     assert simulate(one, [sequence], 20, row=0.05)[1] == 20
     sequence.pending = 1
     sequence.computed += 1
-    assert one.next_step() and not one.plan([sequence])
+    assert one.next_step(1) and not one.plan([sequence])
     drafter.length = 2
-    assert one.next_step() and one.plan([sequence])
+    assert one.next_step(1) and one.plan([sequence])
 
 
 def test_a_costly_drafter_is_used_only_where_it_pays_off() -> None:
@@ -322,6 +410,52 @@ def test_a_model_is_not_asked_where_earlier_text_promises_more() -> None:
     simulate(one, sequences, 60, row=0.1)
     asked = model.asked
     assert simulate(one, sequences, 40, row=0.1)[1] == 80 and model.asked == asked + 40
+
+
+def test_only_drafts_of_all_sequences_show_what_rows_cost() -> None:
+    costs = StepCosts(read_before=40)
+    for _ in range(12):
+        costs.next()
+        costs.note(DecodeStep(64, 64, 64, False, 1.0, 1.0), 0.0)
+    costs.note(DecodeStep(64, 65, 64, True, 1.1, 1.1), 0.0)
+    assert costs.needs_trial
+    costs.note(DecodeStep(64, 128, 64, True, 1.1, 1.1), 0.0)
+    assert not costs.needs_trial
+
+
+@pytest.mark.parametrize(("passed", "expected"), [(0, 320 - TURN), (2, 320 - 3 * TURN), (100, TURN)])
+def test_steps_of_a_turn_that_cost_nothing_are_part_of_the_pause(passed: int, expected: int) -> None:
+    """A tenth of a step is lost with each that is measured, but the first two; a pause makes that a hundredth."""
+    comparison = Comparison(read_before=40)
+    while not comparison.next():
+        pass
+    comparison.measure_again()
+    while not comparison.next():
+        pass
+    for index in range(TURN):
+        for _ in range(passed + (index > 0)):
+            assert comparison.next()
+        comparison.note(1.1, 1.0, 1.0)
+    pause = 1
+    while not comparison.next():
+        pause += 1
+    assert pause == pytest.approx(expected, abs=passed + 2)
+
+
+def test_pauses_of_a_model_that_fails_again_become_longer() -> None:
+    asking, sequence, pauses = Asking(), decoding("a"), list[int]()
+    costs = Costs(Line(1.0, 0.0), Line(1.0, 0.1))
+    asking.took(1, 0.0)
+    for _ in range(5):
+        while not asking.pauses:
+            asking.took(1, 0.05)
+            asking.plan({sequence: 1})
+            sequence.tokens.append(1)  # another one than the draft's
+            asking.settle(costs, 1)
+        pauses.append(asking.left)
+        asking.count_steps(asking.left)
+    first = pauses[0]
+    assert pauses == pytest.approx([first, 2 * first, 4 * first, 4 * first, 4 * first], rel=0.2) and first > 50
 
 
 def test_costs_are_fitted_and_one_slow_step_does_not_overthrow_them() -> None:

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from engine.embedded.models.cuda import decode_attention, fp8_kernels, group_attention, kernels, products
 from engine.embedded.models.cuda.fp8 import Fp8Products
-from engine.embedded.models.cuda.weights import Norm, PlainProducts, Products
+from engine.embedded.models.cuda.weights import Copied, Norm, PlainProducts, Products
 from tests.support.cuda import FP8, ON_GPU, interpreter  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -46,7 +46,9 @@ def gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("size", [96, 256, 4096])
 def test_norms(size: int) -> None:
     x, weight = random(3, size), random(size)
-    same(kernels.rms_norm(x, weight, 1e-5), normed(x, weight))
+    copies = torch.zeros(3, 2, size, dtype=DTYPE, device=DEVICE)
+    same(kernels.rms_norm(x, weight, 1e-5, copies[:, 1]), normed(x, weight))
+    assert torch.equal(copies[:, 1], x) and not copies[:, 0].any()
 
 
 def test_gates() -> None:
@@ -90,7 +92,10 @@ def test_products_of_few_rows_and_small_weights(rows: int, k: int) -> None:
     x, weight, norm, behind = random(rows, k), random(64, k, scale=0.05), random(k), random(17, 64)
     found = products.small_product(x, weight, norm=(norm, 1e-5))
     same(found, normed(x, norm).float() @ weight.float().T)
-    same(products.small_product(x, weight, norm=(norm, 1e-5), gated=True), gated(normed(x, norm), weight))
+    copies = torch.zeros(17, 2, k, dtype=DTYPE, device=DEVICE)
+    found = products.small_product(x, weight, norm=(norm, 1e-5), copy=copies[:rows, 1], gated=True)
+    same(found, gated(normed(x, norm), weight))
+    assert torch.equal(copies[:rows, 1], x) and not copies[:, 0].any() and not copies[rows:].any()
     residual, untouched = behind[:rows], behind[rows:].clone()
     expected = residual.float() + x.float() @ weight.float().T
     assert products.small_product(x, weight, residual=residual) is residual
@@ -472,11 +477,13 @@ def test_rotation_and_a_cache_of_eight_bits() -> None:
 def layer(
     products: Products, x: torch.Tensor, attended: torch.Tensor, parts: dict[str, list[torch.Tensor]], norm: Norm
 ) -> list[torch.Tensor]:
-    """What a decoder asks of products, twice over: the queries, and x."""
+    """What a decoder asks of products, twice over: the queries, beside which x is copied, and x."""
     weights = {name: products.weight(name, torch.cat(own)) for name, own in parts.items()}
     found, following = [], products.norm(x, norm)
     for last in (None, norm):
-        found.append(products.product(following, weights["qkv"]))
+        copies = torch.zeros(len(x), 2, x.shape[1], dtype=x.dtype, device=x.device)
+        found.append(products.product(following, weights["qkv"], Copied(x, copies[:, 1])))
+        assert torch.equal(copies[:, 1], x) and not copies[:, 0].any()
         following = products.add(x, attended, weights["out"], norm)
         following = products.add_gated(
             x, following, weights["gate_up"], weights["down"], norm if last is None else None
