@@ -17,6 +17,7 @@ import torch
 from engine.checkpoints.eagle import read_eagle_head
 from engine.checkpoints.facts import read_model_facts
 from engine.config import EmbeddedConfig
+from engine.embedded.models.devices import to_device
 from engine.embedded.models.heads import (
     MOST_READ,
     ROUND_DRAFTS,
@@ -58,18 +59,14 @@ class _Step:
     def __init__(self, number: int, step: StepInput, hidden: torch.Tensor) -> None:
         self.number = number
         self.hidden = hidden
-        self._chunks = tuple(step.admissions), tuple(step.starts), tuple(step.lengths)
-        self._rows: dict[int, _Rows] = {}
-        """By admission; filled when one is first asked for, which of most steps none is while nothing is drafted."""
+        self._admissions, self._starts, self._lengths = map(tuple, (step.admissions, step.starts, step.lengths))
 
     def rows_of(self, admission: int) -> _Rows | None:
         """Return the rows of the sequence with this admission."""
-        if not self._rows:
-            first = 0
-            for known, start, length in zip(*self._chunks, strict=True):
-                self._rows[known] = _Rows(first, start, length)
-                first += length
-        return self._rows.get(admission)
+        if admission not in self._admissions:
+            return None
+        index = self._admissions.index(admission)
+        return _Rows(sum(self._lengths[:index]), self._starts[index], self._lengths[index])
 
 
 class HeadReading:
@@ -208,19 +205,23 @@ class Eagle:
                     drafts[index] = Draft(found.tokens, list(map(class_of_probability, found.probabilities)))
         return drafts
 
-    def is_ready(self, sequences: Many[Sequence]) -> bool:
-        """See `RoundDrafter`."""
+    def ready_in(self, sequences: Many[Sequence]) -> int:
+        """See `RoundDrafter`. A sequence that was not read for a while is read again from its next block on."""
         readers, lacking, most = self._readings(sequences), list[int](), most_read(len(sequences))
+        steps = 0
         for sequence, reader in zip(sequences, readers, strict=True):
             if reader is None:
-                return False
+                steps = max(steps, 1)
+                continue
             known = len(sequence.tokens) - 1 + sequence.pending
             if known - reader.end > most:
                 reader.leave_out(known, most)
-            if not 0 <= known - reader.end <= reader.count:
-                return False
             lacking.append(known - reader.end)
-        return all(lacking) or (not any(lacking) and self._on_device.goes_on(self._starts(sequences)))
+            if not 0 <= lacking[-1] <= reader.count:
+                steps = max(steps, 1 - lacking[-1], 1)
+        if steps or all(lacking) or (not any(lacking) and self._on_device.goes_on(self._starts(sequences))):
+            return steps
+        return 1
 
     def run_rounds(self, sequences: Many[Sequence], rounds: int) -> torch.Tensor:
         """See `RoundDrafter`."""
@@ -348,7 +349,7 @@ def _taken(rows: torch.Tensor, indices: list[int]) -> torch.Tensor:
         return rows
     if _is_known(rows):
         return torch.from_numpy(rows.numpy()[indices])
-    return rows[torch.tensor(indices, device=rows.device)]
+    return rows[to_device(indices, torch.int64, rows.device)]
 
 
 def _is_known(rows: torch.Tensor) -> bool:

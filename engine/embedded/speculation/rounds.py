@@ -38,9 +38,9 @@ class RoundDrafter(Protocol):
     most_in_rounds: int
     """Maximum number of sequences in a round; 0 if this device runs none."""
 
-    def is_ready(self, sequences: Many[Sequence]) -> bool:
-        """Return whether rounds can begin when the pending tokens of these sequences are known: what they have then was
-        read, or waits to be read."""
+    def ready_in(self, sequences: Many[Sequence]) -> int:
+        """Return after how many steps rounds of these sequences can begin, as far as is known: 0 if they can when the
+        pending tokens are known, as what the sequences have then was read, or waits to be read."""
         ...
 
     def run_rounds(self, sequences: Many[Sequence], rounds: int) -> torch.Tensor:
@@ -70,14 +70,20 @@ class Rounds:
         self._failed = 0
         """Pauses in a row between which they did not pay."""
         self._pause = 0
-        """Steps to come without rounds."""
+        """Steps to come without rounds, as they do not pay."""
+        self._rest = 0
+        """Steps to come in which none can begin."""
 
     def wants(self, sequences: int, *, within: int | None) -> bool:
         """Return whether so many sequences may have rounds within so many steps, or if None whatever they bring."""
-        return sequences <= self._drafter.most_in_rounds and (within is None or self._pause <= within)
+        return sequences <= self._drafter.most_in_rounds and (within is None or max(self._pause, self._rest) <= within)
 
     def count_steps(self, steps: int) -> None:
-        self._pause = max(self._pause - steps, 0)
+        self._pause, self._rest = max(self._pause - steps, 0), max(self._rest - steps, 0)
+
+    def wake(self) -> None:
+        """End a pause."""
+        self._pause = 0
 
     def plan(self, room_of: dict[Sequence, int], costs: Costs | None, promised: float) -> int:
         """Return how many rounds are worth it, 0 if none. `room_of`: how many tokens of each sequence can follow its
@@ -86,7 +92,11 @@ class Rounds:
         sequences, rows = list(room_of), len(room_of)
         if ROUND_TOKENS * sum(len(s.tokens) for s in sequences) > _MOST_READ:
             return 0
-        count = min(MOST_ROUNDS, *((room + 1) // ROUND_TOKENS for room in room_of.values()))
+        room = min(room_of.values())
+        count = min(MOST_ROUNDS, (room + 1) // ROUND_TOKENS)
+        if count < _LEAST:
+            self._rest = room + 1  # then a sequence has ended
+            return 0
         if costs is not None and (usual := costs.plain.at(rows)):
             seconds = (self._time or _EXPECTED_TIME) * usual
             tokens = self._tokens or _EXPECTED_TOKENS
@@ -96,9 +106,10 @@ class Rounds:
             if self._found * seconds > _BETTER * tokens * usual:
                 self._found *= _FORGOTTEN
                 return 0
-        if count < _LEAST:
-            return 0
-        return count if self._drafter.is_ready(sequences) else 0
+            if count < _LEAST:
+                return 0
+        self._rest = self._drafter.ready_in(sequences)
+        return 0 if self._rest else count
 
     def note(self, step: DecodeStep, usual: float, *, found: bool) -> None:
         """Note what a step has brought. `usual`: seconds of a step without drafts; `found`: whether its drafts, if it

@@ -30,7 +30,7 @@ _MORE_READ = 8
 """Steps of a pause, beside those of a block, at whose end hidden states are read."""
 _TRIED = 8
 """Sequences for which earlier text is looked up first, where it was in vain before."""
-_ALWAYS_READ = 16
+_ALWAYS_READ = 4
 """Number of sequences up to which hidden states are read, too, while a model is not asked: it drafts better the more it
 has read, and it may soon be worth it."""
 
@@ -89,7 +89,7 @@ class Speculator:
         self._first_tried = 0
         """Index of the first of the sequences that were tried last."""
         self._crowd = 0
-        """Most sequences that ran since lookup and model last ended their rest because there are fewer."""
+        """Most sequences that ran since lookup, model and rounds last ended their pauses because there are fewer."""
         self._rows = 1
         """Number of sequences that the planned step decodes."""
         self.planning = 0.0
@@ -118,6 +118,8 @@ class Speculator:
         if 2 * running <= self._crowd:  # drafts cost less now
             self._rest = 0
             self._asking.wake()
+            if self._rounds is not None:
+                self._rounds.wake()
         if running > self._crowd or 2 * running <= self._crowd:
             self._crowd = running
         active = self._latest.next() or not self._min_speedup

@@ -111,11 +111,11 @@ def test_rounds_change_nothing(
 class Ready:
     most_in_rounds = 4
 
-    def __init__(self, ready: bool = True) -> None:
-        self._ready = ready
+    def __init__(self, ready_in: int = 0) -> None:
+        self._ready_in = ready_in
 
-    def is_ready(self, _: Many[Sequence]) -> bool:
-        return self._ready
+    def ready_in(self, _: Many[Sequence]) -> int:
+        return self._ready_in
 
     def run_rounds(self, sequences: Many[Sequence], rounds: int) -> torch.Tensor:
         raise NotImplementedError
@@ -152,8 +152,20 @@ def test_as_many_rounds_as_there_is_room_and_time_for() -> None:
 
 
 def test_rounds_begin_where_the_head_has_read_all() -> None:
-    rounds = Rounds(Ready(ready=False))
+    rounds = Rounds(Ready(ready_in=5))
     assert rounds.plan(asked(), FAST, 0.0) == 0
+    assert not rounds.wants(1, within=4) and rounds.wants(1, within=5)
+    rounds.count_steps(5)
+    assert rounds.wants(1, within=0)
+
+
+def test_rounds_rest_until_a_sequence_that_ends_soon_has_ended() -> None:
+    rounds = Rounds(Ready())
+    assert rounds.plan({**asked(3), **asked(room=ROUND_TOKENS)}, FAST, 0.0) == 0
+    rounds.count_steps(ROUND_TOKENS)
+    assert not rounds.wants(4, within=0)
+    rounds.count_steps(1)
+    assert rounds.wants(4, within=0)
 
 
 def test_rounds_that_lose_time_pause() -> None:
@@ -167,7 +179,7 @@ def test_rounds_that_lose_time_pause() -> None:
     for _ in range(60):
         rounds.note(step(8, 10 * STEP, 8), STEP, found=False)
     assert not rounds.wants(1, within=0) and rounds.wants(1, within=None)
-    rounds.count_steps(1 << 20)
+    rounds.wake()
     assert rounds.wants(1, within=0)
 
 
