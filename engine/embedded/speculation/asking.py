@@ -88,11 +88,6 @@ class Asking:
     def count_steps(self, steps: int) -> None:
         self._pause, self._rest = max(self._pause - steps, 0), max(self._rest - steps, 0)
 
-    def wake(self) -> None:
-        """End a pause or a rest."""
-        self._rested -= min(self._rest, self._rested)
-        self._pause = self._rest = 0
-
     def begin(self, worth: bool) -> None:
         """Begin to choose the sequences of a step; `worth` says whether one is worth asking for."""
         self._passed, self._rested = 1 + self._rested, 0

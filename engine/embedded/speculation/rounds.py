@@ -25,7 +25,7 @@ _FORGOTTEN = 0.95
 """Decay of that speed with each step that has no rounds for that reason."""
 _JUDGED_AFTER = 4
 """Runs of rounds after which it is known whether they pay."""
-_MOST_LOST = 12.0
+_MOST_LOST = 8.0
 """Time after whose loss that is known sooner, in steps without drafts."""
 _MOST_READ = 1 << 16
 """Maximum number of keys that the tokens of a round may read for each head: each reads all keys up to its own."""
@@ -80,10 +80,6 @@ class Rounds:
 
     def count_steps(self, steps: int) -> None:
         self._pause, self._rest = max(self._pause - steps, 0), max(self._rest - steps, 0)
-
-    def wake(self) -> None:
-        """End a pause."""
-        self._pause = 0
 
     def plan(self, room_of: dict[Sequence, int], costs: Costs | None, promised: float) -> int:
         """Return how many rounds are worth it, 0 if none. `room_of`: how many tokens of each sequence can follow its

@@ -88,8 +88,6 @@ class Speculator:
         """Whether the last lookup led to drafts."""
         self._first_tried = 0
         """Index of the first of the sequences that were tried last."""
-        self._crowd = 0
-        """Most sequences that ran since lookup, model and rounds last ended their pauses because there are fewer."""
         self._rows = 1
         """Number of sequences that the planned step decodes."""
         self.planning = 0.0
@@ -115,13 +113,6 @@ class Speculator:
         if not self._is_noted:  # what a model took for a step with prompts is no part of the next one
             self._modelled = 0.0
         self._is_noted = False
-        if 2 * running <= self._crowd:  # drafts cost less now
-            self._rest = 0
-            self._asking.wake()
-            if self._rounds is not None:
-                self._rounds.wake()
-        if running > self._crowd or 2 * running <= self._crowd:
-            self._crowd = running
         active = self._latest.next() or not self._min_speedup
         self._idles = active and not (self._looks or self._asks or self.wants_rounds(running))
         if active and not self._idles:
@@ -171,7 +162,7 @@ class Speculator:
         tries = bool(self._min_speedup) and costs.needs_trial
         if looks and not tries and not can_pay(costs.fit(), rows, self._most, self._min_speedup):
             self._rest, looks = rest_after(time.thread_time() - started, costs.fit().plain.at(rows)), False
-        if looks and self._min_speedup and not self._is_promising(decoding):
+        if looks and self._min_speedup and not self._is_promising(decoding, tries):
             looks = self._was_found = False
             self._note_vain(time.thread_time() - started, rows)
         room_of = {s: room for s in decoding if (room := self._room(s)) > 0} if looks or asks or runs else {}
@@ -207,16 +198,24 @@ class Speculator:
                 self._note_vain(looked, rows)
         return any(lengths)
 
-    def _is_promising(self, decoding: Many[Sequence]) -> bool:
+    def _is_promising(self, decoding: Many[Sequence], tries: bool) -> bool:
         """Return whether to look up earlier text for all of these sequences. Unless the last lookup led to drafts a few
-        of them, others each time, are tried first: then less is lost in vain, so that it can be tried more often."""
+        of them, others each time, are tried first, as if all were like these: then less is lost in vain, so that it can
+        be tried more often."""
         if self._was_found or len(decoding) <= _TRIED:
             return True
         first = self._first_tried = (self._first_tried + _TRIED) % len(decoding)
         tried = [s for s in (*decoding[first:], *decoding[:first])[:_TRIED] if self._room(s) > 0]
         self._acceptance.judge(tried)
         drafts = self._look_up(tried, [min(self._room(sequence), self._most) for sequence in tried])
-        return sum(map(sum, self._chances(tried, drafts))) >= 1
+        if not any(map(_any, drafts)):
+            return False
+        rows, times = len(decoding), -(-len(decoding) // len(tried))
+        chances = list(map(list, self._chances(tried, drafts))) * times
+        costs, sizes = self._costs_of(rows).fit(), [len(draft.tokens) for draft in drafts] * times
+        if any(worthwhile(chances[:rows], rows, costs, self._min_speedup)):
+            return True
+        return tries and any(trial(chances[:rows], sizes[:rows], rows, costs))
 
     def _look_up(self, sequences: Many[Sequence], rooms: Many[int]) -> list[Draft]:
         """Return drafts from earlier text for sequences that were judged."""

@@ -218,6 +218,16 @@ def test_a_few_sequences_are_tried_first_where_lookup_was_in_vain() -> None:
     assert drafter.last == sequences
 
 
+def test_the_others_are_not_looked_up_where_the_tried_ones_promise_too_little() -> None:
+    drafter = Repeating()
+    drafter.right = False
+    one, sequences = speculator(drafter), [decoding(str(index)) for index in range(64)]
+    simulate(one, sequences, 200, row=0.01)
+    drafter.asked = 0
+    simulate(one, sequences, 400, row=0.01)
+    assert 20 * 8 <= drafter.asked < 400 * 9
+
+
 def test_steps_that_nothing_is_looked_for_are_not_measured() -> None:
     """A step takes a tenth of a millisecond, a lookup half as long: there are hundreds of steps between two of them."""
     drafter = Repeating(length=0)
@@ -231,18 +241,6 @@ def test_steps_that_nothing_is_looked_for_are_not_measured() -> None:
         measured += one.measures(4, drafted=False)
         assert one.measures(4, drafted=True) or not active
     assert measured < 50 and drafter.asked < 50 * 4
-
-
-def test_lookup_and_model_end_their_rest_where_there_are_half_as_many() -> None:
-    lookup, model = Repeating(length=0), Repeating(free=False, seconds=1e-3, length=1)
-    model.right = False
-    one, sequences = speculator(model, lookup=lookup), [decoding(str(index)) for index in range(64)]
-    woken = 0
-    for _ in range(20):
-        simulate(one, sequences, 50, row=0.0, base=1e-4)
-        rests = not one.next_step(64)
-        woken += rests and one.next_step(32)
-    assert woken > 10, "all others are pauses in which it is measured what steps take without"
 
 
 def test_drafts_of_few_sequences_do_not_put_off_a_trial() -> None:
