@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import host
-from tests.support.eagle import CONFIG, write_head
+from tests.support.head_files import CONFIG, write_head
 
 STREAMS = 3
 

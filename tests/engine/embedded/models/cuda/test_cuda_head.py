@@ -21,7 +21,8 @@ from engine.embedded.models.cuda.rounds import CudaRounds
 from engine.embedded.models.heads import HeadDraft, HeadStep, RoundStart
 from tests.engine.embedded.models.cuda.test_cuda_model import run
 from tests.support.cuda import cuda_runner, interpreter, save  # noqa: F401 - fixtures
-from tests.support.eagle import MOST, YARN, Both, write_head
+from tests.support.eagle import MOST, Both
+from tests.support.head_files import YARN, write_head
 
 pytestmark = pytest.mark.usefixtures("cuda_runner")
 

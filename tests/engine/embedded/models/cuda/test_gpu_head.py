@@ -18,7 +18,8 @@ from engine.types import GenerateRequest, SamplingParams
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from tests.support.eagle import MOST, VOCAB, Both, write_head
+from tests.support.eagle import MOST, Both
+from tests.support.head_files import VOCAB, write_head
 
 pytestmark = [
     pytest.mark.gpu,
