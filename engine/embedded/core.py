@@ -584,7 +584,9 @@ class EngineCore:
         assert self.speculator is not None
         clock, before = self._clock(), self._finished
         self._finished = clock
-        if taken is None or not self.speculator.measures(len(step.chunks), drafted=step.rows is not None):
+        # With overlap, a step that began behind the end of the last one waited to know what drafts follow.
+        waited = step.rows is not None or (self._overlap and step.clock >= before)
+        if taken is None or not self.speculator.measures(len(step.chunks), waited=waited):
             return
         if any(chunk.sampled != chunk.length for chunk in step.chunks):
             return
@@ -592,8 +594,7 @@ class EngineCore:
             sequences=len(step.chunks),
             rows=sum(chunk.length for chunk in step.chunks),
             tokens=sum(len(found.tokens) for found in taken.values()) + len(step.chunks) - len(taken),
-            # With overlap, a step that began behind the end of the last one waited to know what drafts follow.
-            waited=step.rows is not None or (self._overlap and step.clock >= before),
+            waited=waited,
             seconds=clock - max(step.clock, before),
             elapsed=clock - max(step.planned, before),
             rounds=step.rounds,

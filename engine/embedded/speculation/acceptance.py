@@ -60,7 +60,8 @@ class Acceptance:
             if (followed := self._followed.get(sequence)) is None:
                 self._followed[sequence] = _Followed(_Shares(_MEMORY_OF_ONE), len(sequence.tokens))
                 continue
-            came = sequence.tokens[followed.known :]
+            if not (came := sequence.tokens[followed.known :]):
+                continue
             for draft in (followed.found, followed.modelled):
                 for token, drafted, kind in zip(came, *draft, strict=False):
                     self._all.note(kind, token == drafted)

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from engine.embedded.sequence import Sequence
-from engine.embedded.speculation.costs import LONGEST_REST, PROBE_AFTER, Costs, pause_after, rest_after
+from engine.embedded.speculation.costs import PROBE_AFTER, Costs, pause_after, rest_after
 
 _REMEMBERED = 0.95
 """Decay of what earlier drafts brought with those of each step."""
@@ -11,6 +11,8 @@ _JUDGED_AFTER = 8
 """Steps after which it is known whether a model's drafts pay, or that no sequence is worth asking for."""
 _MOST_LOST = 6.0
 """Time after whose loss that is known sooner, in steps without drafts."""
+_MOST_RESTED = 0.25
+"""Most seconds that the model rests until the next probe: fewer sequences may be worth asking for sooner."""
 _MOST_READING = 8.0
 """Most that counts of the time of a draft, as a multiple of the usual time."""
 
@@ -107,7 +109,7 @@ class Asking:
     def note_nobody(self, seconds: float, costs: Costs, rows: int) -> None:
         """Note that it took so many seconds to find that there is nobody to ask for."""
         if self._in_vain > _JUDGED_AFTER and (usual := costs.plain.at(rows)):
-            probe = min(self._next_probe - self._unprobed, LONGEST_REST)  # before that nothing new is learnt
+            probe = min(self._next_probe - self._unprobed, int(_MOST_RESTED / usual))
             self._rest = max(rest_after(seconds, usual), probe)
             self._rested = self._rest - 1
 
@@ -128,7 +130,7 @@ class Asking:
     def probed(self, seconds: float, step: float) -> None:
         """Note that a probe took so many seconds; the next one waits until that is little of the time of steps."""
         if step:
-            self._next_probe = max(pause_after(seconds, step, failed=1), PROBE_AFTER)
+            self._next_probe = max(pause_after(2 * seconds, step), PROBE_AFTER)
 
     def plan(self, lengths: dict[Sequence, int]) -> None:
         """Note how many tokens of each draft of the model the step computes."""

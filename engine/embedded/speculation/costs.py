@@ -9,11 +9,11 @@ from typing import NamedTuple
 _LOST = 0.01
 """Share of the time that speculation as a whole, and that a model, may take for nothing."""
 _MOST_DOUBLED = 2
-"""Times that a model's pause is doubled, if its drafts have not paid several times in a row."""
+"""Times that a pause of a model, or of rounds, is doubled if they have not paid several times in a row."""
 _OVERHEAD = 0.004
 """Most of the time that lookup, or the question whether to ask a model, may take where it leads to nothing, as a share
 of that of steps."""
-LONGEST_REST = 1024
+_LONGEST_REST = 1024
 """Most steps without a lookup, or without asking a model, for that reason."""
 _LONGEST_PAUSE, _LONGEST_PAUSE_SECONDS = 1024, 4.0
 """Most steps of a pause of either, or its most seconds if those are more steps: a trial can take as long as forty steps
@@ -25,7 +25,7 @@ MOST_SAVED = 8.0
 """Most of the time that is counted as saved, in steps: what once repeated may not do so any more."""
 PROBE_AFTER = 64
 """Steps after which a sequence may be drafted for again by a model that was not worth asking, one at a time; later if
-the last one took more than the share `_LOST` of their time."""
+the last one took more than half the share `_LOST` of their time."""
 _ROW_SHARE = 0.15
 """Assumed share of a step of one row by which each further row makes it longer."""
 _STEPS_REMEMBERED, _OTHERS_REMEMBERED = 0.96, 0.999
@@ -59,7 +59,7 @@ def pause_after(lost: float, step: float, failed: int = 0) -> int:
 def rest_after(searched: float, step: float) -> int:
     """Return how many steps, of `step` seconds each, pass until a search of so many seconds that led to nothing is
     done again."""
-    return min(int(searched / (_OVERHEAD * step)), LONGEST_REST) + 1
+    return min(int(searched / (_OVERHEAD * step)), _LONGEST_REST) + 1
 
 
 class DecodeStep(NamedTuple):
@@ -149,8 +149,8 @@ class Comparison:
         """Steps of the pause, and those to come."""
         self._noted = 0
         """Steps of this turn that were noted."""
-        self._passed = 0
-        """All steps of this turn: the others cost nothing."""
+        self._idle = 0
+        """Steps of this turn in which nothing was looked for."""
         self._seconds = self._worth = 0.0
         """Seconds of these steps, and those in which their tokens would have come without speculation."""
         self._paid = 0
@@ -175,8 +175,11 @@ class Comparison:
     def next(self) -> bool:
         """Count a step; return whether it is with speculation."""
         self._left -= 1
-        self._passed += not self.pauses
         return not self.pauses
+
+    def note_idle(self) -> None:
+        """Note a step in which nothing was looked for: it costs nothing."""
+        self._idle += 1
 
     def note(self, seconds: float, worth: float, plain: float) -> None:
         """Note a step with speculation: its seconds, those in which its tokens would have come without, and those of a
@@ -191,13 +194,13 @@ class Comparison:
         saved, self._seconds, self._worth = self._worth - self._seconds, 0.0, 0.0
         if saved > 0:
             self._saved = min(self._saved + REINVESTED * saved, MOST_SAVED * plain)
-            self._noted, self._passed = _SETTLING, 0
+            self._noted, self._idle = _SETTLING, 0
             self._paid += 1
             if self._paid >= _TURNS:
                 self.measure_again()
             return
         lost, self._saved = max(-saved - self._saved, 0.0), max(self._saved + saved, 0.0)
-        self._rest(max(pause_after(lost, plain) - self._passed, TURN))
+        self._rest(max(pause_after(lost, plain) - self._noted - self._idle, TURN))
 
     def measure_again(self) -> None:
         """Begin a pause in which it is measured what steps take without."""
@@ -205,7 +208,7 @@ class Comparison:
 
     def _rest(self, steps: int) -> None:
         self._pause = self._left = steps
-        self._noted = self._passed = self._paid = 0
+        self._noted = self._idle = self._paid = 0
         self._seconds = self._worth = 0.0
 
 
@@ -250,6 +253,7 @@ class StepCosts:
         long again, or as much longer as the one before it took; `search`, the seconds of the last plan, counts in
         full."""
         if step.rounds:  # tells nothing of what rows cost
+            self._passed = 0
             if not self.comparison.pauses and (plain := self.fit().plain.at(step.sequences)):
                 self._compare(step, step.elapsed, plain)
             return

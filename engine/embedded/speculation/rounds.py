@@ -75,7 +75,8 @@ class Rounds:
         """Steps to come in which none can begin."""
 
     def wants(self, sequences: int, *, within: int | None) -> bool:
-        """Return whether so many sequences may have rounds within so many steps, or if None whatever they bring."""
+        """Return whether so many sequences may have rounds within so many steps; None if they may whatever rounds
+        bring."""
         return sequences <= self._drafter.most_in_rounds and (within is None or max(self._pause, self._rest) <= within)
 
     def count_steps(self, steps: int) -> None:

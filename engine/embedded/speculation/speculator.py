@@ -99,8 +99,8 @@ class Speculator:
         self._reads = True
         """Whether the last step's hidden states were read."""
         self._idles = False
-        """Whether the planned step has no drafts since lookup and model rest, though there is no pause: it costs
-        nothing, so it is not measured."""
+        """Whether nothing is looked for in the planned step, though there is no pause: lookup, model and rounds rest.
+        It costs nothing, so it is not measured."""
 
     def next_step(self, running: int) -> bool:
         """Count a step while so many sequences run; return whether drafts are to be chosen for it. Otherwise no
@@ -117,6 +117,8 @@ class Speculator:
         self._idles = active and not (self._looks or self._asks or self.wants_rounds(running))
         if active and not self._idles:
             return True
+        if self._idles:
+            self._latest.comparison.note_idle()
         self.planning = 0.0
         if not active:
             self._modelled = 0.0
@@ -199,9 +201,11 @@ class Speculator:
         return any(lengths)
 
     def _is_promising(self, decoding: Many[Sequence], tries: bool) -> bool:
-        """Return whether to look up earlier text for all of these sequences. Unless the last lookup led to drafts a few
-        of them, others each time, are tried first, as if all were like these: then less is lost in vain, so that it can
-        be tried more often."""
+        """Return whether to look up earlier text for all of these sequences.
+
+        If the last lookup led to no drafts, a few of them are tried first, others each time, and the rest only if it
+        would pay were all like these: then less is lost in vain, so that it can be tried more often.
+        """
         if self._was_found or len(decoding) <= _TRIED:
             return True
         first = self._first_tried = (self._first_tried + _TRIED) % len(decoding)
@@ -277,10 +281,11 @@ class Speculator:
             return True
         return self._rounds is not None and self._rounds.wants(sequences, within=self._read_before)
 
-    def measures(self, sequences: int, drafted: bool) -> bool:
-        """Return whether a step of so many sequences, with drafts or without, is to be noted."""
+    def measures(self, sequences: int, waited: bool) -> bool:
+        """Return whether a step of so many sequences is to be noted; `waited`: whether it waited for the tokens before
+        it, so that it could have drafts."""
         costs = self._costs_of(sequences)
-        return costs is not self._latest or (costs.comparison.measures and (drafted or not self._idles))
+        return costs is not self._latest or (costs.comparison.measures and (waited or not self._idles))
 
     def note_step(self, step: DecodeStep) -> None:
         """Note how long a step took and what came of it."""

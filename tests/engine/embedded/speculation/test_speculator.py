@@ -9,6 +9,7 @@ import torch
 from engine.embedded.models.runner import StepInput
 from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence, SequenceStatus
+from engine.embedded.speculation.acceptance import Acceptance
 from engine.embedded.speculation.asking import Asking
 from engine.embedded.speculation.costs import TURN, Comparison, Costs, DecodeStep, Line, StepCosts
 from engine.embedded.speculation.drafter import NOTHING, Draft
@@ -74,7 +75,7 @@ def simulate(
         seconds += cost
         drafts = rows > len(sequences)  # without any, the plan is hidden behind the step before
         known, elapsed = cost + drafts * speculator.planning, cost + drafter.spent - spent
-        if speculator.measures(len(sequences), drafted=drafts):
+        if speculator.measures(len(sequences), waited=drafts):
             speculator.note_step(DecodeStep(len(sequences), rows, tokens - before, drafts, known, elapsed))
     return tokens / (seconds + drafter.spent), drafted
 
@@ -233,13 +234,13 @@ def test_steps_that_nothing_is_looked_for_are_not_measured() -> None:
     drafter = Repeating(length=0)
     one, sequences = speculator(drafter), [decoding(str(index)) for index in range(4)]
     simulate(one, sequences, 20, row=0.0, base=1e-4)
-    measured = 0
+    measured = waited = 0
     for _ in range(500):
-        active = one.next_step(4)
-        if active:
+        if one.next_step(4):
             one.plan(sequences)
-        measured += one.measures(4, drafted=False)
-        assert one.measures(4, drafted=True) or not active
+        measured += one.measures(4, waited=False)
+        waited += one.measures(4, waited=True)
+    assert waited > 300, "a step may have waited in vain"
     assert measured < 50 and drafter.asked < 50 * 4
 
 
@@ -259,7 +260,7 @@ class Reading(Repeating):
     """Reads hidden states."""
 
     def __init__(self) -> None:
-        super().__init__(free=False, seconds=1.0, length=1)
+        super().__init__(free=False, seconds=1e-3, length=1)
         self.right = False
         self.read_for = 0
 
@@ -274,12 +275,12 @@ class Reading(Repeating):
 def test_hidden_states_of_many_sequences_are_not_read_while_no_model_is_asked(streams: int, always: bool) -> None:
     drafter = Reading()
     one, sequences = speculator(drafter), [decoding(str(index)) for index in range(streams)]
-    simulate(one, sequences, 100, row=0.001)
+    simulate(one, sequences, 200, row=1e-6, base=1e-3)
     numbers = list(range(streams))
     step = StepInput(numbers, numbers, numbers, [1] * streams, numbers, numbers, [], [1] * streams, numbers)
     drafter.read_for = 0
     for _ in range(100):
-        simulate(one, sequences, 1, row=0.001)
+        simulate(one, sequences, 1, row=1e-6, base=1e-3)
         one.read(step, torch.empty(0))
     assert (drafter.read_for > 90) if always else (drafter.read_for < 50)
 
@@ -410,6 +411,17 @@ def test_a_model_is_not_asked_where_earlier_text_promises_more() -> None:
     assert simulate(one, sequences, 40, row=0.1)[1] == 80 and model.asked == asked + 40
 
 
+def test_a_draft_is_kept_until_tokens_have_come_to_judge_it_by() -> None:
+    acceptance, sequence, draft = Acceptance(), decoding("a"), Draft([1], [2])
+    acceptance.judge([sequence])
+    before = next(acceptance.chances(sequence, draft))
+    acceptance.note_found(sequence, draft)
+    acceptance.judge([sequence])
+    sequence.tokens.append(1)
+    acceptance.judge([sequence])
+    assert next(acceptance.chances(sequence, draft)) > before
+
+
 def test_only_drafts_of_all_sequences_show_what_rows_cost() -> None:
     costs = StepCosts(read_before=40)
     for _ in range(12):
@@ -430,9 +442,9 @@ def test_steps_of_a_turn_that_cost_nothing_are_part_of_the_pause(passed: int, ex
     comparison.measure_again()
     while not comparison.next():
         pass
-    for index in range(TURN):
-        for _ in range(passed + (index > 0)):
-            assert comparison.next()
+    for _ in range(TURN):
+        for _ in range(passed):
+            comparison.note_idle()
         comparison.note(1.1, 1.0, 1.0)
     pause = 1
     while not comparison.next():
