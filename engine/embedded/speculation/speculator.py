@@ -115,13 +115,13 @@ class Speculator:
         self._is_noted = False
         active = self._latest.next() or not self._min_speedup
         self._idles = active and not (self._looks or self._asks or self.wants_rounds(running))
-        if active and not self._idles:
-            return True
         if self._idles:
             self._latest.comparison.note_idle()
-        self.planning = 0.0
-        if not active:
+        elif active:
+            return True
+        else:
             self._modelled = 0.0
+        self.planning = 0.0
         self._end_plan()
         return False
 

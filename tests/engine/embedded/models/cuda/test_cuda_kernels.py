@@ -477,7 +477,7 @@ def test_rotation_and_a_cache_of_eight_bits() -> None:
 def layer(
     products: Products, x: torch.Tensor, attended: torch.Tensor, parts: dict[str, list[torch.Tensor]], norm: Norm
 ) -> list[torch.Tensor]:
-    """What a decoder asks of products, twice over: the queries, beside which x is copied, and x."""
+    """Run a layer twice, as a decoder does, and copy x each time. Return the queries of both runs, then x."""
     weights = {name: products.weight(name, torch.cat(own)) for name, own in parts.items()}
     found, following = [], products.norm(x, norm)
     for last in (None, norm):
