@@ -48,9 +48,9 @@ _PATIENCE_SECONDS = 2.0
 _TOKEN_SECONDS = 0.02
 _MANY = 8
 """Number of masks from which on they are computed together rather than one after the other."""
-_SLOW_SECONDS = 0.005
-"""Time for masks that are computed together, above which the next `_MASKS_ALONE` of each sequence are not: one sequence
-must not use up the others' time unnoticed."""
+_SLOW_SECONDS, _SLOW_SECONDS_EACH = 0.005, 5e-5
+"""Time for masks that are computed together, and for each more, above which the next `_MASKS_ALONE` of each sequence
+are not: one sequence must not use up the others' time unnoticed."""
 _MASKS_ALONE = 16
 
 
@@ -98,17 +98,18 @@ class Matcher:
         if not self.finished and not self.error:
             self._alone = max(0, self._alone - 1)
             self._position.fill(bitmask.numpy(), row)
-        self.filled(bitmask, row)
+        self.filled(bitmask, row, empty=not bitmask.numpy()[row].any())
         self._spend(started)
 
-    def filled(self, bitmask: torch.Tensor, row: int, *, slow: bool = False) -> None:
-        """Note that the bits have been set; `slow`: together with others', one of which took too long."""
+    def filled(self, bitmask: torch.Tensor, row: int, *, empty: bool, slow: bool = False) -> None:
+        """Note that the bits have been set, none if `empty`; `slow`: together with others', one of which took too
+        long."""
         assert self._position is not None
         if slow:
             self._alone = _MASKS_ALONE
         if not self.finished and not self.error:
             self.error = self._position.error
-            if not self.error and not bool(bitmask[row].any()):
+            if empty and not self.error:
                 self.error = "no token of the model continues the grammar"
         if self.finished or self.error:
             bitmask[row] = 0
@@ -147,7 +148,7 @@ class Filler(Protocol):
 
     def fill(self, bitmask: torch.Tensor, row: int) -> None: ...
 
-    def filled(self, bitmask: torch.Tensor, row: int, *, slow: bool = False) -> None: ...
+    def filled(self, bitmask: torch.Tensor, row: int, *, empty: bool, slow: bool = False) -> None: ...
 
 
 class GrammarCompiler:
@@ -292,18 +293,19 @@ def fill_bitmask(bitmask: torch.Tensor, matchers: Mapping[int, Filler]) -> None:
     together = {row: position for row, matcher in matchers.items() if (position := matcher.shared) is not None}
     if len(together) < _MANY:
         together = {}
-    slow = False
-    if together:
-        started = time.perf_counter()
-        fill = next(iter(together.values())).together
-        assert fill is not None
-        fill(bitmask.numpy(), [(position, row) for row, position in together.items()])
-        slow = time.perf_counter() - started > _SLOW_SECONDS
     for row, matcher in matchers.items():
-        if row in together:
-            matcher.filled(bitmask, row, slow=slow)
-        else:
+        if row not in together:
             matcher.fill(bitmask, row)
+    if not together:
+        return
+    started, words = time.perf_counter(), bitmask.numpy()
+    fill = next(iter(together.values())).together
+    assert fill is not None
+    fill(words, [(position, row) for row, position in together.items()])
+    slow = time.perf_counter() - started > _SLOW_SECONDS + _SLOW_SECONDS_EACH * len(together)
+    empty = (np.bitwise_or.reduce(words, axis=1) == 0).tolist()
+    for row in together:
+        matchers[row].filled(bitmask, row, empty=empty[row], slow=slow)
 
 
 def new_bitmask(rows: int, vocab_size: int) -> torch.Tensor:

@@ -41,10 +41,10 @@ class ReasoningMatcher:
             self._guide.fill(bitmask, row)
         self._force(bitmask, row)
 
-    def filled(self, bitmask: torch.Tensor, row: int, *, slow: bool = False) -> None:
+    def filled(self, bitmask: torch.Tensor, row: int, *, empty: bool, slow: bool = False) -> None:
         """See `Matcher`."""
         assert self._guide is not None
-        self._guide.filled(bitmask, row, slow=slow)
+        self._guide.filled(bitmask, row, empty=empty, slow=slow)
         self._force(bitmask, row)
 
     def _force(self, bitmask: torch.Tensor, row: int) -> None:

@@ -135,7 +135,7 @@ class Drawn:
         """`tokens`: int64 [rows] on the device, or a list if they are known already; `reports`: for some rows each."""
         self._tokens, self._reports = tokens, reports
         self._on_host = to_host(tokens) if isinstance(tokens, torch.Tensor) else tokens
-        self._done = _recorded(tokens.device) if isinstance(tokens, torch.Tensor) else None
+        self._done = recorded(tokens.device) if isinstance(tokens, torch.Tensor) else None
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -189,7 +189,8 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _recorded(device: torch.device) -> torch.cuda.Event | None:
+def recorded(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event that comes when the device has done what it was given until now; None for a CPU."""
     if device.type == "cpu":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -205,7 +206,7 @@ def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], count: int) ->
         part = targets[start : start + _ROWS_AT_ONCE]
         chosen = torch.tensor(part, device=logits.device)
         found = Report.of(logits[start : start + len(part)].float(), chosen, [count] * len(part))
-        if (done := _recorded(logits.device)) is not None:
+        if (done := recorded(logits.device)) is not None:
             done.synchronize()
         report += found.entries(part)
     return report

@@ -19,7 +19,7 @@ from engine.embedded.grammar.compiler import fill_bitmask, new_bitmask
 from engine.embedded.models.cuda import sampling_kernels
 from engine.embedded.models.cuda.sampling_kernels import AN_END, COUNTED, FIELDS, IN_PROMPT, REPORT, TOP, Kernels
 from engine.embedded.models.devices import to_device
-from engine.embedded.sampling.sampler import Drawn, DrawnAhead, Report, Sampler, to_host
+from engine.embedded.sampling.sampler import Drawn, DrawnAhead, Report, Sampler, recorded, to_host
 from engine.embedded.sampling.state import SamplerState
 
 _NEVER = float("-inf")
@@ -48,6 +48,12 @@ class CudaSampler(Sampler):
         self._biases = torch.zeros((slots, vocab_size), device=device)
         self._marks = torch.zeros((slots, vocab_size), dtype=torch.int32, device=device)
         self._ends = torch.tensor(sorted(eos_token_ids) or [0], dtype=torch.int32, device=device)
+        self._masks = new_bitmask(rows, vocab_size)
+        """Masks of guided rows, filled here and copied from here: memory that is new or not pinned takes longer."""
+        if device.type == "cuda":
+            self._masks = self._masks.pin_memory()
+        self._masks_copied: torch.cuda.Event | None = None
+        """When the device has them; None if it had none yet."""
         self._admitted = [-1] * slots
         """The admission that each slot's rows in the tables are of."""
         self.results = self.new_results(0)
@@ -85,10 +91,8 @@ class CudaSampler(Sampler):
     def warm_up(self, dtype: torch.dtype, slot: int) -> None:
         """Have the kernels for guided rows compiled and loaded."""
         self.results = self.new_results(1)
-        masks = np.full((1, -(-self._vocab_size // 32)), -1, dtype=np.int32)
-        self._draw_guided(
-            torch.zeros((1, self._vocab_size), dtype=dtype, device=self._device), [(0, slot, 0, 0)], masks, self.results
-        )
+        logits = torch.zeros((1, self._vocab_size), dtype=dtype, device=self._device)
+        self._draw_guided(logits, [(0, slot, 0, 0)], self._masks[:1], self.results)
 
     def enter(self, slots: Sequence[int], admissions: Sequence[int], states: Sequence[SamplerState]) -> None:
         entered = [
@@ -175,27 +179,32 @@ class CudaSampler(Sampler):
         results: RowDraws,
     ) -> None:
         """Draw rows with a grammar again, now that its masks are known."""
-        masks = new_bitmask(len(rows), self._vocab_size)
+        if self._masks_copied is not None:
+            self._masks_copied.synchronize()
+        masks = self._masks[: len(rows)]
+        masks.numpy().fill(-1)
         fill_bitmask(masks, {index: state.matcher for index, state in enumerate(states) if state.matcher is not None})
         header = [
             (row, slots[row], state.num_prompt + state.position - 1, 0) for row, state in zip(rows, states, strict=True)
         ]
-        self._draw_guided(logits, header, masks.numpy(), results)
+        self._draw_guided(logits, header, masks, results)
 
     def _draw_guided(
         self,
         logits: torch.Tensor,
         header: Sequence[tuple[int, int, int, int]],
-        masks: NDArray[np.int32],
+        masks: torch.Tensor,
         results: RowDraws,
     ) -> None:
         tokens, reports = results
+        on_device = to_device(header, torch.int32, self._device), masks.to(self._device, non_blocking=True)
+        self._masks_copied = recorded(self._device)
         self._kernels(
             logits,
             (self._table, self._biases, self._marks),
             self._ends,
             (tokens, self._sampled, reports),
-            guided=(to_device(header, torch.int32, self._device), to_device(masks, torch.int32, self._device)),
+            guided=on_device,
         )
 
     def _reports(

@@ -1,14 +1,16 @@
 """Triton kernels that sample a token for each row of a step: edits, temperature, truncation, the draw, and what is
 reported of it.
 
-Four kernels run one after the other, inside the graph of a step; a row that is greedy and unedited leaves the second
-and third at once. A row is cut into chunks of `CHUNK` ids, so that one row keeps many multiprocessors busy.
+Five kernels run one after the other, inside the graph of a step; a row that is greedy and unedited leaves all but the
+first and last at once. A row is cut into chunks of `CHUNK` ids, so that one row keeps many multiprocessors busy.
 
 1. `_edit`: bias, bans, grammar, penalties; the largest logit of each chunk; the likeliest ids of each chunk.
 2. `_weigh`: without truncation, the race within each chunk; else how many ids, of which weight, are above each of
    `LEVELS` thresholds.
-3. `_collect`: the ids above the highest threshold that surely keeps all that truncation keeps.
-4. `_choose`: the exact truncation among these by bisection, the race, and the report.
+3. `_refine`: the same for as many thresholds between the two that truncation ends between.
+4. `_collect`: the ids between the two of these; the race among those above both, which are surely kept. With top-k,
+   whose ids top-p cuts again, all ids above the lower one are collected.
+5. `_choose`: the exact truncation among these by bisection, the race, and the report.
 
 Everything that a request asks for lies in tables with a row for each slot (`engine/embedded/models/cuda/sampler.py`).
 What a step computes depends on these, on its logits, positions and input tokens alone, so that it can be drawn again.
@@ -23,11 +25,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 CHUNK = 2048
 """Ids of a row that one program works on."""
-SEARCHED = 4096
-"""Ids that the one program of a row looks at together when it searches."""
 LEVELS = 16
 CANDIDATES = 8192
-"""Maximum number of ids that are collected for a row; if more may be kept, the whole row is searched."""
+"""Maximum number of ids that are collected for a row, which its one program looks at together; if there are more, the
+whole row is searched."""
 TOP = 20
 """Maximum number of alternatives that are reported."""
 REPORT = 3 + 2 * TOP
@@ -61,10 +62,8 @@ _LOWEST = tl.constexpr(-3.4028234663852886e38)
 _NONE = tl.constexpr(2147483647)
 _INFINITE = tl.constexpr(0x7F800000)
 """Bits of the float32 that is infinite: as integers, bits of positive float32 have the order of these."""
-_SPREAD = tl.constexpr(0.06)
-"""Level i lies i² times this below the largest scaled logit."""
-_MARGIN = tl.constexpr(1.00001)
-"""Tolerance for sums of weights that are added in another order."""
+_DEPTHS = tl.constexpr(256.0)
+"""A depth is how far a scaled logit lies below the largest one, times this: float32 holds all thresholds exactly."""
 
 
 @triton.jit
@@ -123,17 +122,53 @@ def _gain(words):
 
 
 @triton.jit
-def _level(counts, masses, totals, row, chunks, k, p, CHUNKS: tl.constexpr, LEVELS: tl.constexpr):
-    """Return the first level above which truncation keeps nothing else, or LEVELS; the ids above it; all weights."""
+def _level(level):
+    """Return the depth of a level: level i lies i² / 16 below the largest scaled logit."""
+    return 16 * level * level
+
+
+@triton.jit
+def _part(level, part):
+    """Return the depth of one of 16 parts of the way from the level above to a level; part -1 is that level above, and
+    there is none above level 0."""
+    above = tl.where(level > 0, _level(level - 1), -1)
+    return tl.where((level > 0) | (part < 0), above + (2 * level - 1) * (part + 1), 0)
+
+
+@triton.jit
+def _first(counts, masses, row, chunks, k, goal, CHUNKS: tl.constexpr, LEVELS: tl.constexpr):
+    """Return the first of the thresholds above which there are k ids, or without k the weight `goal`; else LEVELS."""
     chunk, level = tl.arange(0, CHUNKS), tl.arange(0, LEVELS)
     cells = (row * chunks + chunk[:, None]) * LEVELS + level[None, :]
     inside = (chunk < chunks)[:, None] & (level >= 0)[None, :]
     count = tl.sum(tl.load(counts + cells, inside, 0), 0)
     mass = tl.sum(tl.load(masses + cells, inside, 0.0), 0)
-    total = tl.sum(tl.load(totals + row * chunks + chunk, chunk < chunks, 0.0), 0)
-    enough = ((k > 0) & (count >= k)) | ((k == 0) & (mass >= p * total * _MARGIN))
-    first = tl.min(tl.where(enough, level, LEVELS), 0)
-    return first, tl.sum(tl.where(level == first, count, 0), 0), total
+    enough = ((k > 0) & (count >= k)) | ((k == 0) & (mass >= goal))
+    return tl.min(tl.where(enough, level, LEVELS), 0)
+
+
+@triton.jit
+def _total(totals, row, chunks, CHUNKS: tl.constexpr):
+    chunk = tl.arange(0, CHUNKS)
+    return tl.sum(tl.load(totals + row * chunks + chunk, chunk < chunks, 0.0), 0)
+
+
+@triton.jit
+def _above(coarse, fine, level, part, row, chunks, CHUNKS: tl.constexpr, LEVELS: tl.constexpr):
+    """Return what is above a part of a level, or the level above for part -1, in each chunk."""
+    chunk = tl.arange(0, CHUNKS)
+    cells, inside = (row * chunks + chunk) * LEVELS, chunk < chunks
+    found = tl.load(fine + cells + part, inside & (part >= 0), 0)
+    return found + tl.load(coarse + cells + level - 1, inside & (part < 0) & (level > 0), 0)
+
+
+@triton.jit
+def _raced(scaled, groups, seed, outputs, least):
+    """Return the race of chunks of ids: `groups` are fourths of these."""
+    none = groups * 0
+    a, b, c, d = tl.philox(seed, groups, none + outputs, none, none)
+    gain = _gain(tl.interleave(tl.interleave(a, c), tl.interleave(b, d)))
+    return tl.where(tl.exp(scaled) < least, _NEVER, scaled) + gain
 
 
 @triton.jit(do_not_specialize_on_alignment=["logits", "slots", "positions", "tokens"])
@@ -226,69 +261,206 @@ def _weigh(
         weights = tl.exp(scaled)
         tl.store(totals + cell, tl.sum(weights, 0))
         for level in tl.static_range(LEVELS):
-            above = scaled >= -_SPREAD * (level * level)
+            above = scaled * -_DEPTHS <= _level(level)
             tl.store(counts + cell * LEVELS + level, tl.sum(above.to(tl.int32), 0))
             tl.store(masses + cell * LEVELS + level, tl.sum(tl.where(above, weights, 0.0), 0))
         return
     if (flags & RANDOM) != 0:
-        scaled = tl.where(tl.exp(scaled) < _value(table, slot, 4, FIELDS), _NEVER, scaled)
         groups = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
-        none = groups * 0
-        outputs = none + (position + 1 - _field(table, slot, 10, FIELDS))
-        a, b, c, d = tl.philox(_seed(table, slot, FIELDS), groups, outputs, none, none)
-        scaled += _gain(tl.interleave(tl.interleave(a, c), tl.interleave(b, d)))
+        outputs = position + 1 - _field(table, slot, 10, FIELDS)
+        scaled = _raced(scaled, groups, _seed(table, slot, FIELDS), outputs, _value(table, slot, 4, FIELDS))
     most = tl.max(scaled, 0)
     tl.store(scores + cell, most)
     tl.store(scores_at + cell, tl.min(tl.where(scaled == most, ids, _NONE), 0))
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+def _refine(
+    header, slots, positions, table, edited, best, counts, masses, totals, levels, fine_counts, fine_masses, vocab,
+    chunks,
+    INDEXED: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    gdc_wait()
+    gdc_launch_dependents()
+    _, slot, _ = _row(header, slots, positions, row, INDEXED)
+    if (_field(table, slot, 0, FIELDS) & TRUNCATED) == 0:
+        return
+    largest = _largest(best, row, chunks, CHUNKS)
+    if largest == _NEVER:
+        return
+    k, p = _field(table, slot, 2, FIELDS), _value(table, slot, 3, FIELDS)
+    goal = p * _total(totals, row, chunks, CHUNKS)
+    level = _first(counts, masses, row, chunks, k, goal, CHUNKS, LEVELS)
+    tl.store(levels + row, level)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    scaled = _scaled(tl.load(edited + row * vocab + ids, ids < vocab, _NEVER), largest, table, slot, FIELDS)
+    weights = tl.exp(scaled)
+    cell = (row * chunks + chunk) * LEVELS
+    for part in tl.static_range(LEVELS):
+        above = scaled * -_DEPTHS <= _part(level, part)
+        tl.store(fine_counts + cell + part, tl.sum(above.to(tl.int32), 0))
+        tl.store(fine_masses + cell + part, tl.sum(tl.where(above, weights, 0.0), 0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _collect(
-    header, slots, positions, table, edited, best, counts, masses, totals, found, found_at, vocab, chunks,
+    header, slots, positions, table, edited, best, scores, scores_at, counts, masses, totals, levels, fine_counts,
+    fine_masses, found, found_at, bounds, kept, vocab, chunks,
     INDEXED: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LEVELS: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     gdc_wait()
     gdc_launch_dependents()
-    _, slot, _ = _row(header, slots, positions, row, INDEXED)
-    flags = _field(table, slot, 0, FIELDS)
-    if (flags & TRUNCATED) == 0:
+    _, slot, position = _row(header, slots, positions, row, INDEXED)
+    if (_field(table, slot, 0, FIELDS) & TRUNCATED) == 0:
         return
     largest = _largest(best, row, chunks, CHUNKS)
     if largest == _NEVER:
         return
     k, p = _field(table, slot, 2, FIELDS), _value(table, slot, 3, FIELDS)
-    level, count, _ = _level(counts, masses, totals, row, chunks, k, p, CHUNKS, LEVELS)
-    if (level == LEVELS) | (count > CANDIDATES):
-        return
-    before = tl.arange(0, CHUNKS)
-    start = tl.sum(tl.load(counts + (row * chunks + before) * LEVELS + level, before < chunk, 0), 0)
+    total = _total(totals, row, chunks, CHUNKS)
+    level = tl.load(levels + row)
+    # Sums in another order may differ: what the level has, its last part has.
+    part = tl.minimum(_first(fine_counts, fine_masses, row, chunks, k, p * total, CHUNKS, LEVELS), LEVELS - 1)
+    upper, lower = _part(level, part), tl.where(k > 0, -1, _part(level, part - 1))
+    each = _above(counts, fine_counts, level, part, row, chunks, CHUNKS, LEVELS)
+    mass = 0.0
+    if k == 0:
+        each -= _above(counts, fine_counts, level, part - 1, row, chunks, CHUNKS, LEVELS)
+        mass = tl.sum(_above(masses, fine_masses, level, part - 1, row, chunks, CHUNKS, LEVELS), 0)
+    count = tl.sum(each, 0)
+    whole = (level == LEVELS) | (count > CANDIDATES)
+    if chunk == 0:
+        tl.store(bounds + row * 3, tl.where(whole, -1, count))
+        tl.store(bounds + row * 3 + 1, lower)
+        tl.store(bounds + row * 3 + 2, upper)
+        tl.store(kept + row * 2, mass)
+        tl.store(kept + row * 2 + 1, total)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = ids < vocab
-    value = tl.load(edited + row * vocab + ids, inside, _NEVER)
-    kept = _scaled(value, largest, table, slot, FIELDS) >= -_SPREAD * (level * level).to(tl.float32)
-    place = row * CANDIDATES + start + tl.cumsum(kept.to(tl.int32), 0) - 1
-    tl.store(found + place, value, kept)
-    tl.store(found_at + place, ids, kept)
+    most, at = _NEVER, _NONE
+    if not whole:
+        value = tl.load(edited + row * vocab + ids, ids < vocab, _NEVER)
+        scaled = _scaled(value, largest, table, slot, FIELDS)
+        depth = scaled * -_DEPTHS
+        listed = (depth > lower) & (depth <= upper)
+        place = row * CANDIDATES + tl.sum(tl.where(tl.arange(0, CHUNKS) < chunk, each, 0), 0)
+        place += tl.cumsum(listed.to(tl.int32), 0) - 1
+        tl.store(found + place, value, listed)
+        tl.store(found_at + place, ids, listed)
+        if k == 0:
+            groups = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
+            outputs = position + 1 - _field(table, slot, 10, FIELDS)
+            score = _raced(scaled, groups, _seed(table, slot, FIELDS), outputs, _value(table, slot, 4, FIELDS))
+            score = tl.where(depth <= lower, score, _NEVER)
+            most = tl.max(score, 0)
+            at = tl.min(tl.where(score == most, ids, _NONE), 0)
+    tl.store(scores + row * chunks + chunk, most)
+    tl.store(scores_at + row * chunks + chunk, at)
 
 
 @triton.jit
-def _listed(start, values, ids, count, whole, largest, table, slot, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return a block of a list of logits: scaled, as integers that rise as these fall, the ids, and which exist."""
-    place = start + tl.arange(0, BLOCK)
-    inside = place < count
-    scaled = _scaled(tl.load(values + place, inside, _NEVER), largest, table, slot, FIELDS)
-    at = tl.where(whole, place, tl.load(ids + place, inside & (not whole), 0))
-    return scaled, tl.abs(scaled).to(tl.int32, bitcast=True), at, inside
+def _bits(scaled):
+    """Return float32 that are not positive as integers that rise as these fall."""
+    return tl.abs(scaled).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _best_of(scaled, kept, ids, seed, outputs, least):
+    """Return the score and the id of the one of these ids, in any order, that wins their race."""
+    none = ids * 0
+    a, b, c, d = tl.philox(seed, ids // 4, none + outputs, none, none)
+    words = tl.where(ids % 4 < 2, tl.where(ids % 4 == 0, a, b), tl.where(ids % 4 == 2, c, d))
+    score = tl.where(kept & (tl.exp(scaled) >= least), scaled + _gain(words), _NEVER)
+    most = tl.max(score, 0)
+    return most, tl.min(tl.where(score == most, ids, _NONE), 0)
+
+
+@triton.jit
+def _of_list(scaled, ids, inside, lower, upper, k, p, mass, total, seed, outputs, least):
+    """Return the winner's score and id among collected ids, of which truncation keeps some: it ends between two
+    depths, and those above both weigh `mass` of `total`."""
+    bits = _bits(scaled)
+    weights = tl.where(inside, tl.exp(scaled), 0.0)
+    low = tl.where(lower >= 0, _bits(lower.to(tl.float32) / _DEPTHS), -1)
+    last = _bits(upper.to(tl.float32) / _DEPTHS)
+    if k > 0:
+        while last - low > 1:
+            middle = low + (last - low) // 2
+            if tl.sum((inside & (bits <= middle)).to(tl.int32), 0) >= k:
+                last = middle
+            else:
+                low = middle
+        total = tl.sum(tl.where(bits <= last, weights, 0.0), 0)
+        low = -1
+    if p < 1:
+        goal = p * total
+        while last - low > 1:
+            middle = low + (last - low) // 2
+            if mass + tl.sum(tl.where(bits <= middle, weights, 0.0), 0) >= goal:
+                last = middle
+            else:
+                low = middle
+    return _best_of(scaled, inside & (bits <= last), ids, seed, outputs, least)
+
+
+@triton.jit
+def _of_row(
+    values, vocab, largest, table, slot, k, p, total, seed, outputs, least, FIELDS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return the winner's score and id in a whole row, of which truncation keeps a part."""
+    last = _INFINITE
+    if k > 0:
+        low = -1
+        while last - low > 1:
+            middle = low + (last - low) // 2
+            kept = tl.zeros((BLOCK,), tl.int32)
+            for start in range(0, vocab, BLOCK):
+                ids = start + tl.arange(0, BLOCK)
+                scaled = _scaled(tl.load(values + ids, ids < vocab, _NEVER), largest, table, slot, FIELDS)
+                kept += ((ids < vocab) & (_bits(scaled) <= middle)).to(tl.int32)
+            if tl.sum(kept, 0) >= k:
+                last = middle
+            else:
+                low = middle
+        mass = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, vocab, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            scaled = _scaled(tl.load(values + ids, ids < vocab, _NEVER), largest, table, slot, FIELDS)
+            mass += tl.where(_bits(scaled) <= last, tl.exp(scaled), 0.0)
+        total = tl.sum(mass, 0)
+    if p < 1:
+        goal = p * total
+        low = -1
+        while last - low > 1:
+            middle = low + (last - low) // 2
+            mass = tl.zeros((BLOCK,), tl.float32)
+            for start in range(0, vocab, BLOCK):
+                ids = start + tl.arange(0, BLOCK)
+                scaled = _scaled(tl.load(values + ids, ids < vocab, _NEVER), largest, table, slot, FIELDS)
+                mass += tl.where(_bits(scaled) <= middle, tl.exp(scaled), 0.0)
+            if tl.sum(mass, 0) >= goal:
+                last = middle
+            else:
+                low = middle
+    winner, token = _NEVER, _NONE
+    for start in range(0, vocab, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        scaled = _scaled(tl.load(values + ids, ids < vocab, _NEVER), largest, table, slot, FIELDS)
+        most, at = _best_of(scaled, (ids < vocab) & (_bits(scaled) <= last), ids, seed, outputs, least)
+        if most > winner:
+            winner = most
+            token = at
+    return winner, token
 
 
 @triton.jit(do_not_specialize_on_alignment=["logits", "slots", "positions", "chosen", "reports"])
 def _choose(
-    logits, header, slots, positions, table, edited, best, best_at, scores, scores_at, counts, masses, totals, found,
-    found_at, raw_best, raw_sum, top, top_at, chosen, sampled, reports, vocab, chunks,
-    INDEXED: tl.constexpr, FIELDS: tl.constexpr, CHUNKS: tl.constexpr, LEVELS: tl.constexpr, CANDIDATES: tl.constexpr,
-    TOP: tl.constexpr, ENTRIES: tl.constexpr, REPORT: tl.constexpr, BLOCK: tl.constexpr,
+    logits, header, slots, positions, table, edited, best, best_at, scores, scores_at, found, found_at, bounds, kept,
+    raw_best, raw_sum, top, top_at, chosen, sampled, reports, vocab, chunks,
+    INDEXED: tl.constexpr, FIELDS: tl.constexpr, CHUNKS: tl.constexpr, CANDIDATES: tl.constexpr, TOP: tl.constexpr,
+    ENTRIES: tl.constexpr, REPORT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     gdc_wait()
@@ -297,72 +469,33 @@ def _choose(
     flags = _field(table, slot, 0, FIELDS)
     each = tl.arange(0, CHUNKS)
     largest = _largest(best, row, chunks, CHUNKS)
-    token = 0
+    if ((flags & RANDOM) != 0) | (largest == _NEVER):
+        score = tl.load(scores + row * chunks + each, each < chunks, _NEVER)
+        at = tl.load(scores_at + row * chunks + each, each < chunks, _NONE)
+    else:
+        score = tl.load(best + row * chunks + each, each < chunks, _NEVER)
+        at = tl.load(best_at + row * chunks + each, each < chunks, _NONE)
+    most = tl.max(score, 0)
+    token = tl.min(tl.where(score == most, at, _NONE), 0)
     if ((flags & TRUNCATED) != 0) & (largest > _NEVER):
         k, p = _field(table, slot, 2, FIELDS), _value(table, slot, 3, FIELDS)
-        level, count, total = _level(counts, masses, totals, row, chunks, k, p, CHUNKS, LEVELS)
-        whole = (level == LEVELS) | (count > CANDIDATES)
-        values, ids = found + row * CANDIDATES, found_at + row * CANDIDATES
-        if whole:
-            values = edited + row * vocab
-            count = vocab
-        last = _INFINITE
-        if k > 0:
-            low = -1
-            while last - low > 1:
-                middle = low + (last - low) // 2
-                kept = tl.zeros((BLOCK,), tl.int32)
-                for start in range(0, count, BLOCK):
-                    _, depth, _, inside = _listed(start, values, ids, count, whole, largest, table, slot, FIELDS, BLOCK)
-                    kept += (inside & (depth <= middle)).to(tl.int32)
-                if tl.sum(kept, 0) >= k:
-                    last = middle
-                else:
-                    low = middle
-            mass = tl.zeros((BLOCK,), tl.float32)
-            for start in range(0, count, BLOCK):
-                scaled, depth, _, inside = _listed(
-                    start, values, ids, count, whole, largest, table, slot, FIELDS, BLOCK
-                )
-                mass += tl.where(inside & (depth <= last), tl.exp(scaled), 0.0)
-            total = tl.sum(mass, 0)
-        if p < 1:
-            goal = p * total
-            low = -1
-            while last - low > 1:
-                middle = low + (last - low) // 2
-                mass = tl.zeros((BLOCK,), tl.float32)
-                for start in range(0, count, BLOCK):
-                    scaled, depth, _, inside = _listed(
-                        start, values, ids, count, whole, largest, table, slot, FIELDS, BLOCK
-                    )
-                    mass += tl.where(inside & (depth <= middle), tl.exp(scaled), 0.0)
-                if tl.sum(mass, 0) >= goal:
-                    last = middle
-                else:
-                    low = middle
         seed, outputs = _seed(table, slot, FIELDS), position + 1 - _field(table, slot, 10, FIELDS)
-        least = _value(table, slot, 4, FIELDS)
-        winner = _NEVER
-        for start in range(0, count, BLOCK):
-            scaled, depth, at, inside = _listed(start, values, ids, count, whole, largest, table, slot, FIELDS, BLOCK)
-            none = at * 0
-            a, b, c, d = tl.philox(seed, at // 4, none + outputs, none, none)
-            words = tl.where(at % 4 < 2, tl.where(at % 4 == 0, a, b), tl.where(at % 4 == 2, c, d))
-            kept = inside & (depth <= last) & (tl.exp(scaled) >= least)
-            score = tl.where(kept, scaled + _gain(words), _NEVER)
-            most = tl.max(score, 0)
-            if most > winner:
-                winner = most
-                token = tl.min(tl.where(score == most, at, _NONE), 0)
-    else:
-        if ((flags & RANDOM) != 0) | (largest == _NEVER):
-            score = tl.load(scores + row * chunks + each, each < chunks, _NEVER)
-            at = tl.load(scores_at + row * chunks + each, each < chunks, _NONE)
+        least, total = _value(table, slot, 4, FIELDS), tl.load(kept + row * 2 + 1)
+        count = tl.load(bounds + row * 3)
+        if count >= 0:
+            place = tl.arange(0, CANDIDATES)
+            inside = place < count
+            value = tl.load(found + row * CANDIDATES + place, inside, _NEVER)
+            ids = tl.load(found_at + row * CANDIDATES + place, inside, 0)
+            lower, upper = tl.load(bounds + row * 3 + 1), tl.load(bounds + row * 3 + 2)
+            scaled, mass = _scaled(value, largest, table, slot, FIELDS), tl.load(kept + row * 2)
+            other, other_at = _of_list(scaled, ids, inside, lower, upper, k, p, mass, total, seed, outputs, least)
         else:
-            score = tl.load(best + row * chunks + each, each < chunks, _NEVER)
-            at = tl.load(best_at + row * chunks + each, each < chunks, _NONE)
-        token = tl.min(tl.where(score == tl.max(score, 0), at, _NONE), 0)
+            other, other_at = _of_row(
+                edited + row * vocab, vocab, largest, table, slot, k, p, total, seed, outputs, least, FIELDS, CANDIDATES
+            )
+        if other > most:
+            token = other_at
     token = tl.minimum(token, vocab - 1)
     tl.store(chosen + source, token.to(tl.int64))
     tl.store(sampled + slot, token.to(tl.int64))
@@ -373,9 +506,9 @@ def _choose(
         highest = tl.max(peaks, 0)
         parts = tl.load(raw_sum + row * chunks + each, each < chunks, 0.0)
         total = tl.sum(parts * tl.exp(peaks - tl.maximum(highest, _LOWEST)), 0)
-        above = tl.zeros((BLOCK,), tl.int32)
-        for start in range(0, vocab, BLOCK):
-            place = start + tl.arange(0, BLOCK)
+        above = tl.zeros((CANDIDATES,), tl.int32)
+        for start in range(0, vocab, CANDIDATES):
+            place = start + tl.arange(0, CANDIDATES)
             above += (tl.load(logits + source * vocab + place, place < vocab, _NEVER).to(tl.float32) > own).to(tl.int32)
         tl.store(report, highest + tl.log(total))
         tl.store(report + 1, own)
@@ -383,13 +516,13 @@ def _choose(
         entry, asked = tl.arange(0, ENTRIES), _field(table, slot, 13, FIELDS)
         inside = (entry < chunks * TOP) & (entry % TOP < asked)
         left = tl.load(top + row * chunks * TOP + entry, inside, _NEVER)
-        at = tl.load(top_at + row * chunks * TOP + entry, inside, _NONE)
+        first_at = tl.load(top_at + row * chunks * TOP + entry, inside, _NONE)
         for index in range(asked):
             most = tl.max(left, 0)
-            one = tl.min(tl.where(left == most, at, _NONE), 0)
+            one = tl.min(tl.where(left == most, first_at, _NONE), 0)
             tl.store(report + 3 + index, most)
             tl.store(report + 3 + TOP + index, one.to(tl.float32))
-            left = tl.where(at == one, _NEVER, left)
+            left = tl.where(first_at == one, _NEVER, left)
 
 
 class Kernels:
@@ -415,6 +548,12 @@ class Kernels:
         self._counts = scratch(chunks, LEVELS, dtype=torch.int32)
         self._masses = scratch(chunks, LEVELS)
         self._totals = scratch(chunks)
+        self._levels = scratch(dtype=torch.int32)
+        self._fine = scratch(chunks, LEVELS, dtype=torch.int32), scratch(chunks, LEVELS)
+        self._bounds = scratch(3, dtype=torch.int32)
+        """Number of collected ids, -1 if the whole row is searched, and the two depths that they lie between."""
+        self._kept = scratch(2)
+        """Weight of the ids above both depths, and of all."""
 
     def __call__(
         self,
@@ -460,13 +599,18 @@ class Kernels:
             self._totals, vocab, words, chunks, len(ends), indexed, FIELDS, CHUNK, width, LEVELS,
             num_warps=4, launch_pdl=True,
         )  # fmt: skip
+        _refine[grid](
+            *of_rows, table, self._edited, self._best[0], self._counts, self._masses, self._totals, self._levels,
+            *self._fine, vocab, chunks, indexed, FIELDS, CHUNK, width, LEVELS, num_warps=4, launch_pdl=True,
+        )  # fmt: skip
         _collect[grid](
-            *of_rows, table, self._edited, self._best[0], self._counts, self._masses, self._totals, *self._found,
-            vocab, chunks, indexed, FIELDS, CHUNK, width, LEVELS, CANDIDATES, num_warps=4, launch_pdl=True,
+            *of_rows, table, self._edited, self._best[0], *self._scores, self._counts, self._masses, self._totals,
+            self._levels, *self._fine, *self._found, self._bounds, self._kept, vocab, chunks,
+            indexed, FIELDS, CHUNK, width, LEVELS, CANDIDATES, num_warps=4, launch_pdl=True,
         )  # fmt: skip
         _choose[(count,)](
-            logits, *of_rows, table, self._edited, *self._best, *self._scores, self._counts, self._masses,
-            self._totals, *self._found, *self._raw, *self._top, chosen, sampled, reports, vocab, chunks,
-            indexed, FIELDS, width, LEVELS, CANDIDATES, TOP, triton.next_power_of_2(chunks * TOP), REPORT, SEARCHED,
+            logits, *of_rows, table, self._edited, *self._best, *self._scores, *self._found, self._bounds, self._kept,
+            *self._raw, *self._top, chosen, sampled, reports, vocab, chunks,
+            indexed, FIELDS, width, CANDIDATES, TOP, triton.next_power_of_2(chunks * TOP), REPORT,
             num_warps=16, launch_pdl=True,
         )  # fmt: skip

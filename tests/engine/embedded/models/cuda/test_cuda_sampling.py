@@ -63,9 +63,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def state(values: dict[str, Any], seed: int, prompt: Sequence[int] = (3, 9, 3)) -> SamplerState:
+def state(values: dict[str, Any], seed: int, prompt: Sequence[int] = (3, 9, 3), vocab: int = VOCAB) -> SamplerState:
     sampling = SamplingParams(**{"max_tokens": 100, "seed": seed, **values})
-    return SamplerState(sampling, prompt, EOS, seed, None, VOCAB, DEVICE)
+    return SamplerState(sampling, prompt, EOS, seed, None, vocab, DEVICE)
 
 
 class Device:
@@ -184,6 +184,39 @@ def test_flat_and_steep_distributions(spread: float) -> None:
         Device(len(states)).draw(logits, states, list(range(len(states)))),
         Sampler(VOCAB, DEVICE).sample(logits.clone(), states),
     )
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("spread", [0.1, 1.0, 2.5, 8.0])
+def test_truncation_by_any_values(spread: float) -> None:
+    """Flat rows, of which truncation keeps thousands of ids, to steep ones; on a GPU of a large vocabulary."""
+    rng, rows, vocab = random.Random(spread), 24, 151_936 if ON_GPU else VOCAB
+    torch.manual_seed(11)
+    logits = (torch.randn(rows, vocab) * spread).to(torch.bfloat16 if ON_GPU else torch.float32).to(DEVICE)
+    values = [
+        {
+            "temperature": rng.uniform(0.1, 2),
+            "top_p": rng.choice([0.9999, 0.99, 0.9, 0.5, 0.1]),
+            "top_k": rng.choice([0, 0, 5, 50, 1000]),
+            "min_p": rng.choice([0, 0, 0.01, 0.2]),
+        }
+        for _ in range(rows)
+    ]
+    states = [state(each, seed, vocab=vocab) for seed, each in enumerate(values)]
+    same(
+        Device(rows, vocab).draw(logits, states, list(range(rows))),
+        Sampler(vocab, DEVICE).sample(logits.clone(), states),
+    )
+
+
+@torch.inference_mode()
+def test_a_long_tail_below_all_thresholds() -> None:
+    """Truncation ends further below the likeliest id than is looked at before the whole row is searched."""
+    logits = torch.zeros((2, VOCAB), device=DEVICE)
+    logits[:, 17] = 16.0
+    logits[:, 20:2000] = -1.0
+    states = [state({"top_p": 0.99999}, 3), state({"top_k": 4000, "top_p": 0.99999}, 4)]
+    same(Device(2).draw(logits, states, [0, 1]), Sampler(VOCAB, DEVICE).sample(logits.clone(), states))
 
 
 @torch.inference_mode()
