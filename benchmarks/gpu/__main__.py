@@ -42,7 +42,12 @@ def main() -> int:
         key: value for key, value in vars(args).items() if key not in ("output", "label", "shape", "flags", "commit")
     }
     flags = " ".join(f"--{name} {value}" for name, value in args.flags.items())
-    report = GpuReport(args.label, {**shown, "server": flags}, anchored=SHAPES[args.shape_name] is SHAPES["llama-8b"])
+    report = GpuReport(
+        args.label,
+        {**shown, "server": flags},
+        anchored=SHAPES[args.shape_name] is SHAPES["llama-8b"],
+        fp8=args.flags.get("quantization") == args.flags.get("kv-cache-dtype") == "fp8",
+    )
     if args.commit:
         report.machine["commit"] = args.commit
     if args.flags["device"] == "cuda":

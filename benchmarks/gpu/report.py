@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu.cells import HTTP_SHARE, READY_SECONDS, ROUNDS, VLLM, VLLM_READY_SECONDS, WORKLOADS, Workload
+from benchmarks.gpu.cells import GREEDY_SHARE, HTTP_SHARE, READY_SECONDS, ROUNDS, VLLM, VLLM_READY_SECONDS, WORKLOADS, Workload
 from benchmarks.report import save, table
 from server.bench.machine import describe_machine
 from server.bench.summary import Summary
@@ -20,11 +20,13 @@ Runs = dict[str, list[Summary]]
 
 @dataclass(slots=True)
 class GpuReport:
-    """Results of a run. `anchored` means that the reference figures apply to this model and machine."""
+    """Results of a run. `anchored` means that the reference figures apply to this model and machine, `fp8` that its
+    weights and its cache have eight bits."""
 
     label: str
     settings: dict[str, object]
     anchored: bool
+    fp8: bool = False
     starts: list[tuple[float, float]] = field(default_factory=list)
     """Seconds until ready, and until the first token."""
     first: dict[str, Summary] = field(default_factory=dict)
@@ -104,8 +106,26 @@ class GpuReport:
             best = over_http or in_process
             row += [f"{anchors.limit:,.0f}", _quotient(best, anchors.limit), f"{anchors.vllm:,.0f}"]
             row += [_pair(anchors.ttft_p50, anchors.ttft_p99), _quotient(best, anchors.vllm)]
-            row += [f"{anchors.target:,.0f} {'reached' if best >= anchors.target else 'missed'}"]
+            row += [self._targets(workload, best, http or inside)]
         return row
+
+    def _targets(self, workload: Workload, rate: float, runs: list[Summary]) -> str:
+        """Return the targets of a workload, and whether they were reached."""
+        anchors = workload.anchors
+        if workload.row:
+            greedy = self.http.get(workload.name.removesuffix(f"-{workload.row}"), [])
+            target = GREEDY_SHARE * median(map(workload.rate, greedy)) if greedy else 0.0
+            return f"{target:,.0f} {'reached' if rate >= target else 'missed'}" if target else "-"
+        target = anchors.fp8_target if self.fp8 else anchors.target
+        found = [f"{target:,.0f} {'reached' if rate >= target else 'missed'}"] if target else []
+        first = (
+            ("p50", anchors.ttft_p50_target, median(run.ttft_p50 for run in runs)),
+            ("p99", anchors.ttft_p99_target, median(run.ttft_p99 for run in runs)),
+        )
+        found += [
+            f"{name} {most:,.0f} {'reached' if ttft <= most else 'missed'}" for name, most, ttft in first if most
+        ]
+        return ", ".join(found) or "-"
 
     def _of_greedy(self, workload: Workload, rate: float) -> str:
         """Return a row's rate as a share of that of greedy requests in the same run."""

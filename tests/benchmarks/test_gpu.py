@@ -134,13 +134,23 @@ def test_the_table_sets_our_figures_beside_the_anchors(tmp_path: Path) -> None:
     row = next(line for line in page.read_text().splitlines() if "64 x (512, 256)" in line)
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[1:4] == ["7,554", "-", "100 / 200"]
-    assert cells[8:] == ["0.987", "9,000", "0.84", "6,867", "389 / -", "1.10", "7,554 reached"]
+    assert cells[8:] == ["0.987", "9,000", "0.84", "6,867", "389 / -", "1.10", "7,900 missed"]
     assert json.loads(page.with_suffix(".json").read_text())["http"]["64"][0] == asdict(summary_of(8_000.0))
     report.http["64-seed"] = [summary_of(7_176.3)]
+    report.http["256"] = [summary_of(14_600.0)]
+    first = "p50 550 reached, p99 3,050 reached"
+    assert targets(report) == ["7,900 missed", f"11,200 reached, {first}", "7,176 reached"]
+    report.fp8 = True
+    assert targets(report)[:2] == ["9,700 missed", f"14,500 reached, {first}"]
     report.anchored = False
     seeded = next(line for line in report.markdown().splitlines() if "64 x (512, 256) seed" in line)
     assert [cell.strip() for cell in seeded.strip("|").split("|")][1:3] == ["7,176", "0.950"]
     assert "vLLM tok/s" not in report.markdown()
+
+
+def targets(report: GpuReport) -> list[str]:
+    rows = [line for line in report.markdown().splitlines() if " x (512, 256)" in line]
+    return [row.strip("|").split("|")[-1].strip() for row in rows]
 
 
 def test_a_worker_measures_the_engine_without_http(tiny: Path, tmp_path: Path) -> None:
