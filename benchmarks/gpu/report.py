@@ -6,7 +6,16 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu.cells import GREEDY_SHARE, HTTP_SHARE, READY_SECONDS, ROUNDS, VLLM, VLLM_READY_SECONDS, WORKLOADS, Workload
+from benchmarks.gpu.cells import (
+    GREEDY_SHARE,
+    HTTP_SHARE,
+    READY_SECONDS,
+    ROUNDS,
+    VLLM,
+    VLLM_READY_SECONDS,
+    WORKLOADS,
+    Workload,
+)
 from benchmarks.report import save, table
 from server.bench.machine import describe_machine
 from server.bench.summary import Summary

@@ -1,5 +1,8 @@
 """When Triton compiles, with a driver that runs nothing: no GPU is needed."""
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +27,7 @@ from engine.embedded.models.cuda.compiling import (  # noqa: E402
 from tests.support.cuda import ON_GPU  # noqa: E402
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="the driver is a stand-in")
+ROOT = Path(__file__).resolve().parents[5]
 
 
 def _copy(x, out, count, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
@@ -120,3 +124,35 @@ def test_a_machine_is_bare_until_something_is_in_tritons_cache(tmp_path: Path, m
     assert is_bare()
     (tmp_path / "cache" / "kernel").mkdir()
     assert not is_bare()
+
+
+def test_the_kernels_that_sample_compile_for_an_h200(tmp_path: Path) -> None:
+    """Without the interpreter, which takes what the compiler does not: a variable that changes its type."""
+    code = """
+import torch
+from triton.runtime import driver
+from tests.engine.embedded.models.cuda.test_compiling import Driver
+torch.cuda.current_device = lambda: 0
+driver._active = Driver()
+from engine.embedded.models.cuda.sampling_kernels import FIELDS, REPORT, Kernels
+rows, vocab = 2, 5000
+kernels = Kernels(rows, vocab, torch.device("cpu"))
+logits, ends = torch.zeros(rows, vocab, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
+tables = torch.zeros(3, FIELDS, dtype=torch.int32), torch.zeros(3, vocab), torch.zeros(3, vocab, dtype=torch.int32)
+results = torch.zeros(rows, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), torch.zeros(rows, REPORT)
+inputs = torch.zeros(3, rows, dtype=torch.int64)
+kernels(logits, tables, ends, results, rows=(inputs[0], inputs[1], inputs[2]))
+masks = torch.zeros(rows, -(-vocab // 32), dtype=torch.int32)
+kernels(logits, tables, ends, results, guided=(torch.zeros(rows, 4, dtype=torch.int32), masks))
+print(driver.active.loaded, driver.active.launched)
+"""
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=env | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.stdout.split() == ["10", "10"], found.stderr[-2000:]

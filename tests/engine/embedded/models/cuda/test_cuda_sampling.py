@@ -210,13 +210,29 @@ def test_truncation_by_any_values(spread: float) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("more", [False, True])
+def test_top_p_ends_where_its_sum_is_reached(more: bool) -> None:
+    """Each id weighs half of the one before it: a little more than the first three weigh takes the fourth, too."""
+    rows, ids, weights = 100, [8, 4000, 70, 2500, 9, 3], 0.5 ** torch.arange(6.0)
+    logits = torch.full((rows, VOCAB), -1e4, device=DEVICE)
+    logits[:, ids] = weights.log().to(DEVICE)
+    top_p = float(weights[:3].sum() / weights.sum()) * (1.0005 if more else 0.9995)
+    states = [state({"top_p": top_p}, seed) for seed in range(rows)]
+    drawn = {sampled.token_ids[0] for sampled in Device(rows).draw(logits, states, list(range(rows)))}
+    assert drawn == set(ids[: 4 if more else 3])
+
+
+@torch.inference_mode()
 def test_a_long_tail_below_all_thresholds() -> None:
-    """Truncation ends further below the likeliest id than is looked at before the whole row is searched."""
-    logits = torch.zeros((2, VOCAB), device=DEVICE)
-    logits[:, 17] = 16.0
-    logits[:, 20:2000] = -1.0
-    states = [state({"top_p": 0.99999}, 3), state({"top_k": 4000, "top_p": 0.99999}, 4)]
-    same(Device(2).draw(logits, states, [0, 1]), Sampler(VOCAB, DEVICE).sample(logits.clone(), states))
+    """Where truncation ends so far below the likeliest id that no other one can be drawn, and before that."""
+    values = [{"top_p": 0.99999}, {"top_k": 4000, "top_p": 0.99999}, {"top_k": 40}, {"top_k": 40, "top_p": 0.5}]
+    for gap in (16.0, 44.0, 46.0, 200.0):
+        logits = torch.zeros((len(values), VOCAB), device=DEVICE)
+        logits[:, 17] = gap
+        logits[:, 20:2000] = -1.0
+        states = [state(each, seed) for seed, each in enumerate(values)]
+        slots = list(range(len(values)))
+        same(Device(len(values)).draw(logits, states, slots), Sampler(VOCAB, DEVICE).sample(logits.clone(), states))
 
 
 @torch.inference_mode()
