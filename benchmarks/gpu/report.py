@@ -131,9 +131,7 @@ class GpuReport:
             ("p50", anchors.ttft_p50_target, median(run.ttft_p50 for run in runs)),
             ("p99", anchors.ttft_p99_target, median(run.ttft_p99 for run in runs)),
         )
-        found += [
-            f"{name} {most:,.0f} {'reached' if ttft <= most else 'missed'}" for name, most, ttft in first if most
-        ]
+        found += [f"{name} {most:,.0f} {'reached' if ttft <= most else 'missed'}" for name, most, ttft in first if most]
         return ", ".join(found) or "-"
 
     def _of_greedy(self, workload: Workload, rate: float) -> str:
