@@ -237,6 +237,8 @@ OPTIONS = [
     "auto",
     "--max-num-tokens=256",
     "--max-seq-len=2048",
+    "--seed",
+    "1",
     "--no-in-process",
 ]
 
