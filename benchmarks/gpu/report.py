@@ -122,22 +122,27 @@ class GpuReport:
         """Return the targets of a workload, and whether they were reached."""
         anchors = workload.anchors
         if workload.row:
-            greedy = self.http.get(workload.name.removesuffix(f"-{workload.row}"), [])
-            target = GREEDY_SHARE * median(map(workload.rate, greedy)) if greedy else 0.0
-            return f"{target:,.0f} {'reached' if rate >= target else 'missed'}" if target else "-"
-        target = anchors.fp8_target if self.fp8 else anchors.target
+            target, firsts = GREEDY_SHARE * self._greedy_rate(workload), []
+        else:
+            target = anchors.fp8_target if self.fp8 else anchors.target
+            firsts = [
+                ("p50", anchors.ttft_p50_target, median(run.ttft_p50 for run in runs)),
+                ("p99", anchors.ttft_p99_target, median(run.ttft_p99 for run in runs)),
+            ]
         found = [f"{target:,.0f} {'reached' if rate >= target else 'missed'}"] if target else []
-        first = (
-            ("p50", anchors.ttft_p50_target, median(run.ttft_p50 for run in runs)),
-            ("p99", anchors.ttft_p99_target, median(run.ttft_p99 for run in runs)),
-        )
-        found += [f"{name} {most:,.0f} {'reached' if ttft <= most else 'missed'}" for name, most, ttft in first if most]
+        found += [
+            f"{name} {most:,.0f} {'reached' if ttft <= most else 'missed'}" for name, most, ttft in firsts if most
+        ]
         return ", ".join(found) or "-"
 
     def _of_greedy(self, workload: Workload, rate: float) -> str:
         """Return a row's rate as a share of that of greedy requests in the same run."""
+        return _quotient(rate, self._greedy_rate(workload), digits=3) if workload.row else "-"
+
+    def _greedy_rate(self, workload: Workload) -> float:
+        """Return the rate of a row's greedy requests over HTTP; 0 if there were none."""
         greedy = self.http.get(workload.name.removesuffix(f"-{workload.row}"), [])
-        return _quotient(rate, median(map(workload.rate, greedy)), digits=3) if workload.row and greedy else "-"
+        return median(map(workload.rate, greedy)) if greedy else 0.0
 
     def _starts(self) -> str:
         if not self.starts:

@@ -131,8 +131,8 @@ def _level(level):
 
 @triton.jit
 def _part(level, part):
-    """Return the depth of one of 16 parts of the way from the level above to a level; part -1 is that level above, and
-    there is none above level 0."""
+    """Return the depth at which part 0 to 15 of a level ends. The parts divide the way from the level before evenly;
+    part -1 is that level before, or above all ids if this is level 0."""
     above = tl.where(level > 0, _level(level - 1), -1)
     return tl.where((level > 0) | (part < 0), above + (_level(level) - above) // 16 * (part + 1), 0)
 
@@ -379,6 +379,18 @@ def _best_of(scaled, kept, ids, seed, outputs, least):
 
 
 @triton.jit
+def _end_in_list(bits, weights, low, last, mass, goal):
+    """Return the least bits, up to `last`, at which the ids before them and `mass` reach `goal`; `low` do not."""
+    while last - low > 1:
+        middle = low + (last - low) // 2
+        if mass + tl.sum(tl.where(bits <= middle, weights, 0.0), 0) >= goal:
+            last = middle
+        else:
+            low = middle
+    return last
+
+
+@triton.jit
 def _of_list(scaled, ids, inside, lower, upper, k, p, mass, total, seed, outputs, least):
     """Return the winner's score and id among collected ids, of which truncation keeps some: it ends between two
     depths, and those above both weigh `mass` of `total`."""
@@ -387,23 +399,40 @@ def _of_list(scaled, ids, inside, lower, upper, k, p, mass, total, seed, outputs
     low = tl.where(lower >= 0, _bits(lower.to(tl.float32) / _DEPTHS), -1)
     last = _bits(upper.to(tl.float32) / _DEPTHS)
     if k > 0:
-        while last - low > 1:
-            middle = low + (last - low) // 2
-            if tl.sum((inside & (bits <= middle)).to(tl.int32), 0) >= k:
-                last = middle
-            else:
-                low = middle
+        last = _end_in_list(bits, inside.to(tl.float32), low, last, 0.0, k)
         total = tl.sum(tl.where(bits <= last, weights, 0.0), 0)
-        low = -1
     if p < 1:
-        goal = p * total
-        while last - low > 1:
-            middle = low + (last - low) // 2
-            if mass + tl.sum(tl.where(bits <= middle, weights, 0.0), 0) >= goal:
-                last = middle
-            else:
-                low = middle
+        last = _end_in_list(bits, weights, low, last, mass, p * total)
     return _best_of(scaled, inside & (bits <= last), ids, seed, outputs, least)
+
+
+@triton.jit
+def _sum_in_row(
+    values, vocab, largest, table, slot, last, COUNTED: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return how many ids of a row come up to these bits, or what they weigh."""
+    found = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocab, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        scaled = _scaled(tl.load(values + ids, ids < vocab, _NEVER), largest, table, slot, FIELDS)
+        kept = (ids < vocab) & (_bits(scaled) <= last)
+        found += kept.to(tl.float32) if COUNTED else tl.where(kept, tl.exp(scaled), 0.0)
+    return tl.sum(found, 0)
+
+
+@triton.jit
+def _end_in_row(
+    values, vocab, largest, table, slot, last, goal, COUNTED: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return the least bits, up to `last`, at which that sum reaches `goal`."""
+    low = -1
+    while last - low > 1:
+        middle = low + (last - low) // 2
+        if _sum_in_row(values, vocab, largest, table, slot, middle, COUNTED, FIELDS, BLOCK) >= goal:
+            last = middle
+        else:
+            low = middle
+    return last
 
 
 @triton.jit
@@ -413,38 +442,10 @@ def _of_row(
     """Return the winner's score and id in a whole row, of which truncation keeps a part."""
     last = _INFINITE
     if k > 0:
-        low = -1
-        while last - low > 1:
-            middle = low + (last - low) // 2
-            kept = tl.zeros((BLOCK,), tl.int32)
-            for start in range(0, vocab, BLOCK):
-                ids = start + tl.arange(0, BLOCK)
-                scaled = _scaled(tl.load(values + ids, ids < vocab, _NEVER), largest, table, slot, FIELDS)
-                kept += ((ids < vocab) & (_bits(scaled) <= middle)).to(tl.int32)
-            if tl.sum(kept, 0) >= k:
-                last = middle
-            else:
-                low = middle
-        mass = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, vocab, BLOCK):
-            ids = start + tl.arange(0, BLOCK)
-            scaled = _scaled(tl.load(values + ids, ids < vocab, _NEVER), largest, table, slot, FIELDS)
-            mass += tl.where(_bits(scaled) <= last, tl.exp(scaled), 0.0)
-        total = tl.sum(mass, 0)
+        last = _end_in_row(values, vocab, largest, table, slot, last, k, True, FIELDS, BLOCK)
+        total = _sum_in_row(values, vocab, largest, table, slot, last, False, FIELDS, BLOCK)
     if p < 1:
-        goal = p * total
-        low = -1
-        while last - low > 1:
-            middle = low + (last - low) // 2
-            mass = tl.zeros((BLOCK,), tl.float32)
-            for start in range(0, vocab, BLOCK):
-                ids = start + tl.arange(0, BLOCK)
-                scaled = _scaled(tl.load(values + ids, ids < vocab, _NEVER), largest, table, slot, FIELDS)
-                mass += tl.where(_bits(scaled) <= middle, tl.exp(scaled), 0.0)
-            if tl.sum(mass, 0) >= goal:
-                last = middle
-            else:
-                low = middle
+        last = _end_in_row(values, vocab, largest, table, slot, last, p * total, False, FIELDS, BLOCK)
     winner, token = _NEVER, _NONE
     for start in range(0, vocab, BLOCK):
         ids = start + tl.arange(0, BLOCK)
