@@ -1,7 +1,8 @@
 """Profile workloads in process with torch's profiler: `python -m benchmarks.gpu.trace CELLS [server flags]`.
 
 Prints the rates that the GPU sustains (a large matrix product, a large read). Then, for prompts and for decoding, it
-prints the share of time in which a kernel ran, the idle time between kernels by length, and the kernels by their time.
+prints the share of time in which a kernel ran, the idle time between kernels by its length and by its neighbours, and
+the kernels by their time.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from benchmarks.gpu.cells import WORKLOADS, Workload
 from benchmarks.gpu.chip import chip
 from benchmarks.gpu.model import SHAPES, write_folder
 from benchmarks.gpu.worker import measure
+from benchmarks.report import Cell
 from engine.base import Engine
 from engine.config import EmbeddedConfig
 from engine.create import create_engine
@@ -45,7 +47,7 @@ async def trace(config: EmbeddedConfig, workloads: list[Workload], seconds: floa
     try:
         await engine.start()
         for workload in workloads:
-            await measure(engine, workload.warm_up(), "warm-up")
+            await measure(engine, workload.warm_up(), "warm-up", workload)
             print(f"\n## {workload.name}: prompts\n" + table(await prompts(engine, workload), top))
             if not workload.prefill:
                 print(f"\n## {workload.name}: decodes\n" + table(await decodes(engine, workload, seconds), top))
@@ -56,7 +58,7 @@ async def trace(config: EmbeddedConfig, workloads: list[Workload], seconds: floa
 async def prompts(engine: Engine, workload: Workload) -> "list[Any]":
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         await measure(
-            engine, type(workload.cell)(workload.cell.concurrency, workload.cell.prompt_tokens, 1), f"{random.random()}"
+            engine, Cell(workload.cell.concurrency, workload.cell.prompt_tokens, 1), f"{random.random()}", workload
         )
         torch.cuda.synchronize()
     return list(recorded.events())
@@ -66,7 +68,7 @@ async def decodes(engine: Engine, workload: Workload, seconds: float) -> "list[A
     """Record the kernels of some steps in the middle of a run, after all prompts."""
     cell = workload.cell
     running = asyncio.create_task(
-        measure(engine, type(cell)(cell.concurrency, cell.prompt_tokens, 512), f"{random.random()}")
+        measure(engine, Cell(cell.concurrency, cell.prompt_tokens, 512), f"{random.random()}", workload)
     )
     await asyncio.sleep(cell.concurrency * cell.prompt_tokens / 35_000 + 1)
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
@@ -84,12 +86,14 @@ def table(events: "list[Any]", top: int) -> str:
     )
     if len(spans) < 2:
         return "nothing recorded"
-    busy, idle, end = 0.0, Counter[str](), spans[0][0]
-    for begin, finish, _ in spans:
+    busy, idle, around, end, last = 0.0, Counter[str](), Counter[tuple[str, str]](), spans[0][0], ""
+    for begin, finish, name in spans:
         if begin > end:
-            idle[next(name for limit, name in _GAPS if begin - end < limit)] += begin - end
+            idle[next(length for limit, length in _GAPS if begin - end < limit)] += begin - end
+            around[last, name] += begin - end
         busy += max(0.0, finish - max(begin, end))
-        end = max(end, finish)
+        if finish > end:
+            end, last = finish, name
     whole = end - spans[0][0]
     gaps = sum(b[0] - a[1] > _STEP for a, b in pairwise(spans))
     lines = [
@@ -105,10 +109,15 @@ def table(events: "list[Any]", top: int) -> str:
         f"{times[name] / whole:7.1%} {counts[name]:7} x {times[name] / counts[name]:9.1f}  {name[:110]}"
         for name, _ in times.most_common(top)
     ]
+    lines += [
+        f"{seconds / whole:7.1%} idle between {before[:60]} and {after[:60]}"
+        for (before, after), seconds in around.most_common(_AROUND)
+    ]
     return "\n".join(lines)
 
 
 _STEP = 20.0
+_AROUND = 8
 _GAPS = ((2.0, "under 2"), (20.0, "under 20"), (100.0, "under 100"), (float("inf"), "longer"))
 
 

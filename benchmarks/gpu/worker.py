@@ -6,6 +6,7 @@ Standard input is one `Job`, standard output one message per result. The engine'
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 import os
 import random
@@ -19,6 +20,7 @@ from typing import IO
 
 import msgspec
 
+from benchmarks.gpu.cells import Fields, Workload
 from benchmarks.gpu.load import token_ids
 from benchmarks.report import Cell
 from benchmarks.servers import ROOT, tail
@@ -26,7 +28,7 @@ from engine.base import Engine
 from engine.config import EmbeddedConfig
 from engine.create import create_engine
 from engine.errors import EngineError
-from engine.types import Delta, EngineInfo, GenerateRequest, SamplingParams, TokenLogprobs
+from engine.types import Delta, EngineInfo, GenerateRequest, Guide, SamplingParams, TokenLogprobs
 from server.bench.summary import Sample, Summary, summarise
 
 
@@ -119,24 +121,31 @@ async def run(job: Job, results: IO[bytes]) -> None:
         await engine.close()
 
 
-async def measure(engine: Engine, cell: Cell, seed: str) -> Summary:
+async def measure(engine: Engine, cell: Cell, seed: str, workload: Workload | None = None) -> Summary:
+    """Send all requests of a cell at once: greedy ones, or of the kind of `workload`."""
     rng = random.Random(seed)
-    prompts = [token_ids(cell.prompt_tokens, engine.info.vocab_size, rng) for _ in range(cell.concurrency)]
+    requests = [
+        _request(
+            f"{seed}/{i}",
+            token_ids(cell.prompt_tokens, engine.info.vocab_size, rng),
+            cell.max_tokens,
+            {} if workload is None else workload.fields(rng, cell.max_tokens),
+        )
+        for i in range(cell.concurrency)
+    ]
     started = time.perf_counter()
-    samples = await asyncio.gather(
-        *(_sample(engine, prompt, cell.max_tokens, f"{seed}/{i}") for i, prompt in enumerate(prompts))
-    )
+    samples = await asyncio.gather(*(_sample(engine, request) for request in requests))
     return summarise(samples, time.perf_counter() - started)
 
 
 async def transcribe(engine: Engine, job: Transcribe, batch: int) -> list[Continuation]:
     """Return the continuations of all prompts, computed `batch` at a time."""
-    places = asyncio.Semaphore(batch)
+    places, fields = asyncio.Semaphore(batch), Fields(logprobs=job.logprobs)
 
     async def continuation(index: int, prompt: list[int]) -> Continuation:
         async with (
             places,
-            aclosing(engine.generate(_request(f"{batch}/{index}", prompt, job.max_tokens, job.logprobs))) as stream,
+            aclosing(engine.generate(_request(f"{batch}/{index}", prompt, job.max_tokens, fields))) as stream,
         ):
             deltas = [delta async for delta in stream]
         return Continuation(
@@ -147,12 +156,12 @@ async def transcribe(engine: Engine, job: Transcribe, batch: int) -> list[Contin
     return list(await asyncio.gather(*(continuation(index, prompt) for index, prompt in enumerate(job.prompts))))
 
 
-async def _sample(engine: Engine, prompt: list[int], max_tokens: int, request_id: str) -> Sample:
+async def _sample(engine: Engine, request: GenerateRequest) -> Sample:
     """Run one request, timed as in the HTTP client; a delta counts as a chunk."""
-    sample = Sample(prompt_tokens=len(prompt))
+    sample = Sample(prompt_tokens=len(request.prompt_token_ids))
     sent = previous = time.perf_counter()
     try:
-        async with aclosing(engine.generate(_request(request_id, prompt, max_tokens))) as deltas:
+        async with aclosing(engine.generate(request)) as deltas:
             async for delta in deltas:
                 now = time.perf_counter()
                 if sample.ttft:
@@ -174,8 +183,12 @@ def _count(sample: Sample, delta: Delta) -> None:
         sample.cached_tokens = delta.prompt.cached_tokens
 
 
-def _request(request_id: str, prompt: list[int], max_tokens: int, logprobs: int | None = None) -> GenerateRequest:
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=logprobs)
+def _request(request_id: str, prompt: list[int], max_tokens: int, fields: Fields) -> GenerateRequest:
+    """Return a greedy request, changed by fields with the names of `/v1/completions`."""
+    given = {"temperature": 0.0} | fields
+    if (schema := given.pop("guided_json", None)) is not None:
+        given["guide"] = Guide("json_schema", json.dumps(schema))
+    sampling = msgspec.convert(given | {"max_tokens": max_tokens, "ignore_eos": True}, SamplingParams)
     return GenerateRequest(request_id=request_id, prompt_token_ids=tuple(prompt), sampling=sampling)
 
 

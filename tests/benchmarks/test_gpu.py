@@ -7,6 +7,8 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -15,6 +17,7 @@ from benchmarks.gpu.cells import WORKLOADS
 from benchmarks.gpu.load import Clients, token_ids
 from benchmarks.gpu.model import FIRST_WORD, LLAMA_8B, SHAPES, write_folder, write_weights
 from benchmarks.gpu.report import GpuReport
+from benchmarks.gpu.trace import table
 from benchmarks.gpu.worker import (
     Continuation,
     Job,
@@ -24,14 +27,16 @@ from benchmarks.gpu.worker import (
     Started,
     Transcribe,
     Transcript,
+    measure,
     run,
     work,
 )
 from benchmarks.report import Cell
 from benchmarks.servers import ROOT, Spec, fake, serving
 from engine.config import EmbeddedConfig
+from engine.create import create_engine
 from engine.embedded.models.checkpoint import read_config
-from engine.types import Logprob
+from engine.types import GenerateRequest, Logprob
 from multimodal.text.tokenizer import Tokenizer
 from server.bench.summary import Summary
 
@@ -164,6 +169,35 @@ def test_a_worker_measures_the_engine_without_http(tiny: Path, tmp_path: Path) -
     assert (first.summary.prompt_tokens, first.summary.cached_tokens) == (70, 0)
     assert 0 < first.summary.ttft_p50 < first.summary.seconds * 1e3
     assert (second.summary.completion_tokens, second.summary.gap_p50) == (1, 0)
+
+
+@pytest.mark.parametrize("row", ["guided", "mixed"])
+async def test_requests_of_a_row_are_measured_without_http(row: str, tiny: Path) -> None:
+    workload = WORKLOADS[f"1-{row}"]
+    engine = create_engine(config(tiny))
+    await engine.start()
+    try:
+        sent: list[GenerateRequest] = []
+        generate = engine.generate
+        with patch.object(engine, "generate", lambda request: (sent.append(request), generate(request))[1]):
+            found = await measure(engine, Cell(2, 8, 4), "seed", workload)
+    finally:
+        await engine.close()
+    assert (found.errors, found.completion_tokens) == (0, 8)
+    fields = workload.fields(random.Random(), 4)
+    assert all((request.sampling.guide is not None) == ("guided_json" in fields) for request in sent)
+    first, second = (request.sampling for request in sent)
+    assert (first == second) == (row == "guided")
+
+
+def test_a_trace_names_what_idle_time_lies_between() -> None:
+    def event(name: str, start: float, end: float) -> SimpleNamespace:
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, time_range=span, device_type=SimpleNamespace(name="CUDA"))
+
+    found = table([event("a", 0, 10), event("long", 5, 60), event("b", 90, 100)], top=2)
+    assert "busy 70.0%" in found
+    assert "30.0% idle between long and b" in found
 
 
 def test_a_worker_that_fails_tells_why(tmp_path: Path) -> None:
