@@ -592,27 +592,28 @@ class Kernels:
         words = -(-vocab // 32)
         of_rows = header, slots, positions
         grid = count, chunks
+        overlap = not indexed  # outside graphs, as guided rows are drawn, it makes all kernels of the next graph slower
         _edit[grid](
             logits, *of_rows, tokens, masks, table, biases, marks, self._edited, *self._best, *self._raw, *self._top,
-            vocab, words, chunks, indexed, FIELDS, CHUNK, TOP, num_warps=4, launch_pdl=True,
+            vocab, words, chunks, indexed, FIELDS, CHUNK, TOP, num_warps=4, launch_pdl=overlap,
         )  # fmt: skip
         _weigh[grid](
             *of_rows, masks, table, ends, self._edited, self._best[0], *self._scores, self._counts, self._masses,
             self._totals, vocab, words, chunks, len(ends), indexed, FIELDS, CHUNK, width, LEVELS,
-            num_warps=4, launch_pdl=True,
+            num_warps=4, launch_pdl=overlap,
         )  # fmt: skip
         _refine[grid](
             *of_rows, table, self._edited, self._best[0], self._counts, self._masses, self._totals, self._levels,
-            *self._fine, vocab, chunks, indexed, FIELDS, CHUNK, width, LEVELS, num_warps=4, launch_pdl=True,
+            *self._fine, vocab, chunks, indexed, FIELDS, CHUNK, width, LEVELS, num_warps=4, launch_pdl=overlap,
         )  # fmt: skip
         _collect[grid](
             *of_rows, table, self._edited, self._best[0], *self._scores, self._counts, self._masses, self._totals,
             self._levels, *self._fine, *self._found, self._bounds, self._kept, vocab, chunks,
-            indexed, FIELDS, CHUNK, width, LEVELS, CANDIDATES, num_warps=4, launch_pdl=True,
+            indexed, FIELDS, CHUNK, width, LEVELS, CANDIDATES, num_warps=4, launch_pdl=overlap,
         )  # fmt: skip
         _choose[(count,)](
             logits, *of_rows, table, self._edited, *self._best, *self._scores, *self._found, self._bounds, self._kept,
             *self._raw, *self._top, chosen, sampled, reports, vocab, chunks,
             indexed, FIELDS, width, CANDIDATES, TOP, triton.next_power_of_2(chunks * TOP), REPORT,
-            num_warps=16, launch_pdl=True,
+            num_warps=16, launch_pdl=overlap,
         )  # fmt: skip
