@@ -31,6 +31,7 @@ from engine.embedded.models.cuda import (  # noqa: E402
     kernels,
     products,
     sampling_kernels,
+    step_kernels,
 )
 from engine.embedded.sampling import sampler  # noqa: E402
 
@@ -99,7 +100,9 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", run)
     monkeypatch.setattr(torch, "_scaled_mm", _scaled_mm)
-    for module in (decode_attention, fp8_kernels, group_attention, head_kernels, kernels, products, sampling_kernels):
+    for module in (
+        decode_attention, fp8_kernels, group_attention, head_kernels, kernels, products, sampling_kernels, step_kernels,
+    ):  # fmt: skip
         monkeypatch.setattr(module, "gdc_wait", lambda: None)
         monkeypatch.setattr(module, "gdc_launch_dependents", lambda: None)
     # What the interpreter knows no instructions for.

@@ -18,6 +18,7 @@ from engine.embedded.kv.cache import KvCache
 from engine.embedded.models.cuda.decode_attention import DecodeAttention
 from engine.embedded.models.cuda.group_attention import GroupAttention
 from engine.embedded.models.cuda.prefixes import SharedPrefix, SharedPrefixes
+from engine.embedded.models.cuda.step_kernels import locate
 from engine.embedded.models.devices import to_device
 from engine.embedded.models.runner import StepInput
 
@@ -153,8 +154,8 @@ class CudaAttention:
 
     def decode(self, slots: torch.Tensor, positions: torch.Tensor) -> AttentionStep:
         """Prepare a step of decodes alone, all of it on the device. `slots` and `positions`: int32 [tokens]."""
-        tables = self.tables[slots]
-        return AttentionStep(self._rows(slots, positions), len(slots), tables, positions, None)
+        rows, tables = self._located(slots, positions, copy=True)
+        return AttentionStep(rows, len(slots), tables, positions, None)
 
     def chunks_size(self, tokens: int) -> int:
         """Return the number of values that `chunks` and `beside_chunks` take besides slots and positions."""
@@ -174,7 +175,8 @@ class CudaAttention:
         """Prepare a step of sequences of any length, all of it on the device. `slots` and `positions`: int32 [tokens];
         `values` by `plan_chunks`."""
         groups = _Groups(slots, positions, values[1:])
-        return AttentionStep(self._rows(slots, positions), 0, self.tables, positions, None, groups)
+        rows, tables = self._located(slots, positions)
+        return AttentionStep(rows, 0, tables, positions, None, groups)
 
     def are_even(self, lengths: Sequence[int]) -> bool:
         """Return whether decodes behind so many tokens keep the device busy until the longest of them ends, although
@@ -227,7 +229,7 @@ class CudaAttention:
         decodes = step.singles
         tables = self.tables[slots[:decodes]]
         prompts = self._plan(step, decodes) if decodes < len(step.lengths) else None
-        return AttentionStep(self._rows(slots, positions), decodes, tables, positions[:decodes], prompts)
+        return AttentionStep(self._located(slots, positions)[0], decodes, tables, positions[:decodes], prompts)
 
     def __call__(
         self, step: AttentionStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -253,11 +255,11 @@ class CudaAttention:
             step.prompts.wrapper.run(query[count:], (keys, values), out=out[count:])
         return out
 
-    def _rows(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the cache row of each token, int64 [tokens]."""
-        size = self._cache.block_size
-        cells = slots.long() * self.width + positions // size
-        return self.tables.view(-1)[cells].long() * self._stride + positions % size
+    def _located(
+        self, slots: torch.Tensor, positions: torch.Tensor, copy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `locate`."""
+        return locate(slots, positions, self.tables, self._cache.block_size, self._stride, copy=copy)
 
     def _plan(self, step: StepInput, first: int) -> _PromptPlan:
         """Have FlashInfer plan the prompts of a step, its sequences from `first` on; the step before last used the

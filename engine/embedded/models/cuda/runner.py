@@ -193,9 +193,9 @@ class CudaRunner(PagedRunner):
         size = len(step.tokens)
         tokens, positions, slots, targets = self._inputs(step, size).view(4, size)
         attention_step = self._attention.mixed(step, slots, positions)
-        tokens = self._filled_in(tokens)
+        tokens, x = self._decoder.enter(tokens, self._sampled)
         rows = self._to_device(step.rows)
-        logits = self._decoder(self._decoder.embed(tokens), positions, self._attention, attention_step, rows)
+        logits = self._decoder(x, positions, self._attention, attention_step, rows)
         self.hidden = self._decoder.hidden
         if count := sum(step.sampled):
             drawn = rows[-count:]
@@ -371,20 +371,15 @@ class CudaRunner(PagedRunner):
         tokens, positions, slots, targets = inputs[: 4 * size].view(4, size)
         end = 4 * size + kind.more(size)
         step = kind.prepare(slots, positions, inputs[4 * size : end])
-        tokens = self._filled_in(tokens)
+        tokens, x = self._decoder.enter(tokens, self._sampled)
         chosen, rows = inputs[end:], None
         if len(chosen):
             rows = chosen.clamp(min=0).long()
-        logits = self._decoder(self._decoder.embed(tokens), positions, self._attention, step, rows, self._logits)
+        logits = self._decoder(x, positions, self._attention, step, rows, self._logits)
         if rows is not None:
             targets = torch.where(chosen < 0, self._spare_slot, targets[rows])
             positions, tokens = positions[rows], tokens[rows]
         return logits, self._decoder.hidden, *self.sampler.run(logits, targets, positions, tokens)
-
-    def _filled_in(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return token ids, int64 [tokens], with those of pending tokens filled in."""
-        pending = self._sampled[(-1 - tokens).clamp_(min=0).long()]
-        return torch.where(tokens < 0, pending, tokens.long())
 
     def _inputs(self, step: StepInput | None, size: int, kind: "_GraphKind | None" = None) -> torch.Tensor:
         """Return a step's inputs on the device: see `_packed`."""

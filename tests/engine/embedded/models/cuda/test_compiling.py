@@ -126,14 +126,45 @@ def test_a_machine_is_bare_until_something_is_in_tritons_cache(tmp_path: Path, m
     assert not is_bare()
 
 
-def test_the_kernels_that_sample_compile_for_an_h200(tmp_path: Path) -> None:
-    """Without the interpreter, which takes what the compiler does not: a variable that changes its type."""
-    code = """
+def compiled_for_an_h200(code: str, cache: Path) -> list[str]:
+    """Run code whose kernels are compiled for an H200, and not run; return what it prints, the numbers of kernels that
+    were loaded and launched last.
+
+    It runs without the interpreter, which takes what the compiler does not: a variable that changes its type.
+    """
+    before = """
 import torch
 from triton.runtime import driver
 from tests.engine.embedded.models.cuda.test_compiling import Driver
 torch.cuda.current_device = lambda: 0
 driver._active = Driver()
+"""
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        [sys.executable, "-c", f"{before}{code}print(driver.active.loaded, driver.active.launched)"],
+        cwd=ROOT,
+        env=env | {"TRITON_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    return found.stdout.split()
+
+
+def test_the_kernels_that_begin_a_step_compile_for_an_h200(tmp_path: Path) -> None:
+    code = """
+from engine.embedded.models.cuda import step_kernels
+inputs = torch.zeros(4, 5, dtype=torch.int32)
+step_kernels.embed(inputs[0], torch.zeros(3, dtype=torch.int64), torch.zeros(9, 576, dtype=torch.bfloat16))
+for copy in (True, False):
+    step_kernels.locate(inputs[2], inputs[1], torch.zeros(3, 70, dtype=torch.int32), 32, 64, copy=copy)
+"""
+    assert compiled_for_an_h200(code, tmp_path) == ["3", "3"]
+
+
+def test_the_kernels_that_sample_compile_for_an_h200(tmp_path: Path) -> None:
+    code = """
 from engine.embedded.models.cuda.sampling_kernels import FIELDS, REPORT, Kernels
 rows, vocab = 2, 5000
 kernels = Kernels(rows, vocab, torch.device("cpu"))
@@ -144,15 +175,5 @@ inputs = torch.zeros(3, rows, dtype=torch.int64)
 kernels(logits, tables, ends, results, rows=(inputs[0], inputs[1], inputs[2]))
 masks = torch.zeros(rows, -(-vocab // 32), dtype=torch.int32)
 kernels(logits, tables, ends, results, guided=(torch.zeros(rows, 4, dtype=torch.int32), masks))
-print(driver.active.loaded, driver.active.launched)
 """
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=env | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert found.stdout.split() == ["10", "10"], found.stderr[-2000:]
+    assert compiled_for_an_h200(code, tmp_path) == ["10", "10"]

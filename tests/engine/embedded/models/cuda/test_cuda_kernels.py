@@ -9,7 +9,7 @@ from torch.nn import functional
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from engine.embedded.models.cuda import decode_attention, fp8_kernels, group_attention, kernels, products
+from engine.embedded.models.cuda import decode_attention, fp8_kernels, group_attention, kernels, products, step_kernels
 from engine.embedded.models.cuda.fp8 import Fp8Products
 from engine.embedded.models.cuda.weights import Copied, Norm, PlainProducts, Products
 from tests.support.cuda import FP8, ON_GPU, interpreter  # noqa: F401 - a fixture
@@ -41,6 +41,26 @@ def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     gate, up = (x.float() @ weight.float().T).chunk(2, -1)
     return functional.silu(gate) * up
+
+
+def test_tokens_and_pending_ones_become_embeddings() -> None:
+    embeddings = random(50, 96)
+    sampled = torch.tensor([7, 11, 49], device=DEVICE)
+    tokens = torch.tensor([3, -1, 0, -3, 42, -2], dtype=torch.int32, device=DEVICE)
+    filled, found = step_kernels.embed(tokens, sampled, embeddings)
+    assert filled.tolist() == [3, 7, 0, 49, 42, 11]
+    assert torch.equal(found, embeddings[filled])
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_keys_are_located_by_the_tables_of_slots(copy: bool) -> None:
+    width, block_size, pitch = 1100, 4, 4 * 2 * 3  # more blocks than are copied together
+    tables = torch.arange(5 * width, dtype=torch.int32, device=DEVICE).flip(0).view(5, width)
+    inputs = torch.tensor([[4, 0, 2], [0, 4398, 7]], dtype=torch.int32, device=DEVICE)
+    cells, own = step_kernels.locate(inputs[0], inputs[1], tables, block_size, pitch, copy=copy)
+    blocks = [int(tables[slot, position // block_size]) for slot, position in inputs.T.tolist()]
+    assert cells.tolist() == [block * pitch + at for block, at in zip(blocks, (0, 2, 3), strict=True)]
+    assert torch.equal(own, tables[inputs[0].long()]) if copy else own is tables
 
 
 @pytest.mark.parametrize("size", [96, 256, 4096])
