@@ -149,10 +149,11 @@ def _attend(
     done = 0
     if CASCADE:
         done = tl.load(shared + row)
-    # A short sequence uses fewer splits than there are, and a long one more than `few`: as many as are joined at once
-    # have a tile each, more of them two tiles at least, and more than `few` LONG_TILES.
+    # A short sequence uses fewer splits than there are, and a long one more than `few`. Two tiles are not divided; as
+    # many splits as are joined at once have a tile each, more of them two tiles at least, and more than `few`
+    # LONG_TILES.
     tiles = tl.cdiv(length - done, TILE)
-    short = tl.maximum(tl.minimum(tiles, 128 // PAD), tl.cdiv(tiles, 2))
+    short = tl.where(tiles > 2, tl.maximum(tl.minimum(tiles, 128 // PAD), tl.cdiv(tiles, 2)), 1)
     share = tl.cdiv(tiles, tl.maximum(tl.minimum(few, short), tl.minimum(splits, tiles // LONG_TILES)))
     used = tl.cdiv(tiles, share)
     if split >= used:
@@ -238,7 +239,7 @@ class DecodeAttention:
         if fp8:
             tile, warps = (128, 4) if rows < 16 or self._pad > 16 else (64, 2)
         else:
-            tile, warps = (32, 2) if rows >= 128 and count is None else (64, 8 if rows == 1 else 4)
+            tile, warps = (32, 2) if rows >= 128 and count is None else (64, 8 if rows == 1 and self._dim > 64 else 4)
         _attend[(rows, self._kv_heads, splits)](
             query, keys, values, tables, positions, positions if count is None else count, out, self.parts,
             self._counters, shared, state, sums, self._scale, tables.shape[1], keys.stride(0), few, splits,
