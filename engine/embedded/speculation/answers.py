@@ -4,8 +4,13 @@ Its states are the sets of substrings that end at the same places (Blumer et al.
 token from a root of its own salt, so that clients who share no KV blocks learn nothing of each other's answers either.
 Where an answer stands is one state; the longest end of it that has been followed by something is a few suffix links
 away. There are two automata: when the newer is full, the older is dropped.
+
+Adding a token takes about two microseconds, which many sequences on a fast GPU have no time for. So an answer that
+was not looked at for a while is added little by little, and its rest when it ends, while that takes next to no time.
 """
 
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 
 from engine.embedded.sequence import Sequence
@@ -14,6 +19,14 @@ from engine.embedded.speculation.lookup import Lookup, Match, draft_of
 
 _COUNTED = 32
 """Suffixes of which an occurrence is counted, the longest ones: all of them would be many in text that repeats."""
+_AT_ONCE = 32
+"""Tokens of an answer that are added for a draft; while more are lacking, so many at its end are looked for."""
+_SURE, _FEW = 16, 8
+"""Tokens of a match in the sequence itself from which on other answers are not looked at. With more than a few
+sequences there is no time to do so for any that has a match."""
+_SHARE, _MOST_SAVED = 0.004, 0.05
+"""Share of the time that adding the rest of answers that have ended may take, and the most seconds of it that are saved
+up."""
 
 
 class Automaton:
@@ -50,11 +63,10 @@ class Automaton:
                 self._link[found] = known
             else:
                 self._link[found] = self._split(state, token, known)
-        state = found
+        state, count, link = found, self._count, self._link
         for _ in range(_COUNTED):
-            self._count[state] += 1
-            state = self._link[state]
-            if state < 0:
+            count[state] += 1
+            if (state := link[state]) < 0:
                 break
         return found
 
@@ -68,6 +80,13 @@ class Automaton:
             length = self._length[state]
         return self._next[state][token], length + 1
 
+    def find(self, salt: str, tokens: Many[int]) -> tuple[int, int]:
+        """Return the state, and the length, of the longest end of these tokens that is in it."""
+        state, length = self.root(salt), 0
+        for token in tokens:
+            state, length = self.advance(state, length, token)
+        return state, length
+
     def match(self, state: int, length: int, limit: int, least: int) -> Match:
         """Return the most frequent continuation of the longest known end of a text, if at least `least` of its tokens
         match."""
@@ -78,10 +97,16 @@ class Automaton:
             return Match(0, [])
         draft = list[int]()
         while len(draft) < limit and (following := self._next[state]):
-            token = max(following, key=lambda token: self._count[following[token]])
+            if len(following) == 1:
+                [(token, state)] = following.items()
+            else:
+                token, state = max(following.items(), key=self._count_of)
             draft.append(token)
-            state = following[token]
         return Match(length, draft)
+
+    def _count_of(self, entry: tuple[int, int]) -> int:
+        """Return how often the text of a token's state has come."""
+        return self._count[entry[1]]
 
     def _state(self, following: dict[int, int], link: int, length: int) -> int:
         self._next.append(following)
@@ -108,14 +133,14 @@ class _Standing:
 
     def __init__(self, known: int) -> None:
         self.known = known
-        """Number of the sequence's tokens that have been followed."""
+        """Number of the sequence's tokens up to which its answer was added."""
         self.newer: Automaton | None = None
         """The newer automaton at that time."""
         self.state = 0
-        """State of the newer automaton after the sequence's tokens were added to it."""
+        """State of the newer automaton after these tokens were added to it."""
         self.length = 0
         self.matched = 0
-        """State of the older automaton for the longest end of the sequence that it contains."""
+        """State of the older automaton for the longest end of these tokens that it contains."""
         self.matched_length = 0
 
 
@@ -125,13 +150,16 @@ class Answers:
     free = True
     runner = None
 
-    def __init__(self, least: int, capacity: int) -> None:
+    def __init__(self, least: int, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
         """`capacity`: tokens of answers that are kept."""
         self._lookup = Lookup(least)
         self._least = least
         self._capacity = capacity
         self._older, self._newer = Automaton(), Automaton()
         self._places: dict[Sequence, _Standing] = {}
+        self._clock = clock
+        self._saved, self._counted = _MOST_SAVED, clock()
+        """Seconds that adding the rest of answers may take, and when they were counted."""
 
     @property
     def tokens(self) -> int:
@@ -140,35 +168,52 @@ class Answers:
 
     def draft(self, sequences: Many[Sequence], limits: Many[int], least: float = 0.0) -> list[Draft]:
         """See `Drafter`."""
-        return [draft_of(self._match(sequence, limit)) for sequence, limit in zip(sequences, limits, strict=True)]
+        sure = _SURE if len(sequences) <= _FEW else self._least
+        return [draft_of(self._match(sequence, limit, sure)) for sequence, limit in zip(sequences, limits, strict=True)]
 
     def forget(self, sequence: Sequence) -> None:
         """See `Drafter`."""
         if sequence in self._places:
-            self._follow(sequence)
+            self._add_rest(sequence)
             del self._places[sequence]
         self._lookup.forget(sequence)
 
-    def _match(self, sequence: Sequence, limit: int) -> Match:
-        best = self._lookup.match(sequence, limit)
-        place = self._follow(sequence)
-        found = self._newer.match(place.state, place.length, limit, self._least)
-        older = self._older.match(place.matched, place.matched_length, limit, self._least)
-        return max(best, found, older, key=_length)
+    def _match(self, sequence: Sequence, limit: int, sure: int) -> Match:
+        best, salt = self._lookup.match(sequence, limit), sequence.request.cache_salt
+        if best.length >= sure:
+            return best
+        place = self._add(sequence, _AT_ONCE)
+        if place.known < len(sequence.tokens):
+            end = sequence.tokens[-_AT_ONCE:]
+            newer, older = self._newer.find(salt, end), self._older.find(salt, end)
+        else:
+            newer, older = (place.state, place.length), (place.matched, place.matched_length)
+        found = self._newer.match(*newer, limit, self._least), self._older.match(*older, limit, self._least)
+        return max(best, *found, key=_length)
 
-    def _follow(self, sequence: Sequence) -> _Standing:
-        """Take the new tokens of a sequence into the newer automaton, and return where it stands in both."""
+    def _add_rest(self, sequence: Sequence) -> None:
+        """Add what is lacking of an answer, if there is time for it."""
+        now = self._clock()
+        self._saved = min(self._saved + _SHARE * (now - self._counted), _MOST_SAVED)
+        self._counted = now
+        if self._saved > 0:
+            self._add(sequence, len(sequence.tokens))
+            self._saved -= self._clock() - now
+
+    def _add(self, sequence: Sequence, most: int) -> _Standing:
+        """Add up to so many tokens of a sequence's answer to the newer automaton, and return where it stands in both
+        then."""
         if (place := self._places.get(sequence)) is None:
             place = self._places[sequence] = _Standing(sequence.num_prompt)
-        for token in sequence.tokens[place.known :]:
+        for token in sequence.tokens[place.known : place.known + most]:
             if self._newer.tokens >= self._capacity // 2:
                 self._older, self._newer = self._newer, Automaton()
             self._settle(place, sequence.request.cache_salt)
             place.state = self._newer.extend(place.state, token)
             place.length += 1
             place.matched, place.matched_length = self._older.advance(place.matched, place.matched_length, token)
+            place.known += 1
         self._settle(place, sequence.request.cache_salt)
-        place.known = len(sequence.tokens)
         return place
 
     def _settle(self, place: _Standing, salt: str) -> None:

@@ -30,6 +30,8 @@ _ROW_SHARE = 0.15
 """Assumed share of a step of one row by which each further row makes it longer."""
 _STEPS_REMEMBERED, _OTHERS_REMEMBERED = 0.96, 0.999
 """Decay of older steps with each new one, and of those with drafts with each one without."""
+_SEARCH_SHARE = 0.1
+"""Weight of the last plan in what one takes usually."""
 _TRIAL_SHARE = 0.003
 """Share of the time that the drafts of trials may take; looking them up, and waiting for what they follow, takes more
 than that again."""
@@ -226,6 +228,8 @@ class StepCosts:
         """Seconds of a step of one row without drafts, if a row costs what is assumed."""
         self._excess = [1.0, 1.0]
         """How much longer than expected the last step took, without drafts and with."""
+        self._search = 0.0
+        """Seconds of a plan that counts as part of a step with drafts."""
         self._passed = 0
         """Steps since the last that was noted."""
         self._without = 0
@@ -260,6 +264,10 @@ class StepCosts:
         steps, self._passed = max(self._passed, 1), 0
         self._without += steps
         sequences, rows, drafted, seconds = step.sequences, step.rows, step.waited, step.seconds
+        if drafted:  # its rows do not cost what it took to read texts for the first time
+            usual = min(search, self._search)
+            seconds -= min(search - usual, seconds)
+            self._search += (search - self._search) * _SEARCH_SHARE
         pauses = self.comparison.pauses
         if self._usual:
             costs = self.fit()

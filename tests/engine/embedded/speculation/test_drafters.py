@@ -1,5 +1,6 @@
 """Drafters: what they propose, and what they keep."""
 
+import itertools
 import random
 
 import pytest
@@ -138,6 +139,39 @@ def test_answers_propose_the_most_frequent_continuation() -> None:
     one = sequence([1])
     one.tokens += [50, 51]
     assert answers.draft([one], [3])[0].tokens == [8]
+
+
+def test_an_answer_that_is_behind_is_looked_for_by_its_end_and_added_little_by_little() -> None:
+    answers = Answers(2, 1000)
+    earlier, late = sequence([1], name="earlier"), sequence([1], name="late")
+    earlier.tokens += WORDS
+    while answers.tokens < len(WORDS):
+        answers.draft([earlier], [1])
+    late.tokens += [*range(500, 600), *WORDS[10:20]]
+    assert answers.draft([late], [4])[0].tokens == WORDS[20:24]
+    assert answers.tokens == len(WORDS) + 32
+    late.tokens += WORDS[20:24]
+    for _ in range(3):
+        assert answers.draft([late], [4])[0].tokens == WORDS[24:28]
+    assert answers.tokens == len(WORDS) + 114
+    third = sequence([1], name="third")
+    third.tokens += [508, 509]
+    assert answers.draft([third], [4])[0].tokens == [510, 511, 512, 513]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 30.0])
+def test_the_rest_of_answers_is_added_while_that_takes_no_time(seconds: float) -> None:
+    """Between two answers pass so many seconds, and to add one takes 0.1: of 30 seconds that is less than 0.4 %."""
+    now = itertools.count(0.0, 0.1)
+    passed = 0.0
+    answers = Answers(2, 10_000, lambda: next(now) + passed)
+    for start in range(1000, 5000, 1000):
+        one = sequence([1], name=str(start))
+        one.tokens += range(start, start + 200)
+        answers.draft([one], [1])
+        answers.forget(one)
+        passed += seconds
+    assert answers.tokens == (4 * 200 if seconds else 200 + 3 * 32)
 
 
 def test_answers_are_bounded_and_the_newer_half_is_kept() -> None:

@@ -468,6 +468,20 @@ def test_pauses_of_a_model_that_fails_again_become_longer() -> None:
     assert pauses == pytest.approx([first, 2 * first, 4 * first, 4 * first, 4 * first], rel=0.2) and first > 50
 
 
+def test_a_long_first_search_does_not_make_rows_seem_dear() -> None:
+    """Ten steps whose 64 rows more take a second, beside a plan of 4 s the first time and of 1 s from then on."""
+    costs = StepCosts(read_before=40)
+    for _ in range(20):
+        costs.next()
+        costs.note(DecodeStep(64, 64, 64, False, 10.0, 10.0), 0.0)
+    costs.note(DecodeStep(64, 128, 64, True, 15.0, 15.0), 4.0)
+    first = costs.fit().drafted.at(128)
+    assert first == pytest.approx(11.0, abs=0.5)
+    for _ in range(100):
+        costs.note(DecodeStep(64, 128, 64, True, 12.0, 12.0), 1.0)
+    assert costs.fit().drafted.at(128) == pytest.approx(12.0, abs=0.1), "what each plan takes is part of it"
+
+
 def test_costs_are_fitted_and_one_slow_step_does_not_overthrow_them() -> None:
     costs = StepCosts(read_before=40)
 
