@@ -157,6 +157,61 @@ class Subject:
             self.events += batch
 
 
+@dataclass
+class Answer:
+    request: GenerateRequest
+    deltas: list[Delta]
+
+
+class _Recorded:
+    """A stream of deltas that are kept."""
+
+    def __init__(self, stream: AsyncIterator[Delta], deltas: list[Delta]) -> None:
+        self._stream, self._deltas = stream, deltas
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        self._deltas.append(await anext(self._stream))
+        return self._deltas[-1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def recorded(engine: Engine) -> list[Answer]:
+    """Keep an engine's answers from now on."""
+    answers, original = list[Answer](), engine.generate
+
+    def generate(request: GenerateRequest) -> Any:
+        answers.append(Answer(request, []))
+        return _Recorded(original(request), answers[-1].deltas)
+
+    engine.generate = generate  # type: ignore[method-assign]
+    return answers
+
+
+async def compare(answers: list[Answer], engine: Engine) -> int:
+    """Have another engine give the same whole answers, where a request says all that they depend on; return how many
+    these were."""
+    compared = 0
+    for request, deltas in ((answer.request, answer.deltas) for answer in answers):
+        sampling, whole = request.sampling, bool(deltas) and deltas[-1].finish_reason is not None
+        if whole and request.handoff is None and (sampling.temperature == 0 or sampling.seed is not None):
+            again = await generate(engine, replace(request, request_id=f"again-{next(_ids)}"))
+            assert _told(again) == _told(deltas), request
+            compared += 1
+    return compared
+
+
+def _told(deltas: list[Delta]) -> tuple[object, ...]:
+    """What an answer consists of, whatever came together; log-probabilities but for rounding."""
+    entries = [entry for delta in deltas for entries in delta.logprobs for entry in entries]
+    told = [(entry.token_id, round(entry.logprob, 2), entry.rank) for entry in entries]
+    return tokens_of(deltas), told, deltas[-1].finish_reason, deltas[-1].stop_reason
+
+
 def prompt_of(length: int) -> tuple[int, ...]:
     """A prompt that no other test has used, without special ids."""
     return tuple(_rng.randrange(3, VOCABULARY) for _ in range(length))
