@@ -68,12 +68,13 @@ async def decodes(engine: Engine, workload: Workload, seconds: float) -> "list[A
     """Record the kernels of some steps in the middle of a run, after all prompts."""
     cell = workload.cell
     running = asyncio.create_task(
-        measure(engine, Cell(cell.concurrency, cell.prompt_tokens, 512), f"{random.random()}", workload)
+        measure(engine, Cell(cell.concurrency, cell.prompt_tokens, 2048), f"{random.random()}", workload)
     )
     await asyncio.sleep(cell.concurrency * cell.prompt_tokens / 35_000 + 1)
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         await asyncio.sleep(seconds)
-    await running
+    running.cancel()
+    await asyncio.wait([running])
     return list(recorded.events())
 
 

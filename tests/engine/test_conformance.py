@@ -127,6 +127,20 @@ async def test_greedy_output_repeats(engine: Engine) -> None:
     assert tokens_of(await generate(engine, request)) == tokens_of(await generate(engine, request))
 
 
+@pytest.mark.parametrize("kind", ["embedded", "embedded-ngram"])
+async def test_a_seed_gives_the_same_text_beside_others_and_after_a_restart(kind: str, tiny_model: Path) -> None:
+    asked = {"max_tokens": 24, "temperature": 1.0, "top_p": 0.95}
+    prompt, texts = prompt_of(20), list[list[int]]()
+    for others in (0, 5):
+        async with engine_of(kind, config_of(kind, tiny_model)) as engine:
+            await engine.start()
+            seeded = [request_for(prompt, seed=seed, **asked) for seed in (7, 8)]
+            beside = [request_for(prompt_of(30), **asked) for _ in range(others)]
+            answers = await asyncio.gather(*(generate(engine, request) for request in (*seeded, *beside)))
+            texts += [tokens_of(deltas) for deltas in answers[:2]]
+    assert texts[:2] == texts[2:] and texts[0] != texts[1]
+
+
 async def test_stop_token_ids_end_the_sequence_and_are_reported(engine: Engine) -> None:
     prompt = prompt_of(20)
     free = tokens_of(await generate(engine, request_for(prompt, max_tokens=20)))

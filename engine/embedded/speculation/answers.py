@@ -173,16 +173,17 @@ class Answers:
 
     def forget(self, sequence: Sequence) -> None:
         """See `Drafter`."""
-        if sequence in self._places:
-            self._add_rest(sequence)
-            del self._places[sequence]
+        if (place := self._places.pop(sequence, None)) is not None:
+            self._add_rest(sequence, place)
         self._lookup.forget(sequence)
 
     def _match(self, sequence: Sequence, limit: int, sure: int) -> Match:
         best, salt = self._lookup.match(sequence, limit), sequence.request.cache_salt
+        if (place := self._places.get(sequence)) is None:
+            place = self._places[sequence] = _Standing(sequence.num_prompt)
         if best.length >= sure:
             return best
-        place = self._add(sequence, _AT_ONCE)
+        self._add(sequence, place, _AT_ONCE)
         if place.known < len(sequence.tokens):
             end = sequence.tokens[-_AT_ONCE:]
             newer, older = self._newer.find(salt, end), self._older.find(salt, end)
@@ -191,20 +192,17 @@ class Answers:
         found = self._newer.match(*newer, limit, self._least), self._older.match(*older, limit, self._least)
         return max(best, *found, key=_length)
 
-    def _add_rest(self, sequence: Sequence) -> None:
+    def _add_rest(self, sequence: Sequence, place: _Standing) -> None:
         """Add what is lacking of an answer, if there is time for it."""
         now = self._clock()
         self._saved = min(self._saved + _SHARE * (now - self._counted), _MOST_SAVED)
         self._counted = now
         if self._saved > 0:
-            self._add(sequence, len(sequence.tokens))
+            self._add(sequence, place, len(sequence.tokens))
             self._saved -= self._clock() - now
 
-    def _add(self, sequence: Sequence, most: int) -> _Standing:
-        """Add up to so many tokens of a sequence's answer to the newer automaton, and return where it stands in both
-        then."""
-        if (place := self._places.get(sequence)) is None:
-            place = self._places[sequence] = _Standing(sequence.num_prompt)
+    def _add(self, sequence: Sequence, place: _Standing, most: int) -> None:
+        """Add up to so many tokens of a sequence's answer to the newer automaton, and note where it stands in both."""
         for token in sequence.tokens[place.known : place.known + most]:
             if self._newer.tokens >= self._capacity // 2:
                 self._older, self._newer = self._newer, Automaton()
@@ -214,7 +212,6 @@ class Answers:
             place.matched, place.matched_length = self._older.advance(place.matched, place.matched_length, token)
             place.known += 1
         self._settle(place, sequence.request.cache_salt)
-        return place
 
     def _settle(self, place: _Standing, salt: str) -> None:
         """Move a place to the present automata: what was added to the one that is the older now is a match there."""

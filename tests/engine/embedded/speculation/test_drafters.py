@@ -159,6 +159,22 @@ def test_an_answer_that_is_behind_is_looked_for_by_its_end_and_added_little_by_l
     assert answers.draft([third], [4])[0].tokens == [510, 511, 512, 513]
 
 
+@pytest.mark.parametrize("others", [0, 8])
+def test_other_answers_are_looked_at_where_the_text_itself_has_no_long_match(others: int) -> None:
+    """Here it has one of 3 tokens and another answer one of 10; beside eight more sequences, the own one does."""
+    answers = Answers(2, 1000)
+    earlier = sequence([1], name="earlier")
+    earlier.tokens += WORDS
+    answers.draft([earlier], [1])
+    answers.forget(earlier)
+    one = sequence([1, *WORDS[7:10], 50, 51], name="one")
+    one.tokens += WORDS[:10]
+    more = [sequence([1, 2, 3], name=str(i)) for i in range(others)]
+    assert answers.draft([one, *more], [2] * (1 + others))[0].tokens == ([50, 51] if others else WORDS[10:12])
+    answers.forget(one)
+    assert answers.tokens == len(WORDS) + 10, "it is kept in any case"
+
+
 @pytest.mark.parametrize("seconds", [0.0, 30.0])
 def test_the_rest_of_answers_is_added_while_that_takes_no_time(seconds: float) -> None:
     """Between two answers pass so many seconds, and to add one takes 0.1: of 30 seconds that is less than 0.4 %."""
