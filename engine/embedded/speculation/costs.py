@@ -26,8 +26,9 @@ MOST_SAVED = 8.0
 PROBE_AFTER = 64
 """Steps after which a sequence may be drafted for again by a model that was not worth asking, one at a time; later if
 the last one took more than half the share `_LOST` of their time."""
-_ROW_SHARE = 0.15
-"""Assumed share of a step of one row by which each further row makes it longer."""
+ROW_SHARE, ROW_SHARE_ON_GPU = 0.15, 0.01
+"""Assumed share of a step of one row by which each further row makes it longer, on a CPU and on a GPU. On an H200 it is
+0.003 for Qwen2.5 0.5B and 0.008 for Llama 8B."""
 _STEPS_REMEMBERED, _OTHERS_REMEMBERED = 0.96, 0.999
 """Decay of older steps with each new one, and of those with drafts with each one without."""
 _SEARCH_SHARE = 0.1
@@ -218,9 +219,10 @@ class StepCosts:
     """Measures what steps of some number of sequences take: those in turn without speculation, and those with drafts.
     What drafts cost is forgotten in the end where none are computed, so that they are tried again."""
 
-    def __init__(self, read_before: int) -> None:
-        """See `Comparison`."""
+    def __init__(self, read_before: int, row_share: float = ROW_SHARE) -> None:
+        """`read_before`: see `Comparison`; `row_share`: see `ROW_SHARE`."""
         self.comparison = Comparison(read_before)
+        self._row_share = row_share
         self._sizes = range(0)
         """Sequences of steps that were measured in the last pause, from the fewest to the most."""
         self._plain, self._drafted = Steps(), Steps()
@@ -290,7 +292,7 @@ class StepCosts:
             self._sizes = range(min(fewest, sequences), max(end, sequences + 1))
         if not drafted and (pauses or not self._usual):
             self._plain.note(rows, seconds)
-            usual = seconds / (1 + _ROW_SHARE * (rows - 1))
+            usual = seconds / (1 + self._row_share * (rows - 1))
             self._usual += (usual - self._usual) * (0.1 if self._usual else 1)
         self._fitted = None
 
@@ -306,6 +308,7 @@ class StepCosts:
 
     def fit(self) -> Costs:
         if self._fitted is None:
-            plain = self._plain.fit(Line((1 - _ROW_SHARE) * self._usual, _ROW_SHARE * self._usual))
+            share = self._row_share
+            plain = self._plain.fit(Line((1 - share) * self._usual, share * self._usual))
             self._fitted = Costs(plain, self._drafted.fit(plain))
         return self._fitted

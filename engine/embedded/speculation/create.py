@@ -5,6 +5,7 @@ import time
 from engine.config import EmbeddedConfig
 from engine.embedded.models.runner import ModelRunner
 from engine.embedded.speculation.answers import Answers
+from engine.embedded.speculation.costs import ROW_SHARE, ROW_SHARE_ON_GPU
 from engine.embedded.speculation.drafter import Drafter
 from engine.embedded.speculation.lookup import Lookup
 from engine.embedded.speculation.speculator import Speculator
@@ -29,10 +30,12 @@ def create_speculator(config: EmbeddedConfig, runner: ModelRunner) -> Speculator
             from engine.embedded.speculation.eagle import Eagle  # noqa: PLC0415
 
             drafter = Eagle(config, runner)
+    on_cpu = runner.device.type == "cpu"
     return Speculator(
         drafter,
         lookup=Lookup(config.speculative_min_match),
-        clock=time.process_time if runner.device.type == "cpu" else time.monotonic,
+        clock=time.process_time if on_cpu else time.monotonic,
+        row_share=ROW_SHARE if on_cpu else ROW_SHARE_ON_GPU,
         most=config.speculative_tokens,
         min_speedup=config.speculative_min_speedup,
         context_length=runner.context_length,

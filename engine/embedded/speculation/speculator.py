@@ -18,7 +18,7 @@ from engine.embedded.models.runner import StepInput
 from engine.embedded.sequence import Sequence, SequenceStatus
 from engine.embedded.speculation.acceptance import Acceptance
 from engine.embedded.speculation.asking import Asking
-from engine.embedded.speculation.costs import MOST_SAVED, REINVESTED, DecodeStep, StepCosts, rest_after
+from engine.embedded.speculation.costs import MOST_SAVED, REINVESTED, ROW_SHARE, DecodeStep, StepCosts, rest_after
 from engine.embedded.speculation.drafter import CLASSES, NOTHING, Draft, Drafter, HiddenStatesReader
 from engine.embedded.speculation.lengths import can_pay, trial, worthwhile
 from engine.embedded.speculation.rounds import RoundDrafter, Rounds
@@ -47,12 +47,13 @@ class Speculator:
         context_length: int,
         lookup: Drafter | None = None,
         block_size: int = 32,
+        row_share: float = ROW_SHARE,
         clock: Callable[[], float] = time.process_time,
     ) -> None:
         """A sequence has at most `most` drafted tokens in a step; a step has none unless they make it `min_speedup`
         times as fast; 0 computes every draft, whatever it costs. `lookup`: the free drafter beside one that costs.
         `block_size`: positions of a KV block, at whose beginning a head goes on behind hidden states that were not
-        read. `clock` measures what drafts cost."""
+        read. `row_share`: see `ROW_SHARE`. `clock` measures what drafts cost."""
         self.drafter = drafter
         self._lookup: Drafter | None = drafter if drafter.free else lookup
         self._model: Drafter | None = None if drafter.free else drafter
@@ -76,7 +77,8 @@ class Speculator:
         self._costs: dict[int, StepCosts] = {}
         """By the number of sequences in a step, roughly: each has work of its own on the host. See `_costs_of`."""
         self._read_before = block_size + _MORE_READ
-        self._latest = StepCosts(self._read_before)
+        self._row_share = row_share
+        self._latest = StepCosts(self._read_before, row_share)
         """The costs to which the last step was added."""
         self.planned: list[Sequence] = []
         """Sequences that have drafts."""
@@ -346,7 +348,7 @@ class Speculator:
     def _costs_of(self, sequences: int) -> StepCosts:
         size = (sequences * 4 // 3).bit_length()  # 48 to 95 are one size: a full batch of 64 is often not quite full
         if (costs := self._costs.get(size)) is None:
-            costs = self._costs[size] = StepCosts(self._read_before)
+            costs = self._costs[size] = StepCosts(self._read_before, self._row_share)
         return costs
 
     def _room(self, sequence: Sequence) -> int:
