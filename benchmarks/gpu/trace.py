@@ -10,6 +10,7 @@ import asyncio
 import random
 import tempfile
 from collections import Counter
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,8 @@ async def decodes(engine: Engine, workload: Workload, seconds: float) -> "list[A
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         await asyncio.sleep(seconds)
     running.cancel()
-    await asyncio.wait([running])
+    with suppress(asyncio.CancelledError):
+        await running
     return list(recorded.events())
 
 
@@ -111,8 +113,8 @@ def table(events: "list[Any]", top: int) -> str:
         for name, _ in times.most_common(top)
     ]
     lines += [
-        f"{seconds / whole:7.1%} idle between {before[:60]} and {after[:60]}"
-        for (before, after), seconds in around.most_common(_AROUND)
+        f"{idle_time / whole:7.1%} idle between {before[:60]} and {after[:60]}"
+        for (before, after), idle_time in around.most_common(_AROUND)
     ]
     return "\n".join(lines)
 

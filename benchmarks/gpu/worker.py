@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
@@ -185,10 +185,10 @@ def _count(sample: Sample, delta: Delta) -> None:
 
 def _request(request_id: str, prompt: list[int], max_tokens: int, fields: Fields) -> GenerateRequest:
     """Return a greedy request, changed by fields with the names of `/v1/completions`."""
-    given = {"temperature": 0.0} | fields
+    given: dict[str, Any] = {"temperature": 0.0} | fields
     if (schema := given.pop("guided_json", None)) is not None:
         given["guide"] = Guide("json_schema", json.dumps(schema))
-    sampling = msgspec.convert(given | {"max_tokens": max_tokens, "ignore_eos": True}, SamplingParams)
+    sampling = SamplingParams(**given, max_tokens=max_tokens, ignore_eos=True)
     return GenerateRequest(request_id=request_id, prompt_token_ids=tuple(prompt), sampling=sampling)
 
 

@@ -85,6 +85,8 @@ class _LaunchedStep:
     of a model that drafts."""
     planned: float
     """When the choice of drafts began, by that clock."""
+    planning: float
+    """Seconds that it took, without those of a model."""
     rows: list[int] | None = None
     """The first row of each chunk of `sampling`, or None if no chunk has a draft, and so each has one row."""
     drawn: Drawn | None = None
@@ -167,8 +169,8 @@ class EngineCore:
         self._launched: _LaunchedStep | None = None
         # On a CPU a step costs its processor time: how long it takes depends on who else uses the processor.
         self._clock = time.process_time if on_cpu else time.monotonic
-        self._planned = self._began = 0.0
-        """When the choice of drafts for the present step began, and the step, by that clock."""
+        self._planned = self._began = self._planning = 0.0
+        """When the choice of drafts for the present step began, and the step, by that clock; and what it took."""
         self._finished = 0.0
         """End of the last step, by that clock."""
 
@@ -312,7 +314,8 @@ class EngineCore:
         if self.speculator is not None:
             self._planned = self._clock()
             outputs += self._plan_drafts()
-            self._began = self._clock() - self.speculator.planning
+            self._planning = self.speculator.planning
+            self._began = self._clock() - self._planning
         previous, self._launched = self._launched, None
         launched = self._launch(outputs)
         waits = previous is not None and launched is not None and self._waits(launched)
@@ -492,7 +495,8 @@ class EngineCore:
         if any(chunk.draft for chunk in sampling):
             rows = list(accumulate((chunk.sampled for chunk in sampling[:-1]), initial=0))
         logits = logits[first:] if first else logits
-        return _LaunchedStep(chunks, sampling, slots, logits, started, self._began, self._planned, rows)
+        clocks = self._began, self._planned, self._planning
+        return _LaunchedStep(chunks, sampling, slots, logits, started, *clocks, rows)
 
     def _run_rounds(self, chunks: list[Chunk], started: float, rounds: int) -> _LaunchedStep:
         """Have the device draft, verify and draw so many times; all chunks are decodes."""
@@ -503,7 +507,7 @@ class EngineCore:
         for sequence in sequences:
             self.runner.expect(sequence.slot, sequence.admission, sequence.tables)
         found = self.speculator.run_rounds(sequences, rounds)
-        clocks = self._began, self._planned
+        clocks = self._began, self._planned, self._planning
         rows = list(range(0, sum(chunk.length for chunk in chunks), rounds * ROUND_TOKENS))
         return _LaunchedStep(chunks, chunks, slots, found, started, *clocks, rows, Drawn(found), rounds)
 
@@ -597,6 +601,7 @@ class EngineCore:
             waited=waited,
             seconds=clock - max(step.clock, before),
             elapsed=clock - max(step.planned, before),
+            planning=step.planning,
             rounds=step.rounds,
         )
         self.speculator.note_step(decoded)

@@ -59,20 +59,22 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 )
 async def subject(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIterator[Subject]:
     """An engine for all tests. What it answered with drafts in any of them, it has to answer without, too."""
-    answers = list[Answer]()
+    speculates, answers = request.param == "embedded-ngram", list[Answer]()
     async with engine_of(request.param, config_of(request.param, tiny_model)) as engine:
         await engine.start()
-        if request.param == "embedded-ngram":
+        if speculates:
             answers = recorded(engine)
         subject = Subject(engine)
         collecting = asyncio.create_task(subject.collect_events())
         yield subject
         await engine.close()
         await asyncio.wait_for(collecting, 20)
-    if answers:
+    if speculates:
         async with engine_of("embedded", config_of("embedded", tiny_model)) as plain:
             await plain.start()
-            assert await compare(answers, plain)
+            compared = await compare(answers, plain)
+        tests = sum(request.param in item.name for item in request.session.items)
+        assert compared > 50 or tests < 50, "most tests have answers that can be compared"
 
 
 @pytest.fixture

@@ -201,15 +201,19 @@ async def compare(answers: list[Answer], engine: Engine) -> int:
         if whole and request.handoff is None and (sampling.temperature == 0 or sampling.seed is not None):
             again = await generate(engine, replace(request, request_id=f"again-{next(_ids)}"))
             assert _told(again) == _told(deltas), request
+            assert _logprobs(again) == pytest.approx(_logprobs(deltas), abs=1e-3), request
             compared += 1
     return compared
 
 
 def _told(deltas: list[Delta]) -> tuple[object, ...]:
-    """What an answer consists of, whatever came together; log-probabilities but for rounding."""
-    entries = [entry for delta in deltas for entries in delta.logprobs for entry in entries]
-    told = [(entry.token_id, round(entry.logprob, 2), entry.rank) for entry in entries]
-    return tokens_of(deltas), told, deltas[-1].finish_reason, deltas[-1].stop_reason
+    """What an answer consists of, whatever came together."""
+    listed = [(entry.token_id, entry.rank) for delta in deltas for entries in delta.logprobs for entry in entries]
+    return tokens_of(deltas), listed, deltas[-1].finish_reason, deltas[-1].stop_reason
+
+
+def _logprobs(deltas: list[Delta]) -> list[float]:
+    return [entry.logprob for delta in deltas for entries in delta.logprobs for entry in entries]
 
 
 def prompt_of(length: int) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ _AT_ONCE = 32
 _SURE, _FEW = 16, 8
 """Tokens of a match in the sequence itself from which on other answers are not looked at. With more than a few
 sequences there is no time to do so for any that has a match."""
-_SHARE, _MOST_SAVED = 0.004, 0.05
+_SHARE, _MOST_SAVED = 0.004, 0.005
 """Share of the time that adding the rest of answers that have ended may take, and the most seconds of it that are saved
 up."""
 
@@ -129,13 +129,13 @@ class Automaton:
 class _Standing:
     """State of a sequence in the two automata."""
 
-    __slots__ = ("known", "length", "matched", "matched_length", "newer", "state")
+    __slots__ = ("generation", "known", "length", "matched", "matched_length", "state")
 
     def __init__(self, known: int) -> None:
         self.known = known
         """Number of the sequence's tokens up to which its answer was added."""
-        self.newer: Automaton | None = None
-        """The newer automaton at that time."""
+        self.generation = -2
+        """The generation of the newer automaton at that time; -2 if nothing was added yet."""
         self.state = 0
         """State of the newer automaton after these tokens were added to it."""
         self.length = 0
@@ -156,6 +156,8 @@ class Answers:
         self._least = least
         self._capacity = capacity
         self._older, self._newer = Automaton(), Automaton()
+        self._generation = 0
+        """Number of automata that were full."""
         self._places: dict[Sequence, _Standing] = {}
         self._clock = clock
         self._saved, self._counted = _MOST_SAVED, clock()
@@ -168,7 +170,7 @@ class Answers:
 
     def draft(self, sequences: Many[Sequence], limits: Many[int], least: float = 0.0) -> list[Draft]:
         """See `Drafter`."""
-        sure = _SURE if len(sequences) <= _FEW else self._least
+        sure = _SURE if max(len(sequences), len(self._places)) <= _FEW else self._least
         return [draft_of(self._match(sequence, limit, sure)) for sequence, limit in zip(sequences, limits, strict=True)]
 
     def forget(self, sequence: Sequence) -> None:
@@ -197,15 +199,16 @@ class Answers:
         now = self._clock()
         self._saved = min(self._saved + _SHARE * (now - self._counted), _MOST_SAVED)
         self._counted = now
-        if self._saved > 0:
-            self._add(sequence, place, len(sequence.tokens))
+        while self._saved > 0 and place.known < len(sequence.tokens):
+            self._add(sequence, place, _AT_ONCE)
             self._saved -= self._clock() - now
+            now = self._clock()
 
     def _add(self, sequence: Sequence, place: _Standing, most: int) -> None:
         """Add up to so many tokens of a sequence's answer to the newer automaton, and note where it stands in both."""
         for token in sequence.tokens[place.known : place.known + most]:
             if self._newer.tokens >= self._capacity // 2:
-                self._older, self._newer = self._newer, Automaton()
+                self._older, self._newer, self._generation = self._newer, Automaton(), self._generation + 1
             self._settle(place, sequence.request.cache_salt)
             place.state = self._newer.extend(place.state, token)
             place.length += 1
@@ -215,14 +218,14 @@ class Answers:
 
     def _settle(self, place: _Standing, salt: str) -> None:
         """Move a place to the present automata: what was added to the one that is the older now is a match there."""
-        if place.newer is self._newer:
+        if place.generation == self._generation:
             return
-        if place.newer is not None and place.newer is self._older:
+        if place.generation == self._generation - 1:
             place.matched, place.matched_length = place.state, place.length
         else:
             place.matched, place.matched_length = self._older.root(salt), 0
         place.state, place.length = self._newer.root(salt), 0
-        place.newer = self._newer
+        place.generation = self._generation
 
 
 def _length(match: Match) -> int:

@@ -31,8 +31,8 @@ ROW_SHARE, ROW_SHARE_ON_GPU = 0.15, 0.01
 0.003 for Qwen2.5 0.5B and 0.008 for Llama 8B."""
 _STEPS_REMEMBERED, _OTHERS_REMEMBERED = 0.96, 0.999
 """Decay of older steps with each new one, and of those with drafts with each one without."""
-_SEARCH_SHARE = 0.1
-"""Weight of the last plan in what one takes usually."""
+_PLANNING_SHARE = 0.1
+"""Weight of the last plan in what one usually takes."""
 _TRIAL_SHARE = 0.003
 """Share of the time that the drafts of trials may take; looking them up, and waiting for what they follow, takes more
 than that again."""
@@ -80,6 +80,8 @@ class DecodeStep(NamedTuple):
     """The same with the model, part of whose time may be counted with the step before."""
     rounds: int = 0
     """How often the device has drafted and verified in it without the host; 0 for other steps."""
+    planning: float = 0.0
+    """Seconds of the plan."""
 
 
 class Line(NamedTuple):
@@ -230,8 +232,10 @@ class StepCosts:
         """Seconds of a step of one row without drafts, if a row costs what is assumed."""
         self._excess = [1.0, 1.0]
         """How much longer than expected the last step took, without drafts and with."""
-        self._search = 0.0
-        """Seconds of a plan that counts as part of a step with drafts."""
+        self._plans = 0
+        """Number of steps that waited."""
+        self._planning = 0.0
+        """Seconds that their plans usually take."""
         self._passed = 0
         """Steps since the last that was noted."""
         self._without = 0
@@ -254,10 +258,10 @@ class StepCosts:
         """Note that drafts are tried."""
         self._without, self._next_trial = 0, max(self._next_trial, PROBE_AFTER)
 
-    def note(self, step: DecodeStep, search: float) -> None:
+    def note(self, step: DecodeStep) -> None:
         """Note a step. If it took much longer than expected, as when others use the processor, it counts as half as
-        long again, or as much longer as the one before it took; `search`, the seconds of the last plan, counts in
-        full."""
+        long again, or as much longer as the one before it took. In the comparison its plan counts in full; rows do not
+        cost what a plan took longer than usual, as the first one does, which reads texts for the first time."""
         if step.rounds:  # tells nothing of what rows cost
             self._passed = 0
             if not self.comparison.pauses and (plain := self.fit().plain.at(step.sequences)):
@@ -266,10 +270,13 @@ class StepCosts:
         steps, self._passed = max(self._passed, 1), 0
         self._without += steps
         sequences, rows, drafted, seconds = step.sequences, step.rows, step.waited, step.seconds
-        if drafted:  # its rows do not cost what it took to read texts for the first time
-            usual = min(search, self._search)
-            seconds -= min(search - usual, seconds)
-            self._search += (search - self._search) * _SEARCH_SHARE
+        if drafted:
+            self._plans += 1
+            if self._plans == 2:
+                self._planning = step.planning
+            seconds -= min(max(step.planning - self._planning, 0.0), seconds)
+            if self._plans > 2:
+                self._planning += (step.planning - self._planning) * _PLANNING_SHARE
         pauses = self.comparison.pauses
         if self._usual:
             costs = self.fit()
@@ -282,7 +289,7 @@ class StepCosts:
                 between = int((seconds - plain) / (_TRIAL_SHARE * plain))
                 self._next_trial = min(max(between, PROBE_AFTER), _LONGEST_BETWEEN_TRIALS)
             if not pauses and (plain := costs.plain.at(sequences)):
-                self._compare(step, min(step.elapsed, most + search), plain)
+                self._compare(step, min(step.elapsed, most + step.planning), plain)
         if drafted:
             self._drafted.note(rows, seconds)
         else:

@@ -297,7 +297,7 @@ class Speculator:
             self._rounds.note(step, usual, found=not self._asking.has_drafted)
         modelled = min(self._modelled, step.elapsed)
         self._modelled -= modelled
-        self._latest.note(step._replace(elapsed=step.elapsed - modelled), self.planning)
+        self._latest.note(step._replace(elapsed=step.elapsed - modelled))
 
     def note_draft(self, sequence: Sequence, length: int, accepted: int) -> None:
         """Count a draft that was computed for a sequence, and how many of its tokens were accepted."""

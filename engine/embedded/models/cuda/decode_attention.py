@@ -149,11 +149,12 @@ def _attend(
     done = 0
     if CASCADE:
         done = tl.load(shared + row)
-    # A short sequence uses fewer splits than there are, and a long one more than `few`. Two tiles are not divided; as
-    # many splits as are joined at once have a tile each, more of them two tiles at least, and more than `few`
-    # LONG_TILES.
+    # A short sequence uses fewer splits than there are, and a long one more than `few`: each has two tiles at least, or
+    # LONG_TILES. Of keys that take long to load, as many splits as are joined at once have a tile each.
     tiles = tl.cdiv(length - done, TILE)
-    short = tl.where(tiles > 2, tl.maximum(tl.minimum(tiles, 128 // PAD), tl.cdiv(tiles, 2)), 1)
+    short = tl.cdiv(tiles, 2)
+    if DIM > 64 and not FP8:
+        short = tl.where(tiles > 2, tl.maximum(tl.minimum(tiles, 128 // PAD), short), 1)
     share = tl.cdiv(tiles, tl.maximum(tl.minimum(few, short), tl.minimum(splits, tiles // LONG_TILES)))
     used = tl.cdiv(tiles, share)
     if split >= used:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from engine.embedded.kv.cache import KvCache
 from engine.embedded.models.checkpoint import LlamaConfig
-from engine.embedded.models.cuda import kernels, step_kernels
+from engine.embedded.models.cuda import kernels
 from engine.embedded.models.cuda.attention import AttentionStep, CudaAttention
 from engine.embedded.models.cuda.fp8 import Fp8Products
 from engine.embedded.models.cuda.weights import Copied, Norm, PlainProducts, Products, Weight
@@ -202,11 +202,6 @@ class LlamaDecoder:
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings, [tokens, hidden size], of token ids, int [tokens]."""
         return self._embedding[tokens]  # for few tokens three times as fast as `functional.embedding`
-
-    def enter(self, tokens: torch.Tensor, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ids of tokens and their embeddings. Pending ones are filled in from the last token `sampled` for
-        each slot: see `step_kernels.embed`."""
-        return step_kernels.embed(tokens, sampled, self._embedding)
 
     def __call__(
         self,

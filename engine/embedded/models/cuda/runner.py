@@ -34,6 +34,7 @@ from engine.embedded.models.cuda.head import CudaHead
 from engine.embedded.models.cuda.releasable import ReleasableWeights
 from engine.embedded.models.cuda.rounds import CudaRounds
 from engine.embedded.models.cuda.sampler import CudaSampler, RowDraws
+from engine.embedded.models.cuda.step_kernels import embed
 from engine.embedded.models.devices import (
     UnsupportedModelError,
     cache_dtype_of,
@@ -193,7 +194,7 @@ class CudaRunner(PagedRunner):
         size = len(step.tokens)
         tokens, positions, slots, targets = self._inputs(step, size).view(4, size)
         attention_step = self._attention.mixed(step, slots, positions)
-        tokens, x = self._decoder.enter(tokens, self._sampled)
+        tokens, x = embed(tokens, self._sampled, self._decoder.embeddings)
         rows = self._to_device(step.rows)
         logits = self._decoder(x, positions, self._attention, attention_step, rows)
         self.hidden = self._decoder.hidden
@@ -371,7 +372,7 @@ class CudaRunner(PagedRunner):
         tokens, positions, slots, targets = inputs[: 4 * size].view(4, size)
         end = 4 * size + kind.more(size)
         step = kind.prepare(slots, positions, inputs[4 * size : end])
-        tokens, x = self._decoder.enter(tokens, self._sampled)
+        tokens, x = embed(tokens, self._sampled, self._decoder.embeddings)
         chosen, rows = inputs[end:], None
         if len(chosen):
             rows = chosen.clamp(min=0).long()

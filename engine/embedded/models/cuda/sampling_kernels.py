@@ -592,7 +592,7 @@ class Kernels:
         words = -(-vocab // 32)
         of_rows = header, slots, positions
         grid = count, chunks
-        overlap = not indexed  # outside graphs, as guided rows are drawn, it makes all kernels of the next graph slower
+        overlap = not indexed  # outside graphs, as guided rows are drawn, it makes the next graph slower
         _edit[grid](
             logits, *of_rows, tokens, masks, table, biases, marks, self._edited, *self._best, *self._raw, *self._top,
             vocab, words, chunks, indexed, FIELDS, CHUNK, TOP, num_warps=4, launch_pdl=overlap,

@@ -12,7 +12,7 @@ _AT_ONCE = 1024
 """Blocks of a table that are copied together."""
 
 
-@triton.jit(do_not_specialize_on_alignment=["tokens"])  # any number of them lies before what follows
+@triton.jit
 def _embed(tokens, sampled, embeddings, filled, out, size, BLOCK: tl.constexpr):
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = columns < size
@@ -35,7 +35,7 @@ def embed(tokens: torch.Tensor, sampled: torch.Tensor, embeddings: torch.Tensor)
     return filled, out
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])  # they follow any number of tokens
 def _locate(
     slots, positions, tables, cells, own, width, pitch, BLOCK_SIZE: tl.constexpr, COPY: tl.constexpr,
     AT_ONCE: tl.constexpr,

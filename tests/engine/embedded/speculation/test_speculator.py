@@ -316,7 +316,7 @@ def test_model_time_beside_prompts_is_no_gain_of_the_steps_behind(monkeypatch: p
             one.plan(sequences)
     assert drafter.asked > asked + 3
     noted: list[DecodeStep] = []
-    monkeypatch.setattr(StepCosts, "note", lambda self, step, search: noted.append(step))
+    monkeypatch.setattr(StepCosts, "note", lambda self, step: noted.append(step))
     simulate(one, sequences, 100, row=0.05)
     assert [step.elapsed for step in noted] == [pytest.approx(1 + 0.05 * step.rows) for step in noted] and noted
 
@@ -426,10 +426,10 @@ def test_only_drafts_of_all_sequences_show_what_rows_cost() -> None:
     costs = StepCosts(read_before=40)
     for _ in range(12):
         costs.next()
-        costs.note(DecodeStep(64, 64, 64, False, 1.0, 1.0), 0.0)
-    costs.note(DecodeStep(64, 65, 64, True, 1.1, 1.1), 0.0)
+        costs.note(DecodeStep(64, 64, 64, False, 1.0, 1.0))
+    costs.note(DecodeStep(64, 65, 64, True, 1.1, 1.1))
     assert costs.needs_trial
-    costs.note(DecodeStep(64, 128, 64, True, 1.1, 1.1), 0.0)
+    costs.note(DecodeStep(64, 128, 64, True, 1.1, 1.1))
     assert not costs.needs_trial
 
 
@@ -469,16 +469,16 @@ def test_pauses_of_a_model_that_fails_again_become_longer() -> None:
 
 
 def test_a_long_first_search_does_not_make_rows_seem_dear() -> None:
-    """Ten steps whose 64 rows more take a second, beside a plan of 4 s the first time and of 1 s from then on."""
+    """Steps take 10 s, with 64 more rows 11 s, and a plan 4 s the first time and 1 s from then on."""
     costs = StepCosts(read_before=40)
     for _ in range(20):
         costs.next()
-        costs.note(DecodeStep(64, 64, 64, False, 10.0, 10.0), 0.0)
-    costs.note(DecodeStep(64, 128, 64, True, 15.0, 15.0), 4.0)
+        costs.note(DecodeStep(64, 64, 64, False, 10.0, 10.0))
+    costs.note(DecodeStep(64, 128, 64, True, 15.0, 15.0, planning=4.0))
     first = costs.fit().drafted.at(128)
     assert first == pytest.approx(11.0, abs=0.5)
-    for _ in range(100):
-        costs.note(DecodeStep(64, 128, 64, True, 12.0, 12.0), 1.0)
+    for _ in range(20):
+        costs.note(DecodeStep(64, 128, 64, True, 12.0, 12.0, planning=1.0))
     assert costs.fit().drafted.at(128) == pytest.approx(12.0, abs=0.1), "what each plan takes is part of it"
 
 
@@ -486,7 +486,7 @@ def test_costs_are_fitted_and_one_slow_step_does_not_overthrow_them() -> None:
     costs = StepCosts(read_before=40)
 
     def note(rows: int, seconds: float) -> None:
-        costs.note(DecodeStep(1, rows, 1, rows > 1, seconds, seconds), 0.0)
+        costs.note(DecodeStep(1, rows, 1, rows > 1, seconds, seconds))
 
     for rows in (1, 4, 9, 17) * 20:
         note(rows, 10 + 2 * rows + 5 * (rows > 1))

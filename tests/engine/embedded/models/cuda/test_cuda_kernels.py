@@ -173,15 +173,15 @@ def test_attention_of_decodes(rows: int, heads: int, kv_heads: int, dim: int) ->
         same(out[row], dense(query[row : row + 1], keys, values, tables[row], int(positions[row]) + 1)[0])
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_decodes_are_divided_by_length(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "dim"), [(1, 16), (1, 128), (3, 128)])
+def test_decodes_are_divided_by_length(rows: int, dim: int) -> None:
     """Short sequences use few of the splits that a graph has, and every number of splits leaves counters as they
     were."""
-    heads, kv_heads, dim, blocks = 4, 2, 16, 280
+    heads, kv_heads, blocks = 4, 2, 280
     attend = decode_attention.DecodeAttention(heads, kv_heads, dim, dim**-0.5, DEVICE)
     keys, values = random(blocks, 16, kv_heads, dim), random(blocks, 16, kv_heads, dim)
     tables = torch.stack([torch.randperm(blocks, device=DEVICE)[:256] for _ in range(rows)]).int()
-    for length in (1, 128, 129, 640, 2049, 4096):
+    for length in (1, 128, 129, 512, 513, 640, 2049, 4096):
         positions = torch.tensor([length - 1, 0, length // 2][:rows], dtype=torch.int32, device=DEVICE)
         query = random(rows, heads, dim)
         out = torch.empty_like(query)
