@@ -84,7 +84,7 @@ def _loops(listing: str) -> list[list[str]]:
 
 def main() -> None:
     alone: dict[str, object] = {"PAD": 16, "SPLIT": False, "LONG_TILES": 16, "CASCADE": False, "COUNTED": False}
-    for fp8, tile, warps in ((False, 32, 2), (False, 64, 4), (True, 64, 2), (True, 128, 4)):
+    for fp8, tile, warps in ((False, 32, 2), (False, 64, 4), (False, 64, 8), (True, 64, 2), (True, 128, 4)):
         kernel = compiled(decode_attention._attend, fp8, warps, TILE=tile, **alone)
         report(f"decodes, {'fp8' if fp8 else 'bf16'}, tiles of {tile}, {warps} warps", kernel)
     for fp8 in (False, True):
