@@ -38,8 +38,8 @@ TILES = [
 """Shares of a program of `kernels.gemv`: rows of the weight, columns, warps."""
 
 
-def timed(work: Callable[[], Any], repeats: int = 10) -> float:
-    """Capture `work` as a CUDA graph and return the median seconds of a replay."""
+def timed(work: Callable[[], Any], repeats: int = 10, replays: int = 1) -> float:
+    """Capture `work` as a CUDA graph and return the median seconds of a replay, of so many in a row."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -53,10 +53,11 @@ def timed(work: Callable[[], Any], repeats: int = 10) -> float:
     for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        graph.replay()
+        for _ in range(replays):
+            graph.replay()
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
+        times.append(start.elapsed_time(end) / 1e3 / replays)
     return sorted(times)[len(times) // 2]
 
 

@@ -6,12 +6,12 @@ as those of random weights (`flat`) and as steep as a trained model's (`steep`).
 
 import argparse
 import random
-import statistics
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.cells import ROWS
+from benchmarks.kernels import timed
 from engine.embedded.models.cuda.sampler import CudaSampler
 from engine.embedded.sampling.state import SamplerState
 from engine.types import SamplingParams
@@ -62,20 +62,7 @@ def microseconds(logits: torch.Tensor, requests: list[dict[str, Any]]) -> float:
     slots = list(range(rows))
     sampler.enter(slots, [1] * rows, states)
     inputs = [torch.tensor(values, device="cuda") for values in (slots, [1] * rows, [9] * rows)]
-    sampler.run(logits, *inputs)  # which compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        sampler.run(logits, *inputs)
-    times = []
-    for _ in range(ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        for _ in range(REPLAYS):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / REPLAYS)
-    return statistics.median(times)
+    return timed(lambda: sampler.run(logits, *inputs), ROUNDS, REPLAYS) * 1e6
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import accumulate
 from operator import eq
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -68,6 +69,17 @@ Outputs = list[tuple[str, Delta | EngineFailure | EngineUnavailable]]
 """Output of a step for each request id that it touched."""
 
 
+class _Clocks(NamedTuple):
+    """When a step and its plan began, by the clock that measures the cost of a step."""
+
+    planned: float
+    """When the choice of drafts began."""
+    began: float
+    """Start time; the choice of drafts is part of it, without the time of a model that drafts."""
+    planning: float
+    """Seconds of that choice, without the same."""
+
+
 @dataclass(slots=True)
 class _LaunchedStep:
     """A step that the device has been given."""
@@ -80,13 +92,7 @@ class _LaunchedStep:
     logits: torch.Tensor
     """Logits of `sampling`, in order: a row for each token that may be sampled. Of rounds, what has come of them."""
     started: float
-    clock: float
-    """Start time, by the clock that measures the cost of a step; the choice of drafts is part of it, without the time
-    of a model that drafts."""
-    planned: float
-    """When the choice of drafts began, by that clock."""
-    planning: float
-    """Seconds that it took, without those of a model."""
+    clocks: _Clocks
     rows: list[int] | None = None
     """The first row of each chunk of `sampling`, or None if no chunk has a draft, and so each has one row."""
     drawn: Drawn | None = None
@@ -169,8 +175,8 @@ class EngineCore:
         self._launched: _LaunchedStep | None = None
         # On a CPU a step costs its processor time: how long it takes depends on who else uses the processor.
         self._clock = time.process_time if on_cpu else time.monotonic
-        self._planned = self._began = self._planning = 0.0
-        """When the choice of drafts for the present step began, and the step, by that clock; and what it took."""
+        self._clocks = _Clocks(0.0, 0.0, 0.0)
+        """Those of the present step."""
         self._finished = 0.0
         """End of the last step, by that clock."""
 
@@ -312,10 +318,10 @@ class EngineCore:
         outputs = self._end_lost()
         ran, preemptions = self._launched is not None, self.scheduler.preemptions
         if self.speculator is not None:
-            self._planned = self._clock()
+            planned = self._clock()
             outputs += self._plan_drafts()
-            self._planning = self.speculator.planning
-            self._began = self._clock() - self._planning
+            planning = self.speculator.planning
+            self._clocks = _Clocks(planned, self._clock() - planning, planning)
         previous, self._launched = self._launched, None
         launched = self._launch(outputs)
         waits = previous is not None and launched is not None and self._waits(launched)
@@ -495,8 +501,7 @@ class EngineCore:
         if any(chunk.draft for chunk in sampling):
             rows = list(accumulate((chunk.sampled for chunk in sampling[:-1]), initial=0))
         logits = logits[first:] if first else logits
-        clocks = self._began, self._planned, self._planning
-        return _LaunchedStep(chunks, sampling, slots, logits, started, *clocks, rows)
+        return _LaunchedStep(chunks, sampling, slots, logits, started, self._clocks, rows)
 
     def _run_rounds(self, chunks: list[Chunk], started: float, rounds: int) -> _LaunchedStep:
         """Have the device draft, verify and draw so many times; all chunks are decodes."""
@@ -507,9 +512,8 @@ class EngineCore:
         for sequence in sequences:
             self.runner.expect(sequence.slot, sequence.admission, sequence.tables)
         found = self.speculator.run_rounds(sequences, rounds)
-        clocks = self._began, self._planned, self._planning
         rows = list(range(0, sum(chunk.length for chunk in chunks), rounds * ROUND_TOKENS))
-        return _LaunchedStep(chunks, chunks, slots, found, started, *clocks, rows, Drawn(found), rounds)
+        return _LaunchedStep(chunks, chunks, slots, found, started, self._clocks, rows, Drawn(found), rounds)
 
     def _waits(self, step: _LaunchedStep) -> bool:
         """Return whether tokens that the host has not seen yet are needed to draw those of a step."""
@@ -589,7 +593,7 @@ class EngineCore:
         clock, before = self._clock(), self._finished
         self._finished = clock
         # With overlap, a step that began behind the end of the last one waited to know what drafts follow.
-        waited = step.rows is not None or (self._overlap and step.clock >= before)
+        waited = step.rows is not None or (self._overlap and step.clocks.began >= before)
         if taken is None or not self.speculator.measures(len(step.chunks), waited=waited):
             return
         if any(chunk.sampled != chunk.length for chunk in step.chunks):
@@ -599,9 +603,9 @@ class EngineCore:
             rows=sum(chunk.length for chunk in step.chunks),
             tokens=sum(len(found.tokens) for found in taken.values()) + len(step.chunks) - len(taken),
             waited=waited,
-            seconds=clock - max(step.clock, before),
-            elapsed=clock - max(step.planned, before),
-            planning=step.planning,
+            seconds=clock - max(step.clocks.began, before),
+            elapsed=clock - max(step.clocks.planned, before),
+            planning=step.clocks.planning,
             rounds=step.rounds,
         )
         self.speculator.note_step(decoded)

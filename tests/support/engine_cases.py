@@ -207,7 +207,7 @@ async def compare(answers: list[Answer], engine: Engine) -> int:
 
 
 def _told(deltas: list[Delta]) -> tuple[object, ...]:
-    """What an answer consists of, whatever came together."""
+    """Return what an answer consists of; in which deltas its tokens came does not count."""
     listed = [(entry.token_id, entry.rank) for delta in deltas for entries in delta.logprobs for entry in entries]
     return tokens_of(deltas), listed, deltas[-1].finish_reason, deltas[-1].stop_reason
 

@@ -201,8 +201,8 @@ class Answers:
         self._counted = now
         while self._saved > 0 and place.known < len(sequence.tokens):
             self._add(sequence, place, _AT_ONCE)
-            self._saved -= self._clock() - now
-            now = self._clock()
+            before, now = now, self._clock()
+            self._saved -= now - before
 
     def _add(self, sequence: Sequence, place: _Standing, most: int) -> None:
         """Add up to so many tokens of a sequence's answer to the newer automaton, and note where it stands in both."""

@@ -165,6 +165,14 @@ def _above(coarse, fine, level, part, row, chunks, CHUNKS: tl.constexpr, LEVELS:
 
 
 @triton.jit
+def _store_above(scaled, weights, depth, counts, masses, at):
+    """Store how many ids of a chunk are above a depth, and what they weigh."""
+    above = scaled * -_DEPTHS <= depth
+    tl.store(counts + at, tl.sum(above.to(tl.int32), 0))
+    tl.store(masses + at, tl.sum(tl.where(above, weights, 0.0), 0))
+
+
+@triton.jit
 def _raced(scaled, groups, seed, outputs, least):
     """Return the race of chunks of ids: `groups` are fourths of these."""
     none = groups * 0
@@ -263,9 +271,7 @@ def _weigh(
         weights = tl.exp(scaled)
         tl.store(totals + cell, tl.sum(weights, 0))
         for level in tl.static_range(LEVELS):
-            above = scaled * -_DEPTHS <= _level(level)
-            tl.store(counts + cell * LEVELS + level, tl.sum(above.to(tl.int32), 0))
-            tl.store(masses + cell * LEVELS + level, tl.sum(tl.where(above, weights, 0.0), 0))
+            _store_above(scaled, weights, _level(level), counts, masses, cell * LEVELS + level)
         return
     if (flags & RANDOM) != 0:
         groups = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
@@ -300,9 +306,7 @@ def _refine(
     weights = tl.exp(scaled)
     cell = (row * chunks + chunk) * LEVELS
     for part in tl.static_range(LEVELS):
-        above = scaled * -_DEPTHS <= _part(level, part)
-        tl.store(fine_counts + cell + part, tl.sum(above.to(tl.int32), 0))
-        tl.store(fine_masses + cell + part, tl.sum(tl.where(above, weights, 0.0), 0))
+        _store_above(scaled, weights, _part(level, part), fine_counts, fine_masses, cell + part)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
