@@ -96,10 +96,16 @@ def store_part(part, best, total, acc, inside, PAD: tl.constexpr, DIM: tl.conste
     tl.store(part + 2 * PAD + member[:, None] * DIM + d[None, :], acc, inside)
 
 
+@triton.constexpr_function
+def _joined_at_once(pad):
+    """Return how many parts of `pad` rows are loaded without waiting for each other."""
+    return max(128 // pad, 2)
+
+
 @triton.jit
 def joined_parts(parts, used, inside, PAD: tl.constexpr, DIM: tl.constexpr):
     """Return the state of a softmax over all tokens, from `used` parts that other programs have stored."""
-    AHEAD: tl.constexpr = 128 // PAD if PAD < 64 else 2
+    AHEAD: tl.constexpr = _joined_at_once(PAD)
     member, d = tl.arange(0, PAD), tl.arange(0, DIM)
     best = tl.full((PAD,), float("-inf"), tl.float32)
     total = tl.zeros((PAD,), tl.float32)
@@ -150,11 +156,9 @@ def _attend(
     if CASCADE:
         done = tl.load(shared + row)
     # A short sequence uses fewer splits than there are, and a long one more than `few`: each has two tiles at least, or
-    # LONG_TILES. Of keys that take long to load, as many splits as are joined at once have a tile each.
+    # LONG_TILES. But as many splits as are joined at once have a tile each.
     tiles = tl.cdiv(length - done, TILE)
-    short = tl.cdiv(tiles, 2)
-    if DIM > 64 and not FP8:
-        short = tl.where(tiles > 2, tl.maximum(tl.minimum(tiles, 128 // PAD), short), 1)
+    short = tl.where(tiles > 2, tl.maximum(tl.minimum(tiles, _joined_at_once(PAD)), tl.cdiv(tiles, 2)), 1)
     share = tl.cdiv(tiles, tl.maximum(tl.minimum(few, short), tl.minimum(splits, tiles // LONG_TILES)))
     used = tl.cdiv(tiles, share)
     if split >= used:
@@ -240,7 +244,7 @@ class DecodeAttention:
         if fp8:
             tile, warps = (128, 4) if rows < 16 or self._pad > 16 else (64, 2)
         else:
-            tile, warps = (32, 2) if rows >= 128 and count is None else (64, 8 if rows == 1 and self._dim > 64 else 4)
+            tile, warps = (32, 2) if rows >= 128 and count is None else (64, 8 if rows == 1 else 4)
         _attend[(rows, self._kv_heads, splits)](
             query, keys, values, tables, positions, positions if count is None else count, out, self.parts,
             self._counters, shared, state, sums, self._scale, tables.shape[1], keys.stride(0), few, splits,
