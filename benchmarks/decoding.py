@@ -2,6 +2,7 @@
 greedy ones.
 
     python -m benchmarks.decoding [--streams 1 4 16] [--rounds 7] [--quantizations none int8] [--rows greedy seed]
+        [--isa avx2]
 
 Engines with one thread each run in this process, in turns, on the same prompts, from when every stream has its first
 token. A step's processor time is compared with that of the first quantization, and with that of greedy requests, in the
@@ -12,12 +13,14 @@ import argparse
 import os
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from benchmarks.speculation import SUBJECTS, Case, core_of, run
 from engine.checkpoints.store import resolve_model
+from engine.config import CpuIsa
+from engine.embedded.core import EngineCore
 from engine.embedded.grammar.library import Setup
 from engine.embedded.grammar.with_llguidance import Llguidance
 from engine.types import Guide
@@ -29,6 +32,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.0},
     "top-p, top-k": {"temperature": 0.8, "top_p": 0.95, "top_k": 50},
     "seed": {"temperature": 1.0, "seed": 7},
+    "seed, top-p": {"temperature": 1.0, "seed": 7, "top_p": 0.95},
     "penalty": {"frequency_penalty": 0.5},
     "logprobs": {"logprobs": 1},
     "guided": {},
@@ -44,16 +48,18 @@ def main() -> None:
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--isa", default="auto", choices=get_args(CpuIsa), help="instruction set of the CPU")
     options = parser.parse_args()
     settings = Settings()
     folder = resolve_model(options.model, settings.cache_dir)
     tokenizer = Tokenizer.load(Path(folder))
     torch.set_num_threads(1)
 
-    cores = {
-        quantization: core_of(folder, settings, max(options.streams), 512, quantization=quantization, threads=1)
-        for quantization in options.quantizations
-    }
+    def core(quantization: str) -> EngineCore:
+        streams, isa = max(options.streams), options.isa
+        return core_of(folder, settings, streams, 512, quantization=quantization, threads=1, cpu_isa=isa)
+
+    cores = {quantization: core(quantization) for quantization in options.quantizations}
     runner = next(iter(cores.values())).runner
     library = Llguidance(Setup("llguidance", str(folder), runner.vocab_size, tuple(runner.eos_token_ids)))
     grammar = library.prepare(Guide(kind="json_schema", spec=SCHEMA))[0]
