@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from engine.embedded.sequence import Sequence
-from engine.embedded.speculation.costs import PROBE_AFTER, Costs, pause_after, rest_after
+from engine.embedded.speculation.costs import PROBE_AFTER, Balance, Costs, pause_after, rest_after
 
 _REMEMBERED = 0.95
 """Decay of what earlier drafts brought with those of each step."""
@@ -40,16 +40,9 @@ class Asking:
         """Usual number of right tokens of a draft."""
         self._is_first = True
         """Whether the model has not drafted yet."""
-        self._gain = 0.0
-        """Seconds that its drafts have saved since the last pause, less those that they took."""
-        self._judged = 0
-        """Steps with its drafts since then."""
-        self._failed = 0
-        """Pauses in a row between which its drafts did not pay."""
-        self._pause = 0
-        """Steps to come in which it is not asked, since its drafts do not pay."""
+        self._balance = Balance(remembered=_REMEMBERED, judged_after=_JUDGED_AFTER, most_lost=_MOST_LOST)
         self._rest = 0
-        """The same, since no sequence is worth it: finding that out takes time, too."""
+        """Steps to come in which it is not asked, since no sequence is worth it: finding that out takes time, too."""
         self._rested = 0
         """Steps of the last rest that `begin` has yet to count."""
         self._in_vain = 0
@@ -70,7 +63,7 @@ class Asking:
     @property
     def pauses(self) -> bool:
         """Whether the model is not asked, since its drafts do not pay."""
-        return self._pause > 0
+        return self._balance.pause > 0
 
     @property
     def rests(self) -> bool:
@@ -80,7 +73,7 @@ class Asking:
     @property
     def left(self) -> int:
         """Number of steps to come in which it is not asked."""
-        return max(self._pause, self._rest)
+        return max(self._balance.pause, self._rest)
 
     @property
     def has_drafted(self) -> bool:
@@ -88,7 +81,8 @@ class Asking:
         return bool(self._drafts)
 
     def count_steps(self, steps: int) -> None:
-        self._pause, self._rest = max(self._pause - steps, 0), max(self._rest - steps, 0)
+        self._balance.count_steps(steps)
+        self._rest = max(self._rest - steps, 0)
 
     def begin(self, worth: bool) -> None:
         """Begin to choose the sequences of a step; `worth` says whether one is worth asking for."""
@@ -141,22 +135,15 @@ class Asking:
         return sequence in self._drafts
 
     def settle(self, costs: Costs, rows: int) -> None:
-        """Note what the drafts of the planned step have brought, which decoded `rows` sequences. A model that loses
-        time pauses until that is little of the whole."""
+        """Note what the drafts of the planned step have brought, which decoded `rows` sequences."""
         usual, longer, accepted = costs.plain.at(rows), 0.0, 0
         for sequence, (known, length) in self._drafts.items():
             accepted += min(length, len(sequence.tokens) - known - 1)
         if computed := sum(length for _, length in self._drafts.values()):
             longer = costs.drafted.at(rows + computed) - usual
         self.accepted += (accepted / len(self._drafts) - self.accepted) * (1 - _REMEMBERED)
-        self._gain = self._gain * _REMEMBERED + accepted * usual / rows - longer - self._spent
-        self._judged += 1
-        if self._gain >= 0 and self._judged >= _JUDGED_AFTER:
-            self._failed = 0
-        elif self._gain < 0 and (self._judged >= _JUDGED_AFTER or self._gain < -_MOST_LOST * usual < 0):
-            self._pause = pause_after(-self._gain, usual, self._failed)
-            self._gain, self._judged = 0.0, 0
-            self._failed += 1
+        if usual:
+            self._balance.note(accepted / rows - (longer + self._spent) / usual, usual)
         self._drafts, self._spent = {}, 0.0
 
     def forget(self, sequence: Sequence) -> None:

@@ -65,6 +65,39 @@ def rest_after(searched: float, step: float) -> int:
     return min(int(searched / (_OVERHEAD * step)), _LONGEST_REST) + 1
 
 
+class Balance:
+    """What drafts of one kind have saved, less what they took. While they lose time there is a pause, so long that this
+    is little of the whole, and longer if they have not paid several times in a row."""
+
+    def __init__(self, *, remembered: float, judged_after: int, most_lost: float) -> None:
+        """`remembered`: the share of older notes that a new one leaves. It takes `judged_after` notes to know whether
+        drafts pay, or the loss of `most_lost` steps' time."""
+        self._remembered, self._judged_after, self._most_lost = remembered, judged_after, most_lost
+        self._saved = 0.0
+        """Time that they have saved since the last pause, in steps without drafts."""
+        self._noted = 0
+        """Notes since then."""
+        self._failed = 0
+        """Pauses in a row between which they did not pay."""
+        self.pause = 0
+        """Steps to come without them."""
+
+    def count_steps(self, steps: int) -> None:
+        self.pause = max(self.pause - steps, 0)
+
+    def note(self, saved: float, step: float) -> None:
+        """Note the time that they have saved, less than 0 if they have lost some, in steps without drafts, which take
+        `step` seconds."""
+        self._saved = self._saved * self._remembered + saved
+        self._noted += 1
+        if self._saved >= 0 and self._noted >= self._judged_after:
+            self._failed = 0
+        elif self._saved < 0 and (self._noted >= self._judged_after or self._saved < -self._most_lost):
+            self.pause = pause_after(-self._saved * step, step, self._failed)
+            self._saved, self._noted = 0.0, 0
+            self._failed += 1
+
+
 class DecodeStep(NamedTuple):
     """A step that computed no prompts."""
 

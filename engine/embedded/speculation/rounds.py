@@ -7,7 +7,7 @@ import torch
 
 from engine.embedded.models.heads import MOST_ROUNDS, ROUND_TOKENS
 from engine.embedded.sequence import Sequence
-from engine.embedded.speculation.costs import Costs, DecodeStep, pause_after
+from engine.embedded.speculation.costs import Balance, Costs, DecodeStep
 
 _LEAST = 2
 """Fewest rounds in a row: one saves the host nothing, and a step with drafts chooses how many tokens it has."""
@@ -63,24 +63,19 @@ class Rounds:
         """Usual number of tokens of a sequence that come of a round."""
         self._found = 0.0
         """Speed of steps with drafts from earlier text, as a multiple of that of steps without drafts."""
-        self._gain = 0.0
-        """Time that rounds have saved since the last pause, in steps without drafts."""
-        self._judged = 0
-        """Runs of them since then."""
-        self._failed = 0
-        """Pauses in a row between which they did not pay."""
-        self._pause = 0
-        """Steps to come without rounds, as they do not pay."""
+        self._balance = Balance(remembered=_REMEMBERED, judged_after=_JUDGED_AFTER, most_lost=_MOST_LOST)
         self._rest = 0
         """Steps to come in which none can begin."""
 
     def wants(self, sequences: int, *, within: int | None) -> bool:
         """Return whether so many sequences may have rounds within so many steps; None if they may whatever rounds
         bring."""
-        return sequences <= self._drafter.most_in_rounds and (within is None or max(self._pause, self._rest) <= within)
+        left = max(self._balance.pause, self._rest)
+        return sequences <= self._drafter.most_in_rounds and (within is None or left <= within)
 
     def count_steps(self, steps: int) -> None:
-        self._pause, self._rest = max(self._pause - steps, 0), max(self._rest - steps, 0)
+        self._balance.count_steps(steps)
+        self._rest = max(self._rest - steps, 0)
 
     def plan(self, room_of: dict[Sequence, int], costs: Costs | None, promised: float) -> int:
         """Return how many rounds are worth it, 0 if none. `room_of`: how many tokens of each sequence can follow its
@@ -118,14 +113,7 @@ class Rounds:
             return
         self._time = _towards(self._time, time / step.rounds)
         self._tokens = _towards(self._tokens, tokens / step.rounds)
-        self._gain = self._gain * _REMEMBERED + tokens - time
-        self._judged += 1
-        if self._gain >= 0 and self._judged >= _JUDGED_AFTER:
-            self._failed = 0
-        elif self._gain < 0 and (self._judged >= _JUDGED_AFTER or self._gain < -_MOST_LOST):
-            self._pause = pause_after(-self._gain * usual, usual, self._failed)
-            self._gain, self._judged = 0.0, 0
-            self._failed += 1
+        self._balance.note(tokens - time, usual)
 
 
 def _towards(known: float, seen: float) -> float:
