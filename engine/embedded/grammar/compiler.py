@@ -52,6 +52,9 @@ _SLOW_SECONDS, _SLOW_SECONDS_EACH = 0.005, 5e-5
 """Time for masks that are computed together, and for each more, above which the next `_MASKS_ALONE` of each sequence
 are not: one sequence must not use up the others' time unnoticed."""
 _MASKS_ALONE = 16
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_MOST = np.where(_BITS, np.float32(np.inf), np.float32(-np.inf))
+"""The largest value that is left of each of eight logits, by a byte of a bitmask: float32 [256, 8]."""
 
 
 class Matcher:
@@ -310,7 +313,7 @@ def fill_bitmask(bitmask: torch.Tensor, matchers: Mapping[int, Filler]) -> None:
 
 def new_bitmask(rows: int, vocab_size: int) -> torch.Tensor:
     """Return a bitmask that allows every token: int32 [rows, ceil(vocab / 32)], on the CPU."""
-    return torch.full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32)
+    return torch.from_numpy(np.full((rows, -(-vocab_size // 32)), -1, dtype=np.int32))
 
 
 def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int]) -> None:
@@ -319,10 +322,10 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[in
     On a CPU by NumPy: torch would share each operation out among threads, and wait for those that have no core.
     """
     if logits.device.type == "cpu":
-        values, forbidden = logits.numpy(), ~bitmask.numpy().view(np.uint8)
+        values, allowed = logits.numpy(), bitmask.numpy().view(np.uint8)
         for row in rows:
-            bits = np.unpackbits(forbidden[row], count=values.shape[1], bitorder="little")
-            np.copyto(values[row], -np.inf, where=bits.view(bool))
+            most = _MOST.take(allowed[row], axis=0, mode="clip").reshape(-1)  # without a check of each index
+            np.minimum(values[row], most[: values.shape[1]], out=values[row])
         return
     banned = _unpacked(bitmask[list(rows)].bitwise_not_().view(torch.uint8).to(logits.device))[:, : logits.shape[1]]
     if len(rows) == len(logits):

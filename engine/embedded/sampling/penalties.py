@@ -33,7 +33,7 @@ def edit(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
     for row in processed:
         states[row].process(logits[row])
     _mask(logits, states, [row for row in processed if states[row].has_mask], bitmask)
-    _repair(logits, states, masked, bitmask)
+    _repair(logits, states, [row for row in masked if states[row].may_mask_all], bitmask)
 
 
 def _add_bias(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:

@@ -88,7 +88,7 @@ class Sampler:
         if raw is None:
             return Drawn(tokens)
         counts = [states[row].sampling.logprobs or 0 for row in reported]
-        return Drawn(tokens, [(reported, self._report(raw, torch.as_tensor(tokens)[reported], counts))])
+        return Drawn(tokens, [(reported, self._report(raw, tokens, reported, counts))])
 
     def _largest(self, logits: torch.Tensor) -> torch.Tensor | list[int]:
         """Return the id of the largest logit of each row, int64 [rows] or a list: the first one, if several are."""
@@ -119,9 +119,11 @@ class Sampler:
             )
         return tokens
 
-    def _report(self, logits: torch.Tensor, chosen: torch.Tensor, counts: Sequence[int]) -> Report:
-        """See `Report.of`."""
-        return Report.of(logits, chosen, counts)
+    def _report(
+        self, logits: torch.Tensor, tokens: torch.Tensor | list[int], rows: Sequence[int], counts: Sequence[int]
+    ) -> Report:
+        """Report on the tokens of some rows; `logits` and `counts` are of these rows alone. See `Report.of`."""
+        return Report.of(logits, torch.as_tensor(tokens)[rows], counts)
 
 
 class Drawn:

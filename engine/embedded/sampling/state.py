@@ -119,6 +119,13 @@ class SamplerState:
         return self._always_masked or self.position < self.sampling.min_tokens
 
     @property
+    def may_mask_all(self) -> bool:
+        """Whether this step's masks may leave nothing: a grammar alone leaves something."""
+        sampling = self.sampling
+        others = bool(sampling.allowed_token_ids or sampling.bad_words or self.processors)
+        return self.has_mask and (self.matcher is None or others or self.position < sampling.min_tokens)
+
+    @property
     def edited(self) -> bool:
         """Whether this step's logits are changed before the draw."""
         return self._always_edited or self.position < self.sampling.min_tokens

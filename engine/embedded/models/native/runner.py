@@ -221,11 +221,14 @@ class NativeSampler(Sampler):
         function(logits.data_ptr(), rows, vocab_size, *more, self._tokens)
         return self._tokens[:rows]
 
-    def _report(self, logits: torch.Tensor, chosen: torch.Tensor, counts: Sequence[int]) -> Report:
+    def _report(
+        self, logits: torch.Tensor, tokens: torch.Tensor | list[int], rows: Sequence[int], counts: Sequence[int]
+    ) -> Report:
         logits = logits.contiguous()
         listed = min(max(counts) + SPARE, self._vocab_size)
         values = torch.empty((len(logits), 3 + 2 * listed))
-        self._code.report(logits.data_ptr(), *logits.shape, chosen.data_ptr(), listed, values.data_ptr())
+        chosen = (ctypes.c_int64 * len(rows))(*(int(tokens[row]) for row in rows))
+        self._code.report(logits.data_ptr(), *logits.shape, chosen, listed, values.data_ptr())
         return Report(values, counts, SPARE)
 
 
