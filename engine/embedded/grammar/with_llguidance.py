@@ -27,6 +27,10 @@ _NO_FORCING = '%llguidance {"no_forcing": true}\nstart: '
 """llguidance would write text that has no alternative in the tokenizer's own way, which may be a special token."""
 _JSON = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{0,{MAX_WHITESPACE}}}"}
 _SPECIAL = re.compile(r"[^\w]", re.ASCII)
+_PLAIN = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_PLAIN}{{1,{most}}}" for most in (3, 6, 10, 15, 20, 30, 60)), f"{_PLAIN}+"]
+"""Texts whose tokens llguidance allows together, if all such texts may follow. By itself it knows strings of up to 10
+and 30 characters, and of any number: where `maxLength` bounds a string, these save almost half of the time of masks."""
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _REASONS = (
     (r'^Unimplemented keys: \["(.+?)"', "{} is not supported"),
@@ -60,9 +64,8 @@ class Llguidance:
         tokenizer = Tokenizer.from_file(str(Path(setup.tokenizer_folder) / "tokenizer.json"))
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        self._tokenizer = LLTokenizer(
-            tokenizer.to_str(), n_vocab=setup.vocab_size, eos_token=list(setup.eos_token_ids) or None
-        )
+        ends = list(setup.eos_token_ids) or None
+        self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=setup.vocab_size, eos_token=ends, slices=_SLICES)
 
     def prepare(self, guide: Guide) -> tuple[LlguidanceGrammar, bytes]:
         """See `Library`."""
