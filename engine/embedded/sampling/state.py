@@ -120,10 +120,10 @@ class SamplerState:
 
     @property
     def may_mask_all(self) -> bool:
-        """Whether this step's masks may leave nothing: a grammar alone leaves something."""
+        """Whether the masks of this step, if it has any, may leave nothing: a grammar alone leaves something."""
         sampling = self.sampling
-        others = bool(sampling.allowed_token_ids or sampling.bad_words or self.processors)
-        return self.has_mask and (self.matcher is None or others or self.position < sampling.min_tokens)
+        others = sampling.allowed_token_ids or sampling.bad_words or self.processors
+        return bool(others) or self.position < sampling.min_tokens
 
     @property
     def edited(self) -> bool:

@@ -1,6 +1,7 @@
 """Guided decoding: what grammars allow and forbid, and how the sampler follows them."""
 
 import json
+import math
 import re
 from typing import Any
 
@@ -165,6 +166,20 @@ async def test_the_sampler_follows_the_grammar_beside_free_rows(
             guided.accept(output[-1])
         assert re.fullmatch(pattern, tokenizer.decode(output[:-1], skip_special_tokens=False))
         assert not guided.error
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+async def test_a_grammar_beats_what_contradicts_it(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, temperature: float
+) -> None:
+    """Bad words, allowed tokens, and a logits processor that leaves nothing."""
+    guide, only = await compiler.compile(Guide("choice", '["a"]')), tokenizer.token_to_id("a")
+    for options in ({"bad_words": ((only,),)}, {"allowed_token_ids": (only + 1,)}, {}):
+        sampling = SamplingParams(max_tokens=9, temperature=temperature, **options)
+        state = SamplerState(sampling, [1], (EOS,), 0, started(guide), VOCAB, torch.device("cpu"))
+        if not options:
+            state.processors = [lambda _, logits: logits.fill_(-math.inf)]
+        assert Sampler(VOCAB, torch.device("cpu")).sample(torch.randn(1, VOCAB), [state])[0].token_ids == (only,)
 
 
 async def test_a_finished_grammar_beats_min_tokens(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
