@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.gpu import model as models
+from engine.embedded.models.cuda.graphs import capture
 
 HIDDEN, HEADS, KV_HEADS, DIM, MIDDLE, VOCABULARY = 4096, 32, 8, 128, 14336, 49152
 SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -40,15 +41,7 @@ TILES = [
 
 def timed(work: Callable[[], Any], repeats: int = 10, replays: int = 1) -> float:
     """Capture `work` as a CUDA graph and return the median seconds of a replay, of so many in a row."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
+    graph, _ = capture(work)
     times = []
     for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
