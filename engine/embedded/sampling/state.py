@@ -76,7 +76,8 @@ class SamplerState:
         )
         self.biased = bool(sampling.logit_bias or sampling.allowed_token_ids or self._single_bans)
         """Whether something is added to the same logits for every token; -inf, if that bans an id."""
-        self._always_masked = bool(sampling.allowed_token_ids or sampling.bad_words) or self.matcher is not None
+        self._excludes = bool(sampling.allowed_token_ids or sampling.bad_words)
+        self._always_masked = self._excludes or self.matcher is not None
         self._always_edited = (
             self._always_masked or bool(sampling.logit_bias) or self.penalised or bool(self.processors)
         )
@@ -115,20 +116,23 @@ class SamplerState:
         return len(self.tokens) + self.pending - self.num_prompt
 
     @property
+    def _may_not_end(self) -> bool:
+        """Whether there are fewer tokens than `min_tokens`."""
+        return self.position < self.sampling.min_tokens
+
+    @property
     def has_mask(self) -> bool:
-        return self._always_masked or self.position < self.sampling.min_tokens
+        return self._always_masked or self._may_not_end
 
     @property
     def may_mask_all(self) -> bool:
         """Whether the masks of this step, if it has any, may leave nothing: a grammar alone leaves something."""
-        sampling = self.sampling
-        others = sampling.allowed_token_ids or sampling.bad_words or self.processors
-        return bool(others) or self.position < sampling.min_tokens
+        return self._excludes or bool(self.processors) or self._may_not_end
 
     @property
     def edited(self) -> bool:
         """Whether this step's logits are changed before the draw."""
-        return self._always_edited or self.position < self.sampling.min_tokens
+        return self._always_edited or self._may_not_end
 
     @property
     def error(self) -> str:
@@ -142,7 +146,7 @@ class SamplerState:
         for words in self._bad_words:
             if output[1 - len(words) :] == list(words[:-1]):
                 banned.append(words[-1])
-        if self.position < self.sampling.min_tokens:
+        if self._may_not_end:
             banned += self.ends
         return banned
 

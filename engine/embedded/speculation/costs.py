@@ -66,12 +66,12 @@ def rest_after(searched: float, step: float) -> int:
 
 
 class Balance:
-    """What drafts of one kind have saved, less what they took. While they lose time there is a pause, so long that this
-    is little of the whole, and longer if they have not paid several times in a row."""
+    """Counts the time that drafts of one kind have saved, less the time that they took. If they lose time, a pause
+    begins. Its length makes the loss a small share of all time, and grows if drafts lose time again after a pause."""
 
     def __init__(self, *, remembered: float, judged_after: int, most_lost: float) -> None:
-        """`remembered`: the share of older notes that a new one leaves. It takes `judged_after` notes to know whether
-        drafts pay, or the loss of `most_lost` steps' time."""
+        """`remembered`: the factor by which each note reduces the sum of the older ones. Drafts are judged after
+        `judged_after` notes, or as soon as they have lost the time of `most_lost` steps."""
         self._remembered, self._judged_after, self._most_lost = remembered, judged_after, most_lost
         self._saved = 0.0
         """Time that they have saved since the last pause, in steps without drafts."""
@@ -86,8 +86,8 @@ class Balance:
         self.pause = max(self.pause - steps, 0)
 
     def note(self, saved: float, step: float) -> None:
-        """Note the time that they have saved, less than 0 if they have lost some, in steps without drafts, which take
-        `step` seconds."""
+        """Add the time that drafts have saved, negative if they have lost some. Its unit is a step without drafts,
+        which takes `step` seconds."""
         self._saved = self._saved * self._remembered + saved
         self._noted += 1
         if self._saved >= 0 and self._noted >= self._judged_after:
