@@ -4,9 +4,11 @@ than a minute, beside everything else. Until then the engine computes prompts in
 
 import logging
 import os
+import re
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,6 +20,9 @@ from engine.embedded.models.devices import UnsupportedModelError
 _LAST_CHARACTERS = 2000
 _END_SECONDS = 5.0
 """Time for ninja to end its compilers."""
+
+_OTHER_MASK = re.compile(r"_mask_[023]\.cu$")
+"""Sources of kernels for other masks than the causal one, in a library that FlashInfer compiles."""
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +42,8 @@ class FlashInferKernels:
         self._error = ""
         self._done = threading.Event()
         self._compiling = threading.Lock()
-        """Held while `_compiler` or `_closed` changes."""
-        self._compiler: subprocess.Popen[str] | None = None
+        """Held while `_compilers` or `_closed` changes."""
+        self._compilers: list[subprocess.Popen[str]] = []
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -66,32 +71,39 @@ class FlashInferKernels:
         log.error("FlashInfer's kernels cannot run, so prompts are computed in small steps: %s", self._error)
 
     def close(self) -> None:
-        """End the compiler, which would work on for a minute."""
+        """End the compilers, which would work on for a minute."""
         with self._compiling:
             self._closed = True
-            if self._compiler is not None:
-                self._compiler.terminate()  # ninja's compilers are groups of their own, which it ends on this signal
+            for compiler in self._compilers:
+                compiler.terminate()  # ninja's compilers are groups of their own, which it ends on this signal
+            for compiler in self._compilers:
                 try:
-                    self._compiler.wait(_END_SECONDS)
+                    compiler.wait(_END_SECONDS)
                 except subprocess.TimeoutExpired:
-                    self._compiler.kill()
+                    compiler.kill()
 
     def _load(self) -> None:
         started = time.monotonic()
         try:
-            # Slow to import, so this thread does it. The first two are not part of FlashInfer's public interface: its
-            # wrappers call them, with these arguments, when a step is planned.
+            # Slow to import, so this thread does it. But for `prefill` nothing of this is part of FlashInfer's public
+            # interface: its wrappers call these functions, with these arguments, when a step is planned.
+            from flashinfer import prefill  # noqa: PLC0415
             from flashinfer.jit import gen_batch_prefill_module  # noqa: PLC0415
-            from flashinfer.prefill import get_batch_prefill_module  # noqa: PLC0415
             from flashinfer.utils import determine_attention_backend  # noqa: PLC0415
 
-            compiled = False
+            def causal(*arguments: Any) -> Any:
+                return _causal_alone(gen_batch_prefill_module(*arguments))
+
+            kernels = []
             for kind in self._kinds:
                 backend = determine_attention_backend(self._device, 0, False, False, self._dtype, kind)
                 types = self._dtype, kind, self._dtype, torch.int32
-                kernel = (backend, *types, self._head_dim, self._head_dim, 0, False, False, False)
-                compiled |= self._compile(gen_batch_prefill_module(*kernel))
-                get_batch_prefill_module(*kernel)
+                kernels.append((backend, *types, self._head_dim, self._head_dim, 0, False, False, False))
+            with ThreadPoolExecutor(len(kernels)) as threads:
+                compiled = any([*threads.map(lambda kernel: self._compile(causal(*kernel)), kernels)])
+            prefill.gen_batch_prefill_module = causal
+            for kernel in kernels:
+                prefill.get_batch_prefill_module(*kernel)
         except Exception as error:  # whatever a compiler, its files or the package run into
             self._error = f"{type(error).__name__}: {error}"
             if not self._closed:
@@ -123,13 +135,26 @@ class FlashInferKernels:
             with self._compiling:
                 if self._closed:
                     raise RuntimeError("the engine is closed")
-                self._compiler = subprocess.Popen(
+                compiler = subprocess.Popen(
                     command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
                 )
-            output, _ = self._compiler.communicate()
-            code = self._compiler.returncode
+                self._compilers.append(compiler)
+            output, _ = compiler.communicate()
             with self._compiling:
-                self._compiler = None
-        if code:
-            raise RuntimeError(f"ninja ended with code {code}: {output[-_LAST_CHARACTERS:]}")
+                self._compilers.remove(compiler)
+        if compiler.returncode:
+            raise RuntimeError(f"ninja ended with code {compiler.returncode}: {output[-_LAST_CHARACTERS:]}")
         return True
+
+
+def _causal_alone(kernel: Any) -> Any:
+    """Have a library of FlashInfer's (its `JitSpec`) compiled for causal attention alone, under a name of its own.
+
+    That leaves out six of ten files, of which each takes a minute. What is left still calls their functions, which the
+    linker of a started program looks for when they are called: never, as all attention of prompts is causal.
+    """
+    if not kernel.is_aot:  # part of a package, and compiled
+        kernel.name += "_causal"
+        kernel.sources = [source for source in kernel.sources if not _OTHER_MASK.search(source.name)]
+        kernel.extra_ldflags = [*(kernel.extra_ldflags or ()), "-Wl,-z,lazy"]
+    return kernel

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,11 +29,44 @@ test "$(cat go)" = right && touch done
 """
 
 
+BFLOAT16, FLOAT8 = "torch.bfloat16_causal", "torch.float8_e4m3fn_causal"
+SOURCES = [f"paged_kernel_mask_{mask}.cu" for mask in range(4)] + ["binding.cu"]
+
+
+class Spec:
+    """A library to compile, as FlashInfer describes it."""
+
+    def __init__(self, package: "Package", name: str) -> None:
+        self._package = package
+        self.name = name
+        self.sources = [Path(source) for source in SOURCES]
+        self.extra_ldflags = None
+        self.is_aot = package.is_aot
+
+    @property
+    def build_dir(self) -> Path:
+        return self._package.folder(self.name)
+
+    @property
+    def lock_path(self) -> Path:
+        return self.build_dir / "lock"
+
+    @property
+    def ninja_path(self) -> Path:
+        return self.build_dir / "build.ninja"
+
+    def write_ninja(self) -> None:
+        self.ninja_path.write_text("\n".join(map(str, self.sources)))
+
+
 class Package:
     """Stands in for FlashInfer. Compilers wait until `go` says how they end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.prefill = ModuleType("flashinfer.prefill")
+        self.prefill.gen_batch_prefill_module = self.gen  # type: ignore[attr-defined]
+        self.prefill.get_batch_prefill_module = self.get  # type: ignore[attr-defined]
         self.loaded: list[str] = []
         self.is_aot = False
 
@@ -46,19 +79,13 @@ class Package:
         (self.folder(name) / "part").write_text(how)
         (self.folder(name) / "part").rename(self.folder(name) / "go")
 
-    def gen(self, backend: str, *_: Any) -> SimpleNamespace:
-        folder = self.folder(backend)
-        return SimpleNamespace(
-            is_aot=self.is_aot,
-            lock_path=folder / "lock",
-            build_dir=folder,
-            ninja_path=folder / "build.ninja",
-            write_ninja=(folder / "build.ninja").touch,
-        )
+    def gen(self, backend: str, *_: Any) -> Spec:
+        return Spec(self, backend)
 
-    def get(self, backend: str, *_: Any) -> None:
-        assert self.is_aot or (self.folder(backend) / "done").exists()
-        self.loaded.append(backend)
+    def get(self, *arguments: Any) -> None:
+        spec = self.prefill.gen_batch_prefill_module(*arguments)
+        assert self.is_aot or (spec.build_dir / "done").exists()
+        self.loaded.append(spec.name)
 
 
 @pytest.fixture
@@ -72,15 +99,15 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Package
     for name, contents in {
         "flashinfer": {},
         "flashinfer.jit": {"gen_batch_prefill_module": fake.gen},
-        "flashinfer.prefill": {"get_batch_prefill_module": fake.get},
         "flashinfer.utils": {"determine_attention_backend": lambda *arguments: str(arguments[-1])},
     }.items():
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)
         vars(module).update(contents)
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "flashinfer.prefill", fake.prefill)
     yield fake
-    for name in ("torch.bfloat16", "torch.float8_e4m3fn"):
+    for name in (BFLOAT16, FLOAT8):
         fake.go(name, "right")
 
 
@@ -97,19 +124,26 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_they_are_compiled_while_the_engine_goes_on(package: Package, caplog: pytest.LogCaptureFixture) -> None:
+def test_they_are_compiled_at_once_while_the_engine_goes_on(package: Package, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         found = kernels(torch.float8_e4m3fn)
-        wait_for((package.folder("torch.bfloat16") / "compiler").exists)
+        for name in (BFLOAT16, FLOAT8):
+            wait_for((package.folder(name) / "compiler").exists)
+        package.go(FLOAT8, "right")
+        wait_for((package.folder(FLOAT8) / "done").exists)
         assert not found.ready
-        package.go("torch.bfloat16", "right")
-        wait_for((package.folder("torch.float8_e4m3fn") / "compiler").exists)
-        assert not found.ready
-        package.go("torch.float8_e4m3fn", "right")
+        package.go(BFLOAT16, "right")
         found.wait()
     assert found.ready
-    assert package.loaded == ["torch.bfloat16", "torch.float8_e4m3fn"]
+    assert package.loaded == [BFLOAT16, FLOAT8]
     assert "compiled after" in caplog.text
+
+
+def test_only_the_causal_kernels_are_compiled(package: Package) -> None:
+    package.go(BFLOAT16, "right")
+    kernels().wait()
+    spec = Spec(package, BFLOAT16)
+    assert spec.ninja_path.read_text().split() == ["paged_kernel_mask_1.cu", "binding.cu"]
 
 
 def test_what_a_package_has_is_only_loaded(package: Package) -> None:
@@ -121,16 +155,16 @@ def test_what_a_package_has_is_only_loaded(package: Package) -> None:
 
 
 def test_what_is_compiled_is_only_loaded(package: Package, caplog: pytest.LogCaptureFixture) -> None:
-    (package.folder("torch.bfloat16") / "done").touch()
+    (package.folder(BFLOAT16) / "done").touch()
     with caplog.at_level(logging.INFO):
         found = kernels()
         found.wait()
-    assert found.ready and package.loaded == ["torch.bfloat16"]
-    assert not (package.folder("torch.bfloat16") / "compiler").exists() and not caplog.records
+    assert found.ready and package.loaded == [BFLOAT16]
+    assert not (package.folder(BFLOAT16) / "compiler").exists() and not caplog.records
 
 
 def test_without_a_compiler_they_never_come(package: Package, caplog: pytest.LogCaptureFixture) -> None:
-    package.go("torch.bfloat16", "no such header")
+    package.go(BFLOAT16, "no such header")
     with caplog.at_level(logging.WARNING):
         found = kernels()
         with pytest.raises(UnsupportedModelError, match="nvcc: no such header"):
@@ -141,7 +175,7 @@ def test_without_a_compiler_they_never_come(package: Package, caplog: pytest.Log
 
 def test_a_compiler_ends_with_the_engine(package: Package, caplog: pytest.LogCaptureFixture) -> None:
     found = kernels()
-    told = package.folder("torch.bfloat16") / "compiler"
+    told = package.folder(BFLOAT16) / "compiler"
     wait_for(lambda: told.exists() and bool(told.read_text().strip()))
     found.close()
     with pytest.raises(UnsupportedModelError):
