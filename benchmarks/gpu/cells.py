@@ -39,6 +39,8 @@ Fields = dict[str, object]
 """Sampling parameters in addition to those of greedy requests."""
 _NUMBERS: Fields = {"type": "array", "items": {"type": "integer"}, "minItems": 300}
 """A schema that no answer of 256 tokens completes."""
+_STRINGS: Fields = {"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 300}
+"""Another one, whose masks are among the dearest: most tokens are right, and some are too long."""
 ROWS: dict[str, Callable[[random.Random, int], Fields]] = {
     "temperature": lambda *_: {"temperature": 1},
     "truncated": lambda *_: {"temperature": 0.8, "top_p": 0.95, "top_k": 50},
@@ -47,6 +49,7 @@ ROWS: dict[str, Callable[[random.Random, int], Fields]] = {
     "logprobs": lambda *_: {"logprobs": 1},
     "min-tokens": lambda _, max_tokens: {"min_tokens": max_tokens},
     "guided": lambda *_: {"guided_json": _NUMBERS},
+    "strings": lambda *_: {"guided_json": _STRINGS},
     "mixed": lambda rng, max_tokens: (
         ROWS[rng.choice(_MIXED)](rng, max_tokens)
         | {"temperature": round(rng.uniform(0.1, 1.5), 2), "top_p": rng.choice((1, 0.9, 0.99)), "min_p": 0.01}
@@ -54,7 +57,7 @@ ROWS: dict[str, Callable[[random.Random, int], Fields]] = {
 }
 """Kinds of requests that are measured beside greedy ones, by the fields that a request of this many tokens adds.
 `mixed` is a batch in which each request differs."""
-_MIXED = [name for name in ROWS if name not in ("mixed", "guided")]
+_MIXED = [name for name in ROWS if name not in ("mixed", "guided", "strings")]
 ROUNDS = 3
 """Requests of each stream, one after the other; all streams start at once."""
 

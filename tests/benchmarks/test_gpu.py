@@ -171,7 +171,7 @@ def test_a_worker_measures_the_engine_without_http(tiny: Path, tmp_path: Path) -
     assert (second.summary.completion_tokens, second.summary.gap_p50) == (1, 0)
 
 
-@pytest.mark.parametrize("row", ["guided", "mixed"])
+@pytest.mark.parametrize("row", ["guided", "strings", "mixed"])
 async def test_requests_of_a_row_are_measured_without_http(row: str, tiny: Path) -> None:
     workload = WORKLOADS[f"1-{row}"]
     engine = create_engine(config(tiny))
@@ -187,7 +187,7 @@ async def test_requests_of_a_row_are_measured_without_http(row: str, tiny: Path)
     fields = workload.fields(random.Random(), 4)
     assert all((request.sampling.guide is not None) == ("guided_json" in fields) for request in sent)
     first, second = (request.sampling for request in sent)
-    assert (first == second) == (row == "guided")
+    assert (first == second) == (row != "mixed")
 
 
 def test_a_trace_names_what_idle_time_lies_between() -> None:
