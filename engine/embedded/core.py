@@ -97,7 +97,7 @@ class _LaunchedStep:
     """The first row of each chunk of `sampling`, or None if no chunk has a draft, and so each has one row."""
     drawn: Drawn | None = None
     """The first tokens of `sampling`, or None until they are drawn. Even without tokens it tells when the device is
-    done."""
+    done: the host is one step ahead at most, so that new requests wait for no more, and buffers of two steps suffice."""
     rounds: int = 0
     """Number of rounds in which the device drafts for its chunks and draws all their tokens (`models/heads.py`)."""
 
@@ -524,7 +524,7 @@ class EngineCore:
         states = [chunk.sequence.sampler for chunk in step.sampling]
         try:
             if not states:
-                step.drawn = Drawn([])
+                step.drawn = Drawn(torch.empty(0, dtype=torch.int64, device=step.logits.device))
             elif not step.rounds:  # else the device has drawn
                 step.drawn = self._sampler.draw(step.logits, states, step.slots, step.rows)
                 if self._overlap and step.rows is None:  # else the host has its tokens before the next step

@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 from engine.config import EmbeddedConfig
 from engine.embedded import core as engine_core
 from engine.embedded.core import EngineCore
+from engine.embedded.sampling import sampler
 from engine.embedded.sampling.state import SamplerState
 from engine.embedded.sequence import Sequence
 from engine.types import Delta, GenerateRequest, SamplingParams
@@ -94,6 +95,26 @@ def run(core: EngineCore) -> dict[str, list[Delta]]:
 
 def tokens(deltas: list[Delta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
+
+
+def test_the_host_is_one_step_ahead_of_the_device_at_most(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a long prompt sample nothing, and are waited for all the same."""
+    done, ahead = [], []
+
+    class Done:
+        def synchronize(self) -> None:
+            done.append(self)
+
+    core = make_core(tiny_model, max_num_tokens=32)
+    forward = core.runner.forward
+    monkeypatch.setattr(sampler, "recorded", lambda _: Done())
+    monkeypatch.setattr(
+        core.runner, "forward", lambda step: (ahead.append(len(ahead) + 1 - len(done)), forward(step))[1]
+    )
+    add(core, "long", list(range(3, 303)), max_tokens=1)
+    run(core)
+    assert len(ahead) == 10
+    assert max(ahead) == (2 if OPTIONS["overlap_scheduler"] == "on" else 1)
 
 
 def test_a_prompt_takes_more_of_a_step_where_nothing_decodes_and_steps_are_fast(
