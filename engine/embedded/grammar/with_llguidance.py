@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,8 @@ _LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=20_000, step_
 _BYTES = 64 << 10
 """Bytes of a compiled grammar in addition to its text: the average over public schemas."""
 _MOST_THREADS = 8
+_COPIES_SECONDS = 0.01
+"""Time to compile a grammar once more for each thread that fills masks. Large grammars have fewer copies."""
 _NO_FORCING = '%llguidance {"no_forcing": true}\nstart: '
 """llguidance would write text that has no alternative in the tokenizer's own way, which may be a special token."""
 _JSON = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{0,{MAX_WHITESPACE}}}"}
@@ -73,38 +76,51 @@ class Llguidance:
         for grammar in _grammars(guide):
             matcher = self._matcher(grammar)
             if not matcher.is_error() and not matcher.get_grammar_warnings():
-                return LlguidanceGrammar(matcher, len(grammar)), grammar.encode()
+                return LlguidanceGrammar([matcher], len(grammar)), grammar.encode()
             reason = reason or explained(matcher.get_error() or matcher.get_grammar_warnings()[0])
         raise UnsupportedGuideError(reason)
 
     def build(self, guide: Guide, prepared: bytes) -> LlguidanceGrammar:
         """See `Library`."""
-        return LlguidanceGrammar(self._matcher(prepared.decode()), len(prepared))
+        matchers, ends = [self._matcher(prepared.decode())], time.monotonic() + _COPIES_SECONDS
+        while len(matchers) < _threads() and time.monotonic() < ends:
+            matchers.append(self._matcher(prepared.decode()))
+        return LlguidanceGrammar(matchers, len(prepared))
 
     def _matcher(self, grammar: str) -> LLMatcher:
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
 
 
 class LlguidanceGrammar:
-    """See `Compiled`."""
+    """See `Compiled`. Positions that begin at one matcher share the states of its lexer, which one thread at a time may
+    use and add to. So there are several, and positions begin at each in turn."""
 
-    def __init__(self, matcher: LLMatcher, size: int) -> None:
-        self._matcher = matcher
-        self.num_bytes = size + _BYTES
+    def __init__(self, matchers: Sequence[LLMatcher], size: int) -> None:
+        self._matchers = matchers
+        self._started = 0
+        self.num_bytes = len(matchers) * (size + _BYTES)
 
     def start(self) -> LlguidancePosition:
         """See `Compiled`."""
-        return LlguidancePosition(self._matcher.deep_copy())
+        lexer = self._started % len(self._matchers)
+        self._started += 1
+        return LlguidancePosition(self._matchers[lexer].deep_copy(), lexer)
+
+
+def _threads() -> int:
+    """Return the number of threads that fill masks: they work while the device computes, beside those of the API."""
+    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
 @cache
 def _executor() -> LLExecutor:
-    """Return the threads that fill masks: they work while the device computes, beside those of the API."""
-    return LLExecutor(max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2)))
+    return LLExecutor(_threads())
 
 
 def _fill_together(bitmask: Bitmask, positions: Sequence[tuple[LlguidancePosition, int]]) -> None:
-    fill_next_token_bitmask_par(_executor(), [(position._matcher, row) for position, row in positions], bitmask)
+    """Fill rows in several threads, which take neighbours: those that share a lexer, and would wait for each other."""
+    neighbours = sorted(positions, key=lambda place: place[0].lexer)
+    fill_next_token_bitmask_par(_executor(), [(position._matcher, row) for position, row in neighbours], bitmask)
 
 
 class LlguidancePosition:
@@ -112,8 +128,10 @@ class LlguidancePosition:
 
     together = staticmethod(_fill_together)
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, lexer: int) -> None:
+        """`lexer`: which one of its grammar's lexers it uses."""
         self._matcher = matcher
+        self.lexer = lexer
 
     @property
     def error(self) -> str:
