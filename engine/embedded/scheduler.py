@@ -423,11 +423,15 @@ class Scheduler:
 
         Of that half, a sequence that is not shorter than what remains of the large prompt gets one block, and only to
         make way for a shorter one behind it in the queue.
+
+        Where less than half of a large step is left, a prompt that ends in the next step in any case begins there:
+        attention is faster over a prompt's own keys than over blocks of which some were computed before.
         """
         self.store_fetched()  # they may share it
         giver = max(range(decodes, len(chunks)), key=lambda index: chunks[index].length, default=-1)
         spare = chunks[giver].length // 2 if self._chunked and giver >= 0 else 0
         large = chunks[giver].sequence.remaining if spare else 0
+        whole = budget if 0 < self._small_step < budget and not spare else 0
         passage = self.blocks.block_size if any(len(sequence.tokens) < large for sequence in self.waiting) else 0
         for sequence in self._candidates():
             if not self._slots:
@@ -445,6 +449,9 @@ class Scheduler:
             matched = self._match(sequence)
             sequence.computed = len(matched[0]) * self.blocks.block_size
             if sequence.lacks_grammar and (sequence.remaining == 1 or not self._may_run_ahead()):
+                sequence.computed = 0
+                continue
+            if budget < sequence.remaining <= whole and 2 * budget <= whole:
                 sequence.computed = 0
                 continue
             given = spare if sequence.remaining < large else min(spare, passage)

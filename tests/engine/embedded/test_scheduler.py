@@ -183,6 +183,7 @@ def test_every_sequence_gets_its_output_whatever_the_pressure(
         windows=windows,
         overlap=overlap,
         prompt_budget=1 + seed % budget,
+        small_step=rng.choice([0, 4]),
         rest_after=rng.choice([None, 0, 3, 8]),
     )
     shared = [rng.randrange(9) for _ in range(16)]
@@ -336,6 +337,29 @@ def test_prompts_fill_small_steps_beside_decodes(decoding: int, waiting: list[in
         runner.scheduler.add(make(f"prompt {index}", [index] * length, 1, arrival=1.0))
     found = lengths(runner.scheduler.schedule())
     assert sum(length for name, length in found.items() if name.startswith("prompt")) == taken
+
+
+@pytest.mark.parametrize(
+    ("small_step", "waiting", "taken"),
+    [
+        pytest.param(16, [40, 40, 10], [{"0": 40, "2": 10}, {"1": 40}], id="most of a step is used"),
+        pytest.param(16, [20, 60], [{"0": 20, "1": 44}, {"1": 16}], id="most of a step is left"),
+        pytest.param(16, [40, 100], [{"0": 40, "1": 24}, {"1": 64}], id="no step has room for all"),
+        pytest.param(0, [40, 40, 10], [{"0": 40, "1": 24}, {"1": 16, "2": 10}], id="there are no large steps"),
+    ],
+)
+def test_a_prompt_that_ends_in_the_next_step_begins_there(
+    small_step: int, waiting: list[int], taken: list[dict[str, int]]
+) -> None:
+    runner = machine(blocks=400, seqs=8, budget=64, small_step=small_step)
+    for index, length in enumerate(waiting):
+        runner.scheduler.add(make(str(index), [index] * length, 1, arrival=float(index)))
+    found = []
+    for _ in taken:
+        step = runner.launch()
+        found.append(lengths([chunk for chunk, _ in step]))
+        runner.finish(step)
+    assert found == taken
 
 
 def test_a_step_has_no_more_tokens_than_asked_for() -> None:
