@@ -58,7 +58,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
     scope="module", loop_scope="module", params=[*KINDS, *NEWEST_KINDS, *TIERED_KINDS, *SPECULATING_KINDS]
 )
 async def subject(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIterator[Subject]:
-    """An engine for all tests. What it answered with drafts in any of them, it has to answer without, too."""
+    """An engine for all tests. What it answered with drafts in any of them, it has to answer without, too, and with
+    drafts of other kinds."""
     speculates, answers = request.param == "embedded-ngram", list[Answer]()
     async with engine_of(request.param, config_of(request.param, tiny_model)) as engine:
         await engine.start()
@@ -70,11 +71,12 @@ async def subject(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIter
         await engine.close()
         await asyncio.wait_for(collecting, 20)
     if speculates:
-        async with engine_of("embedded", config_of("embedded", tiny_model)) as plain:
-            await plain.start()
-            compared = await compare(answers, plain)
         tests = sum(request.param in item.name for item in request.session.items)
-        assert compared > 50 or tests < 50, "most tests have answers that can be compared"
+        for kind in ("embedded", "embedded-suffix", "embedded-draft", "embedded-eagle3"):
+            async with engine_of(kind, config_of(kind, tiny_model)) as other:
+                await other.start()
+                compared = await compare(answers, other)
+            assert compared > 50 or tests < 50, "most tests have answers that can be compared"
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from engine.process.client import EngineClient
 from engine.stats import IterationStats
 from engine.types import Delta, GenerateRequest, SamplingParams
 from tests.support.environment import python_path
+from tests.support.head_files import write_head
 from tests.support.trtllm import NEWEST, OLDEST, stand_in
 
 BLOCK, CONTEXT, VOCABULARY, EOS = 16, 512, 384, 2
@@ -82,6 +83,14 @@ def rounded(folder: Path) -> Path:
     return copy
 
 
+@functools.cache
+def _random_head(folder: Path) -> Path:
+    head = folder.with_name(f"{folder.name}-head")
+    head.mkdir()
+    write_head(head, vocab_size=VOCABULARY, max_position_embeddings=CONTEXT)
+    return head
+
+
 def config_of(kind: str, tiny_model: Path) -> EngineConfig:
     if kind.endswith("-host") and not kind.startswith("fake"):
         tiny_model = rounded(tiny_model)
@@ -91,7 +100,11 @@ def config_of(kind: str, tiny_model: Path) -> EngineConfig:
     if kind.startswith("embedded"):
         how = kind.partition("-")[2]
         drafts = {"speculative": how, "speculative_min_match": 1, "speculative_min_speedup": 0}
-        options = EMBEDDED | (drafts if how in ("ngram", "suffix") else {})
+        if how == "draft":
+            drafts["speculative_model"] = str(tiny_model)  # whose drafts are right
+        elif how == "eagle3":
+            drafts["speculative_model"] = str(_random_head(tiny_model))
+        options = EMBEDDED | (drafts if how in ("ngram", "suffix", "draft", "eagle3") else {})
         return EmbeddedConfig(model=str(tiny_model), kv_transfer="auto", **options)
     if kind.startswith("trtllm"):
         cache = {"tokens_per_block": BLOCK, "event_buffer_max_size": 10_000}
