@@ -424,8 +424,8 @@ class Scheduler:
         Of that half, a sequence that is not shorter than what remains of the large prompt gets one block, and only to
         make way for a shorter one behind it in the queue.
 
-        Where less than half of a large step is left, a prompt that ends in the next step in any case begins there:
-        attention is faster over a prompt's own keys than over blocks of which some were computed before.
+        Where at most half of a large step is left, a prompt that cannot end in it begins in the next one if it ends
+        there: attention is faster over a prompt's own keys than over blocks of which some were computed before.
         """
         self.store_fetched()  # they may share it
         giver = max(range(decodes, len(chunks)), key=lambda index: chunks[index].length, default=-1)

@@ -6,11 +6,13 @@ import logging
 import os
 import re
 import subprocess
+import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
-from typing import Any
+from typing import IO, Any
 
 import torch
 from filelock import FileLock
@@ -20,7 +22,6 @@ from engine.embedded.models.devices import UnsupportedModelError
 _LAST_CHARACTERS = 2000
 _END_SECONDS = 5.0
 """Time for ninja to end its compilers."""
-
 _OTHER_MASK = re.compile(r"_mask_[023]\.cu$")
 """Sources of kernels for other masks than the causal one, in a library that FlashInfer compiles."""
 
@@ -43,7 +44,7 @@ class FlashInferKernels:
         self._done = threading.Event()
         self._compiling = threading.Lock()
         """Held while `_compilers` or `_closed` changes."""
-        self._compilers: list[subprocess.Popen[str]] = []
+        self._compilers: list[subprocess.Popen[bytes]] = []
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -99,8 +100,7 @@ class FlashInferKernels:
                 backend = determine_attention_backend(self._device, 0, False, False, self._dtype, kind)
                 types = self._dtype, kind, self._dtype, torch.int32
                 kernels.append((backend, *types, self._head_dim, self._head_dim, 0, False, False, False))
-            with ThreadPoolExecutor(len(kernels)) as threads:
-                compiled = any([*threads.map(lambda kernel: self._compile(causal(*kernel)), kernels)])
+            compiled = self._compile([causal(*kernel) for kernel in kernels])
             prefill.gen_batch_prefill_module = causal
             for kernel in kernels:
                 prefill.get_batch_prefill_module(*kernel)
@@ -118,43 +118,50 @@ class FlashInferKernels:
         finally:
             self._done.set()
 
-    def _compile(self, kernel: Any) -> bool:
-        """Compile a kernel if its files are newer than it, as FlashInfer itself would; return whether they were.
+    def _compile(self, libraries: Sequence[Any]) -> bool:
+        """Compile libraries whose files are newer, as FlashInfer itself would, but at once; return whether there were
+        any. Its own compilers would outlive this process. Raises RuntimeError."""
+        begun: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
+        with ExitStack() as opened:
+            for library in libraries:
+                if library.is_aot:  # it is part of a package
+                    continue
+                opened.enter_context(FileLock(library.lock_path, thread_local=False))
+                library.write_ninja()
+                command = ["ninja", "-C", str(library.build_dir), "-f", str(library.ninja_path)]
+                if jobs := os.environ.get("MAX_JOBS"):
+                    command += ["-j", jobs]
+                if "no work to do" in subprocess.run([*command, "-n"], capture_output=True, text=True).stdout:
+                    continue
+                output = opened.enter_context(tempfile.TemporaryFile())
+                begun.append((self._begin(command, output), output))
+            for compiler, _ in begun:  # of all, before others may take the locks
+                compiler.wait()
+            for compiler, output in begun:
+                if compiler.returncode:
+                    output.seek(0)
+                    said = output.read().decode(errors="replace")[-_LAST_CHARACTERS:]
+                    raise RuntimeError(f"ninja ended with code {compiler.returncode}: {said}")
+        return bool(begun)
 
-        FlashInfer leaves its compiler alone, so that it would outlive this process. Raises RuntimeError.
-        """
-        if kernel.is_aot:  # it is part of a package
-            return False
-        with FileLock(kernel.lock_path, thread_local=False):
-            kernel.write_ninja()
-            command = ["ninja", "-C", str(kernel.build_dir), "-f", str(kernel.ninja_path)]
-            if jobs := os.environ.get("MAX_JOBS"):
-                command += ["-j", jobs]
-            if "no work to do" in subprocess.run([*command, "-n"], capture_output=True, text=True).stdout:
-                return False
-            with self._compiling:
-                if self._closed:
-                    raise RuntimeError("the engine is closed")
-                compiler = subprocess.Popen(
-                    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-                )
-                self._compilers.append(compiler)
-            output, _ = compiler.communicate()
-            with self._compiling:
-                self._compilers.remove(compiler)
-        if compiler.returncode:
-            raise RuntimeError(f"ninja ended with code {compiler.returncode}: {output[-_LAST_CHARACTERS:]}")
-        return True
+    def _begin(self, command: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+        with self._compiling:
+            if self._closed:
+                raise RuntimeError("the engine is closed")
+            self._compilers.append(
+                subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            )
+            return self._compilers[-1]
 
 
-def _causal_alone(kernel: Any) -> Any:
-    """Have a library of FlashInfer's (its `JitSpec`) compiled for causal attention alone, under a name of its own.
+def _causal_alone(library: Any) -> Any:
+    """Have one of FlashInfer's libraries (a `JitSpec`) compiled for causal attention alone, under a name of its own.
 
-    That leaves out six of ten files, of which each takes a minute. What is left still calls their functions, which the
-    linker of a started program looks for when they are called: never, as all attention of prompts is causal.
+    That leaves out six of ten files, of which each takes a minute. What is left refers to their functions still. The
+    linker looks for a function when it is called, and these never are, as all attention of prompts is causal.
     """
-    if not kernel.is_aot:  # part of a package, and compiled
-        kernel.name += "_causal"
-        kernel.sources = [source for source in kernel.sources if not _OTHER_MASK.search(source.name)]
-        kernel.extra_ldflags = [*(kernel.extra_ldflags or ()), "-Wl,-z,lazy"]
-    return kernel
+    if not library.is_aot:  # part of a package, and compiled
+        library.name += "_causal"
+        library.sources = [source for source in library.sources if not _OTHER_MASK.search(source.name)]
+        library.extra_ldflags = [*(library.extra_ldflags or ()), "-Wl,-z,lazy"]
+    return library
