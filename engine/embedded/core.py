@@ -97,7 +97,7 @@ class _LaunchedStep:
     """The first row of each chunk of `sampling`, or None if no chunk has a draft, and so each has one row."""
     drawn: Drawn | None = None
     """The first tokens of `sampling`, or None until they are drawn. Even without tokens it tells when the device is
-    done: the host is one step ahead at most. So new requests wait for no more, and buffers of two steps are enough."""
+    done: the host is one step ahead at most. So new requests wait for two steps at most, and two buffers suffice."""
     rounds: int = 0
     """Number of rounds in which the device drafts for its chunks and draws all their tokens (`models/heads.py`)."""
 

@@ -1,13 +1,14 @@
 """The choice of sequences for the next step, and of the number of tokens for each.
 
 Running sequences come first: decodes (one token each), then the rest of started prompts, then waiting sequences, all
-within one budget of tokens and in order of rank. A long prompt does not take it all while shorter ones are there: the
-first started prompt leaves up to half to shorter ones, which go on in order of what remains of them, and up to half of
-the step's largest chunk goes to waiting sequences, so that the first never keeps less than a quarter. Where prompts
-cost much more than decodes, a long prompt also rests after each chunk, until others have had as much. A sequence is
-admitted when there are blocks for all its present tokens, or for its first chunk and the window in layers of a sliding
-window; it takes further ones as it goes on, and when none is left the running sequence of the last rank is preempted:
-it gives its blocks back and waits to be recomputed, mostly from the prefix cache.
+within one budget of tokens and in order of rank, but for what `Scheduler._turns` and `Scheduler._admit` say. A long
+prompt does not take it all while shorter ones are there: the first started prompt leaves up to half to shorter ones,
+which go on in order of what remains of them, and up to half of the step's largest chunk goes to waiting sequences, so
+that the first never keeps less than a quarter. Where prompts cost much more than decodes, a long prompt also rests
+after each chunk, until others have had as much. A sequence is admitted when there are blocks for all its present
+tokens, or for its first chunk and the window in layers of a sliding window; it takes further ones as it goes on, and
+when none is left the running sequence of the last rank is preempted: it gives its blocks back and waits to be
+recomputed, mostly from the prefix cache.
 
 A waiting sequence whose prompt a `Source` offers is FETCHING first: it has a slot and blocks while the source writes to
 these, even while another replica still computes the prompt. One whose prompt was computed for another replica is HELD:
@@ -278,6 +279,13 @@ class Scheduler:
             waiting += len(sequence.tokens)
         return waiting > tokens
 
+    def _next_large_step(self, budget: int) -> int:
+        """Return how many tokens of prompts the step after one of this budget takes, if that has no small step's
+        budget and so many prompts wait that the next one has none either; else 0."""
+        crowded = min(budget, self.prompt_tokens_crowded)
+        large = 0 < self._small_step < crowded and self._more_wait([], budget + 2 * self.prompt_tokens_crowded)
+        return crowded if large else 0
+
     def computed(self, chunks: list[Chunk]) -> None:
         """Note that a step has written the keys and values of its chunks: full blocks become reusable, and those
         behind a window are freed."""
@@ -424,14 +432,14 @@ class Scheduler:
         Of that half, a sequence that is not shorter than what remains of the large prompt gets one block, and only to
         make way for a shorter one behind it in the queue.
 
-        Where at most half of a large step is left, a prompt that cannot end in it begins in the next one if it ends
-        there: attention is faster over a prompt's own keys than over blocks of which some were computed before.
+        Where at most half of a large step is left and the next one is large in any case, a prompt that would only end
+        there waits for it: attention is faster over a prompt's own keys than over blocks.
         """
         self.store_fetched()  # they may share it
         giver = max(range(decodes, len(chunks)), key=lambda index: chunks[index].length, default=-1)
         spare = chunks[giver].length // 2 if self._chunked and giver >= 0 else 0
         large = chunks[giver].sequence.remaining if spare else 0
-        whole = budget if 0 < self._small_step < budget and not spare else 0
+        whole = 0 if spare else self._next_large_step(budget)
         passage = self.blocks.block_size if any(len(sequence.tokens) < large for sequence in self.waiting) else 0
         for sequence in self._candidates():
             if not self._slots:
@@ -451,11 +459,12 @@ class Scheduler:
             if sequence.lacks_grammar and (sequence.remaining == 1 or not self._may_run_ahead()):
                 sequence.computed = 0
                 continue
-            if budget < sequence.remaining <= whole and 2 * budget <= whole:
-                sequence.computed = 0
-                continue
             given = spare if sequence.remaining < large else min(spare, passage)
             length = self._length(sequence, max(budget, given), chunks)
+            rest = sequence.remaining - sequence.lacks_grammar
+            if length < rest == self._length(sequence, whole, chunks) and 2 * budget <= whole:
+                sequence.computed = 0
+                return
             if not length or not self._fits(matched, sequence.length, sequence.computed + length):
                 sequence.computed = 0
                 return

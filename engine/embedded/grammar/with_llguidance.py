@@ -25,7 +25,7 @@ _BYTES = 64 << 10
 """Bytes of a compiled grammar in addition to its text: the average over public schemas."""
 _MOST_THREADS = 8
 _COPIES_SECONDS = 0.01
-"""Time to compile a grammar once more for each thread that fills masks. Large grammars have fewer copies."""
+"""Time to compile a grammar once more for each further thread that fills masks. Large ones have fewer copies."""
 _NO_FORCING = '%llguidance {"no_forcing": true}\nstart: '
 """llguidance would write text that has no alternative in the tokenizer's own way, which may be a special token."""
 _JSON = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{0,{MAX_WHITESPACE}}}"}
@@ -82,10 +82,11 @@ class Llguidance:
 
     def build(self, guide: Guide, prepared: bytes) -> LlguidanceGrammar:
         """See `Library`."""
-        matchers, ends = [self._matcher(prepared.decode())], time.monotonic() + _COPIES_SECONDS
-        while len(matchers) < _threads() and time.monotonic() < ends:
-            matchers.append(self._matcher(prepared.decode()))
-        return LlguidanceGrammar(matchers, len(prepared))
+        started = time.perf_counter()
+        first = self._matcher(prepared.decode())
+        copies = min(_threads() - 1, int(_COPIES_SECONDS / (time.perf_counter() - started)))
+        others = [self._matcher(prepared.decode()) for _ in range(copies)]
+        return LlguidanceGrammar([first, *others], len(prepared))
 
     def _matcher(self, grammar: str) -> LLMatcher:
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)

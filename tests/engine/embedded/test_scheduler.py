@@ -342,22 +342,29 @@ def test_prompts_fill_small_steps_beside_decodes(decoding: int, waiting: list[in
 @pytest.mark.parametrize(
     ("small_step", "waiting", "taken"),
     [
-        pytest.param(16, [40, 40, 10], [{"0": 40, "2": 10}, {"1": 40}], id="most of a step is used"),
-        pytest.param(16, [20, 60], [{"0": 20, "1": 44}, {"1": 16}], id="most of a step is left"),
-        pytest.param(16, [40, 100], [{"0": 40, "1": 24}, {"1": 64}], id="no step has room for all"),
-        pytest.param(0, [40, 40, 10], [{"0": 40, "1": 24}, {"1": 16, "2": 10}], id="there are no large steps"),
+        pytest.param(
+            16,
+            [40, 40, 10, *[50] * 4],
+            [{"0": 40}, {"1": 40, "2": 10}, {"3": 50}, {"4": 50, "5": 10}],
+            id="most is used",
+        ),
+        pytest.param(16, [20, 60, *[50] * 4], [{"0": 20, "1": 40}, {"1": 20, "2": 40}], id="most is left"),
+        pytest.param(16, [40, 100, *[50] * 4], [{"0": 40, "1": 20}, {"1": 30, "2": 30}], id="no step has room for all"),
+        pytest.param(16, [40, 40, 10], [{"0": 40, "1": 20}], id="few wait"),
+        pytest.param(0, [40, 40, *[50] * 4], [{"0": 40, "1": 20}, {"1": 20, "2": 40}], id="no step is small"),
     ],
 )
-def test_a_prompt_that_ends_in_the_next_step_begins_there(
-    small_step: int, waiting: list[int], taken: list[dict[str, int]]
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_prompt_that_ends_in_the_next_large_step_begins_there(
+    small_step: int, waiting: list[int], taken: list[dict[str, int]], tokens: int
 ) -> None:
-    runner = machine(blocks=400, seqs=8, budget=64, small_step=small_step)
+    runner = machine(blocks=400, seqs=8, budget=64, prompt_budget=60, small_step=small_step)
     for index, length in enumerate(waiting):
-        runner.scheduler.add(make(str(index), [index] * length, 1, arrival=float(index)))
+        runner.scheduler.add(make(str(index), [index] * length, tokens, arrival=float(index)))
     found = []
     for _ in taken:
         step = runner.launch()
-        found.append(lengths([chunk for chunk, _ in step]))
+        found.append({name: length for name, length in lengths([chunk for chunk, _ in step]).items() if length > 1})
         runner.finish(step)
     assert found == taken
 

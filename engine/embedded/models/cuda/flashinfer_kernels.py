@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import IO, Any
@@ -76,18 +76,13 @@ class FlashInferKernels:
         with self._compiling:
             self._closed = True
             for compiler in self._compilers:
-                compiler.terminate()  # ninja's compilers are groups of their own, which it ends on this signal
-            for compiler in self._compilers:
-                try:
-                    compiler.wait(_END_SECONDS)
-                except subprocess.TimeoutExpired:
-                    compiler.kill()
+                _end(compiler)
 
     def _load(self) -> None:
         started = time.monotonic()
         try:
-            # Slow to import, so this thread does it. But for `prefill` nothing of this is part of FlashInfer's public
-            # interface: its wrappers call these functions, with these arguments, when a step is planned.
+            # Slow to import, so this thread does it. Only `prefill` is part of FlashInfer's public interface, whose
+            # wrappers call these functions, with these arguments, when a step is planned.
             from flashinfer import prefill  # noqa: PLC0415
             from flashinfer.jit import gen_batch_prefill_module  # noqa: PLC0415
             from flashinfer.utils import determine_attention_backend  # noqa: PLC0415
@@ -100,10 +95,11 @@ class FlashInferKernels:
                 backend = determine_attention_backend(self._device, 0, False, False, self._dtype, kind)
                 types = self._dtype, kind, self._dtype, torch.int32
                 kernels.append((backend, *types, self._head_dim, self._head_dim, 0, False, False, False))
-            compiled = self._compile([causal(*kernel) for kernel in kernels])
-            prefill.gen_batch_prefill_module = causal
-            for kernel in kernels:
-                prefill.get_batch_prefill_module(*kernel)
+            try:
+                compiled = self._open(prefill, kernels, causal)
+            except _OpenError as error:
+                log.info("FlashInfer's causal kernels alone cannot be loaded, so all are compiled: %s", error.__cause__)
+                compiled = self._open(prefill, kernels, gen_batch_prefill_module)
         except Exception as error:  # whatever a compiler, its files or the package run into
             self._error = f"{type(error).__name__}: {error}"
             if not self._closed:
@@ -118,10 +114,25 @@ class FlashInferKernels:
         finally:
             self._done.set()
 
+    def _open(self, prefill: Any, kernels: Sequence[tuple[Any, ...]], made: Callable[..., Any]) -> bool:
+        """Compile and load kernels, in libraries that `made` describes; return whether any were compiled. Raises
+        RuntimeError, or _OpenError if they cannot be loaded."""
+        if not hasattr(prefill, "gen_batch_prefill_module"):
+            raise RuntimeError("this version of FlashInfer describes its libraries elsewhere")
+        compiled = self._compile([made(*kernel) for kernel in kernels])
+        prefill.gen_batch_prefill_module = made
+        try:
+            for kernel in kernels:
+                prefill.get_batch_prefill_module(*kernel)
+        except Exception as error:
+            raise _OpenError from error
+        return compiled
+
     def _compile(self, libraries: Sequence[Any]) -> bool:
         """Compile libraries whose files are newer, as FlashInfer itself would, but at once; return whether there were
         any. Its own compilers would outlive this process. Raises RuntimeError."""
         begun: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
+        jobs = os.environ.get("MAX_JOBS", "")
         with ExitStack() as opened:
             for library in libraries:
                 if library.is_aot:  # it is part of a package
@@ -129,36 +140,48 @@ class FlashInferKernels:
                 opened.enter_context(FileLock(library.lock_path, thread_local=False))
                 library.write_ninja()
                 command = ["ninja", "-C", str(library.build_dir), "-f", str(library.ninja_path)]
-                if jobs := os.environ.get("MAX_JOBS"):
-                    command += ["-j", jobs]
+                if jobs.isdigit():
+                    command += ["-j", str(max(1, int(jobs) // len(libraries)))]
                 if "no work to do" in subprocess.run([*command, "-n"], capture_output=True, text=True).stdout:
                     continue
-                output = opened.enter_context(tempfile.TemporaryFile())
-                begun.append((self._begin(command, output), output))
-            for compiler, _ in begun:  # of all, before others may take the locks
-                compiler.wait()
-            for compiler, output in begun:
-                if compiler.returncode:
-                    output.seek(0)
-                    said = output.read().decode(errors="replace")[-_LAST_CHARACTERS:]
-                    raise RuntimeError(f"ninja ended with code {compiler.returncode}: {said}")
+                output: IO[bytes] = opened.enter_context(tempfile.TemporaryFile())
+                compiler = self._begin(command, output)
+                opened.callback(_end, compiler)  # before its lock is released
+                begun.append((compiler, output))
+            for compiler, said in begun:
+                if code := compiler.wait():
+                    said.seek(0)
+                    last = said.read().decode(errors="replace")[-_LAST_CHARACTERS:]
+                    raise RuntimeError(f"ninja ended with code {code}: {last}")
         return bool(begun)
 
     def _begin(self, command: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
         with self._compiling:
             if self._closed:
                 raise RuntimeError("the engine is closed")
-            self._compilers.append(
-                subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-            )
-            return self._compilers[-1]
+            compiler = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            self._compilers.append(compiler)
+        return compiler
+
+
+class _OpenError(Exception):
+    """Libraries that have been compiled cannot be loaded."""
+
+
+def _end(compiler: "subprocess.Popen[bytes]") -> None:
+    compiler.terminate()  # ninja's compilers are groups of their own, which it ends on this signal
+    try:
+        compiler.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        compiler.kill()
 
 
 def _causal_alone(library: Any) -> Any:
     """Have one of FlashInfer's libraries (a `JitSpec`) compiled for causal attention alone, under a name of its own.
 
     That leaves out six of ten files, of which each takes a minute. What is left refers to their functions still. The
-    linker looks for a function when it is called, and these never are, as all attention of prompts is causal.
+    linker looks for a function when it is called, if nothing tells it otherwise (LD_BIND_NOW), and these never are, as
+    all attention of prompts is causal.
     """
     if not library.is_aot:  # part of a package, and compiled
         library.name += "_causal"

@@ -1,9 +1,11 @@
 """Masks of many sequences of one grammar, filled by several threads."""
 
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from llguidance import LLExecutor, LLMatcher
 from tokenizers import Tokenizer
 
 from engine.embedded.grammar import with_llguidance
@@ -27,6 +29,7 @@ def test_threads_fill_rows_of_a_lexer_each(
 ) -> None:
     monkeypatch.setattr(with_llguidance, "_threads", lambda: 3)
     monkeypatch.setattr(with_llguidance, "_COPIES_SECONDS", 60.0)
+    monkeypatch.setattr(with_llguidance, "_executor", lambda: LLExecutor(3))
     compiled = grammar(tokenizer_folder)
     positions = [compiled.start() for _ in range(12)]
     assert [position.lexer for position in positions] == [0, 1, 2] * 4
@@ -49,8 +52,16 @@ def test_threads_fill_rows_of_a_lexer_each(
     assert (together == alone).all() and len(np.unique(together, axis=0)) > 3
 
 
-def test_a_grammar_that_takes_long_has_one_lexer(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("seconds", "lexers"), [(0.06, [0, 0, 0]), (0.03, [0, 1, 0])])
+def test_a_grammar_that_takes_long_has_fewer_lexers(
+    seconds: float, lexers: list[int], tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(self: Llguidance, grammar: str) -> LLMatcher:
+        time.sleep(seconds)
+        return LLMatcher(self._tokenizer, grammar)
+
+    monkeypatch.setattr(Llguidance, "_matcher", slow)
     monkeypatch.setattr(with_llguidance, "_threads", lambda: 3)
-    monkeypatch.setattr(with_llguidance, "_COPIES_SECONDS", 0.0)
+    monkeypatch.setattr(with_llguidance, "_COPIES_SECONDS", 0.05)
     compiled = grammar(tokenizer_folder)
-    assert [compiled.start().lexer for _ in range(3)] == [0, 0, 0]
+    assert [compiled.start().lexer for _ in range(3)] == lexers

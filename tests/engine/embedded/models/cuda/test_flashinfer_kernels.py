@@ -40,7 +40,7 @@ class Spec:
         self._package = package
         self.name = name
         self.sources = [Path(source) for source in SOURCES]
-        self.extra_ldflags = None
+        self.extra_ldflags: list[str] | None = None
         self.is_aot = package.is_aot
 
     @property
@@ -56,7 +56,10 @@ class Spec:
         return self.build_dir / "build.ninja"
 
     def write_ninja(self) -> None:
-        self.ninja_path.write_text("\n".join(map(str, self.sources)))
+        if self.name == self._package.broken:
+            self._package.compilers(BFLOAT16)
+            raise OSError("no space left")
+        self.ninja_path.write_text("\n".join(map(str, [*self.sources, *(self.extra_ldflags or ())])))
 
 
 class Package:
@@ -68,12 +71,22 @@ class Package:
         self.prefill.gen_batch_prefill_module = self.gen  # type: ignore[attr-defined]
         self.prefill.get_batch_prefill_module = self.get  # type: ignore[attr-defined]
         self.loaded: list[str] = []
+        self.broken = ""
+        """A library that cannot be written, when another one is being compiled."""
+        self.at_once = False
+        """Whether the linker looks for all functions of a library when it is loaded."""
         self.is_aot = False
 
     def folder(self, name: str) -> Path:
         found = self._folder / name
         found.mkdir(exist_ok=True)
         return found
+
+    def compilers(self, name: str) -> list[int]:
+        """Wait until a library is being compiled; return the processes that do it."""
+        told = self.folder(name) / "compiler"
+        wait_for(lambda: told.exists() and bool(told.read_text().strip()))
+        return [int(process) for process in told.read_text().split()]
 
     def go(self, name: str, how: str) -> None:
         (self.folder(name) / "part").write_text(how)
@@ -85,6 +98,8 @@ class Package:
     def get(self, *arguments: Any) -> None:
         spec = self.prefill.gen_batch_prefill_module(*arguments)
         assert self.is_aot or (spec.build_dir / "done").exists()
+        if self.at_once and len(spec.sources) < len(SOURCES):
+            raise OSError("undefined symbol: BatchPrefillWithPagedKVCacheDispatched")
         self.loaded.append(spec.name)
 
 
@@ -143,7 +158,27 @@ def test_only_the_causal_kernels_are_compiled(package: Package) -> None:
     package.go(BFLOAT16, "right")
     kernels().wait()
     spec = Spec(package, BFLOAT16)
-    assert spec.ninja_path.read_text().split() == ["paged_kernel_mask_1.cu", "binding.cu"]
+    assert spec.ninja_path.read_text().split() == ["paged_kernel_mask_1.cu", "binding.cu", "-Wl,-z,lazy"]
+
+
+def test_all_are_compiled_if_the_causal_ones_cannot_be_loaded_alone(package: Package) -> None:
+    package.at_once = True
+    for name in (BFLOAT16, FLOAT8, "torch.bfloat16", "torch.float8_e4m3fn"):
+        package.go(name, "right")
+    found = kernels(torch.float8_e4m3fn)
+    found.wait()
+    assert found.ready and package.loaded == ["torch.bfloat16", "torch.float8_e4m3fn"]
+
+
+def test_a_compiler_ends_if_another_cannot_begin(package: Package) -> None:
+    package.broken = FLOAT8
+    found = kernels(torch.float8_e4m3fn)
+    with pytest.raises(UnsupportedModelError, match="no space left"):
+        found.wait()
+    assert not (package.folder(BFLOAT16) / "done").exists()
+    for process in package.compilers(BFLOAT16):
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
 
 
 def test_what_a_package_has_is_only_loaded(package: Package) -> None:
@@ -173,14 +208,13 @@ def test_without_a_compiler_they_never_come(package: Package, caplog: pytest.Log
     assert "small steps" in caplog.text
 
 
-def test_a_compiler_ends_with_the_engine(package: Package, caplog: pytest.LogCaptureFixture) -> None:
-    found = kernels()
-    told = package.folder(BFLOAT16) / "compiler"
-    wait_for(lambda: told.exists() and bool(told.read_text().strip()))
+def test_compilers_end_with_the_engine(package: Package, caplog: pytest.LogCaptureFixture) -> None:
+    found = kernels(torch.float8_e4m3fn)
+    processes = package.compilers(BFLOAT16) + package.compilers(FLOAT8)
     found.close()
     with pytest.raises(UnsupportedModelError):
         found.wait()
-    for process in map(int, told.read_text().split()):
+    for process in processes:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
     assert not caplog.records
