@@ -280,8 +280,8 @@ class Scheduler:
         return waiting > tokens
 
     def _next_large_step(self, budget: int) -> int:
-        """Return how many tokens of prompts the step after one of this budget takes, if that has no small step's
-        budget and so many prompts wait that the next one has none either; else 0."""
+        """Return how many tokens of prompts the next step takes, if this one, with this budget, is large and so many
+        prompts wait that the next one is, too; else 0."""
         crowded = min(budget, self.prompt_tokens_crowded)
         large = 0 < self._small_step < crowded and self._more_wait([], budget + 2 * self.prompt_tokens_crowded)
         return crowded if large else 0

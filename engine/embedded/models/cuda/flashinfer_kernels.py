@@ -98,7 +98,7 @@ class FlashInferKernels:
             try:
                 compiled = self._open(prefill, kernels, causal)
             except _OpenError as error:
-                log.info("FlashInfer's causal kernels alone cannot be loaded, so all are compiled: %s", error.__cause__)
+                log.info("FlashInfer's causal kernels alone cannot be loaded, so all are compiled: %s", error)
                 compiled = self._open(prefill, kernels, gen_batch_prefill_module)
         except Exception as error:  # whatever a compiler, its files or the package run into
             self._error = f"{type(error).__name__}: {error}"
@@ -125,7 +125,7 @@ class FlashInferKernels:
             for kernel in kernels:
                 prefill.get_batch_prefill_module(*kernel)
         except Exception as error:
-            raise _OpenError from error
+            raise _OpenError(f"{type(error).__name__}: {error}") from error
         return compiled
 
     def _compile(self, libraries: Sequence[Any]) -> bool:
