@@ -99,12 +99,13 @@ def config_of(kind: str, tiny_model: Path) -> EngineConfig:
         return EmbeddedConfig(model=str(tiny_model), kv_transfer="auto", **EMBEDDED | tiers | {"num_blocks": 96})
     if kind.startswith("embedded"):
         how = kind.partition("-")[2]
-        drafts = {"speculative": how, "speculative_min_match": 1, "speculative_min_speedup": 0}
+        options = EMBEDDED
+        if how in ("ngram", "suffix", "draft", "eagle3"):
+            options = options | {"speculative": how, "speculative_min_match": 1, "speculative_min_speedup": 0}
         if how == "draft":
-            drafts["speculative_model"] = str(tiny_model)  # whose drafts are right
+            options = options | {"speculative_model": str(tiny_model)}  # whose drafts are right
         elif how == "eagle3":
-            drafts["speculative_model"] = str(_random_head(tiny_model))
-        options = EMBEDDED | (drafts if how in ("ngram", "suffix", "draft", "eagle3") else {})
+            options = options | {"speculative_model": str(_random_head(tiny_model))}
         return EmbeddedConfig(model=str(tiny_model), kv_transfer="auto", **options)
     if kind.startswith("trtllm"):
         cache = {"tokens_per_block": BLOCK, "event_buffer_max_size": 10_000}

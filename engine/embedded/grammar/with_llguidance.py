@@ -82,10 +82,10 @@ class Llguidance:
 
     def build(self, guide: Guide, prepared: bytes) -> LlguidanceGrammar:
         """See `Library`."""
-        started = time.perf_counter()
-        first = self._matcher(prepared.decode())
+        grammar, started = prepared.decode(), time.perf_counter()
+        first = self._matcher(grammar)
         copies = min(_threads() - 1, int(_COPIES_SECONDS / (time.perf_counter() - started)))
-        others = [self._matcher(prepared.decode()) for _ in range(copies)]
+        others = [self._matcher(grammar) for _ in range(copies)]
         return LlguidanceGrammar([first, *others], len(prepared))
 
     def _matcher(self, grammar: str) -> LLMatcher:

@@ -132,6 +132,12 @@ def kernels(cache_dtype: torch.dtype = torch.bfloat16) -> FlashInferKernels:
     return begun
 
 
+def assert_ended(processes: list[int]) -> None:
+    for process in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 10
     while not condition():
@@ -143,7 +149,7 @@ def test_they_are_compiled_at_once_while_the_engine_goes_on(package: Package, ca
     with caplog.at_level(logging.INFO):
         found = kernels(torch.float8_e4m3fn)
         for name in (BFLOAT16, FLOAT8):
-            wait_for((package.folder(name) / "compiler").exists)
+            package.compilers(name)
         package.go(FLOAT8, "right")
         wait_for((package.folder(FLOAT8) / "done").exists)
         assert not found.ready
@@ -176,9 +182,7 @@ def test_a_compiler_ends_if_another_cannot_begin(package: Package) -> None:
     with pytest.raises(UnsupportedModelError, match="no space left"):
         found.wait()
     assert not (package.folder(BFLOAT16) / "done").exists()
-    for process in package.compilers(BFLOAT16):
-        with pytest.raises(ProcessLookupError):
-            os.kill(process, 0)
+    assert_ended(package.compilers(BFLOAT16))
 
 
 def test_what_a_package_has_is_only_loaded(package: Package) -> None:
@@ -214,9 +218,7 @@ def test_compilers_end_with_the_engine(package: Package, caplog: pytest.LogCaptu
     found.close()
     with pytest.raises(UnsupportedModelError):
         found.wait()
-    for process in processes:
-        with pytest.raises(ProcessLookupError):
-            os.kill(process, 0)
+    assert_ended(processes)
     assert not caplog.records
 
 
