@@ -104,6 +104,7 @@ class EmbeddedConfig(_ModelConfig, frozen=True, kw_only=True, tag="embedded"):
     attention: str = "auto"
     overlap_scheduler: str = "auto"
     enable_cuda_graphs: bool = True
+    compressed_weights: Literal["auto", "on", "off"] = "auto"
     cpu_isa: CpuIsa = "auto"
     """Instruction set of the compiled path on a CPU."""
     kv_host_cache_mb: int = 0

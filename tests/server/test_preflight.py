@@ -48,6 +48,7 @@ def problems(machine: Machine, folder: Path | None = None, **settings: Any) -> l
         (H200, {"device": "cuda:1"}, "DEVICE=cuda:1, but 1 GPUs are visible"),
         (CPU, {"quantization": "fp8"}, "QUANTIZATION=fp8 needs an NVIDIA GPU of compute capability 9.0"),
         (H200, {"kv_cache_dtype": "fp8", "device": "cpu"}, "KV_CACHE_DTYPE=fp8 needs an NVIDIA GPU"),
+        (CPU, {"compressed_weights": "on"}, "COMPRESSED_WEIGHTS=on needs an NVIDIA GPU of compute capability 9.0"),
         (A100, {"quantization": "fp8"}, "QUANTIZATION=fp8 needs compute capability 9.0, and NVIDIA A100 has 8.0"),
         (H200, {"quantization": "int8"}, "QUANTIZATION=int8 is for a CPU, and DEVICE=auto takes the GPU"),
         (

@@ -24,6 +24,7 @@ tl = pytest.importorskip("triton.language")  # which the interpreter looks for b
 from engine.embedded import loaded_model  # noqa: E402
 from engine.embedded.models import heads  # noqa: E402
 from engine.embedded.models.cuda import (  # noqa: E402
+    compressed,
     decode_attention,
     fp8_kernels,
     group_attention,
@@ -73,6 +74,12 @@ def _converted(pairs, odd: tl.constexpr):  # type: ignore[no-untyped-def]
     return (pairs >> 8 if odd else pairs).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
 
+@triton.jit
+def _joined(low, high, last: tl.constexpr):  # type: ignore[no-untyped-def]
+    low, high = (low >> 16, high >> 16) if last else (low, high)
+    return (low & 0xFF) | ((high & 0xFF) << 8) | ((low & 0xFF00) << 8) | ((high & 0xFF00) << 16)
+
+
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run kernels here, without a GPU, one program after the other.
@@ -101,12 +108,14 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", run)
     monkeypatch.setattr(torch, "_scaled_mm", _scaled_mm)
     for module in (
-        decode_attention, fp8_kernels, group_attention, head_kernels, kernels, products, sampling_kernels, step_kernels,
+        compressed, decode_attention, fp8_kernels, group_attention, head_kernels, kernels, products, sampling_kernels,
+        step_kernels,
     ):  # fmt: skip
         monkeypatch.setattr(module, "gdc_wait", lambda: None)
         monkeypatch.setattr(module, "gdc_launch_dependents", lambda: None)
     # What the interpreter knows no instructions for.
     monkeypatch.setattr(decode_attention, "_converted", _converted)
+    monkeypatch.setattr(compressed, "_joined", _joined)
     changed = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     monkeypatch.setattr(interpreter, "_patch_lang", lambda _: interpreter._LangPatchScope())
     # NumPy 2.4 converts no array of one element to a number, which the interpreter of Triton 3.6 asks for.

@@ -10,8 +10,9 @@ from torch.nn import functional
 
 from engine.embedded.kv.cache import KvCache
 from engine.embedded.models.checkpoint import LlamaConfig
-from engine.embedded.models.cuda import kernels
+from engine.embedded.models.cuda import compressed, kernels
 from engine.embedded.models.cuda.attention import AttentionStep, CudaAttention
+from engine.embedded.models.cuda.compressed import CompressedWeight, bytes_compressed, compress
 from engine.embedded.models.cuda.fp8 import Fp8Products
 from engine.embedded.models.cuda.weights import Copied, Norm, PlainProducts, Products, Weight
 from engine.embedded.models.devices import UnsupportedModelError
@@ -79,7 +80,14 @@ class _JoinedLayer:
             weight: Weight = getattr(self, name)
             setattr(self, name, products.weight(name, weight.values))
 
+    def compress(self) -> None:
+        """Add compressed copies of the weights."""
+        for name in _JOINED:
+            weight: Weight = getattr(self, name)
+            setattr(self, name, weight._replace(compressed=compress(weight.values)))
+
     def move(self, place: Place) -> None:
+        """Have the weights elsewhere, without compressed copies."""
         self.norm = place(self.norm[0]), self.norm[1]
         self.mlp_norm = place(self.mlp_norm[0]), self.mlp_norm[1]
         if self.bias is not None:
@@ -129,6 +137,7 @@ class LlamaDecoder:
         self._embedding[self.vocabulary :].zero_()
         self._norm: Norm = empty(config.hidden), config.epsilon
         self._head = self._embedding[: self.vocabulary] if self._tied else empty(self.vocabulary, config.hidden)
+        self._compressed_head: CompressedWeight | None = None
         self._rotations = rotations(config.rotary, config.context_length, device)
         width = config.heads * config.head_dim
         self._fetch = not width & (width - 1)
@@ -165,8 +174,21 @@ class LlamaDecoder:
         for layer in self._layers:
             layer.convert(self._products)
 
+    @property
+    def bytes_compressed(self) -> int:
+        """The size of compressed copies of the weights."""
+        weights = [getattr(layer, name).values for layer in self._layers for name in _JOINED]
+        return sum(bytes_compressed(weight.shape) for weight in (*weights, self._head))
+
+    def compress(self) -> None:
+        """Keep compressed copies of the weights, which products of one row read; the weights must not change then."""
+        for layer in self._layers:
+            layer.compress()
+        self._compressed_head = compress(self._head)
+
     def move(self, place: Place) -> None:
-        """Have the weights elsewhere: `place` is called with each tensor, always in the same order."""
+        """Have the weights elsewhere: `place` is called with each tensor, always in the same order. Compressed copies
+        are not moved."""
         self._embedding = place(self._embedding)
         self._head = self._embedding[: self.vocabulary] if self._tied else place(self._head)
         self._norm = place(self._norm[0]), self._norm[1]
@@ -232,7 +254,7 @@ class LlamaDecoder:
                 x, attended = x[rows], attended[rows]
             normed = products.add(x, attended, layer.out, layer.mlp_norm)
             normed = products.add_gated(x, normed, layer.gate_up, layer.down, following)
-        return logits_of(x, self._norm, self._head, room)
+        return logits_of(x, self._norm, self._head, room, self._compressed_head)
 
     def _attend(
         self,
@@ -251,9 +273,18 @@ class LlamaDecoder:
         return attention(step, index, query, key, value).flatten(1)
 
 
-def logits_of(x: torch.Tensor, norm: Norm, output: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
-    """Normalise x, [rows, size], and return its logits, [rows, vocabulary]; `output`: [vocabulary, size]. `room`: where
-    those of more than one row are written, from its first row on; None for new memory."""
+def logits_of(
+    x: torch.Tensor,
+    norm: Norm,
+    output: torch.Tensor,
+    room: torch.Tensor | None = None,
+    copy: CompressedWeight | None = None,
+) -> torch.Tensor:
+    """Normalise x, [rows, size], and return its logits, [rows, vocabulary]; `output`: [vocabulary, size], of which one
+    row reads the compressed copy if there is one. `room`: where those of more than one row are written, from its first
+    row on; None for new memory."""
+    if len(x) == 1 and copy is not None:
+        return compressed.product(x, copy, norm=norm)
     if len(x) == 1:
         return kernels.gemv(x, output, norm=norm, tile=_OUTPUT_TILE)
     return torch.mm(kernels.rms_norm(x, *norm), output.t(), out=None if room is None else room[: len(x)])

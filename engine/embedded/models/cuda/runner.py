@@ -62,6 +62,8 @@ FlashInfer is faster than its planning and the launches of its kernels take."""
 LEAST_SAVED = 1 << 14
 """Minimum number of keys that have not to be read for each head then: a pass of its own takes as long."""
 
+_COMPRESSED_SHARE = 1 / 8
+"""Share of a GPU's memory that compressed copies of weights may take: KV blocks have less of it then."""
 _FP8_TOLERANCE = 0.5
 """Tolerance of logits, relative to the largest and to each, to see whether products of fp8 work. Rounding weights and
 activations to three bits of mantissa makes random models of 8 and 32 layers wrong by 0.2 and 0.35 of the largest logit;
@@ -282,6 +284,19 @@ class CudaRunner(PagedRunner):
             self._weights = ReleasableWeights(self.device)
             with torch.inference_mode():
                 self._decoder.move(self._weights.place)
+        else:
+            self._compress()
+
+    @torch.inference_mode()
+    def _compress(self) -> None:
+        """Keep compressed copies of the weights, if they are to be kept."""
+        wanted, size = self._config.compressed_weights, self._decoder.bytes_compressed
+        if wanted == "off" or self._config.quantization != "none" or self.dtype != torch.bfloat16:
+            return
+        if wanted == "auto" and size > _COMPRESSED_SHARE * torch.cuda.get_device_properties(self.device).total_memory:
+            return
+        self._decoder.compress()
+        log.info("compressed copies of the weights take %.1f GB", size / 1e9)
 
     def _opened(self) -> AbstractContextManager[Checkpoint | None]:
         """Open the files of the weights; None for random weights."""
@@ -558,11 +573,24 @@ def _check(config: EmbeddedConfig) -> LlamaConfig:
         raise UnsupportedModelError(f"products of fp8 are bfloat16, and DTYPE is {config.dtype}")
     shape = read_config(Path(config.model), config.max_seq_len)
     check_kind(shape)
+    if config.compressed_weights == "on":
+        _check_compression(config)
     if shape.biased and config.kv_cache_dtype == "fp8":
         raise UnsupportedModelError(
             f"keys of {shape.facts.text_type} have biases so large that eight bits lose what differs between tokens"
         )
     return shape
+
+
+def _check_compression(config: EmbeddedConfig) -> None:
+    """Raise UnsupportedModelError if no compressed copies can be kept."""
+    if config.quantization != "none" or dtype_of(config, torch.device("cuda")) != torch.bfloat16:
+        raise UnsupportedModelError("weights are compressed in bfloat16 (DTYPE) without QUANTIZATION")
+    if config.sleep is not None or config.memory_service:
+        raise UnsupportedModelError(
+            "compressed copies of weights are not given back by an engine that sleeps (ADMIN_KEY, "
+            "SLEEP_AFTER_IDLE_SECONDS), nor shared (MEMORY_SERVICE)"
+        )
 
 
 class _GraphKind(NamedTuple):

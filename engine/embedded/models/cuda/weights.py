@@ -6,13 +6,15 @@ eight bits come with scales.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch.nn import functional
 
-from engine.embedded.models.cuda import kernels
+from engine.embedded.models.cuda import compressed, kernels
+from engine.embedded.models.cuda.compressed import CompressedTile, CompressedWeight
 from engine.embedded.models.cuda.products import FewTile, Product, fitted, is_small, small_product
 
 Norm = tuple[torch.Tensor, float]
@@ -27,6 +29,8 @@ _FEW_TILES: Mapping[str, FewTile] = {
     "gate_up": (64, 128, 1, 4, 4),
     "down": (64, 128, 2, 6, 4),
 }
+# Measured on an H200 (docs/log.md).
+_COMPRESSED_TILES: Mapping[str, CompressedTile] = {"qkv": (4, 2), "out": (4, 2), "gate_up": (2, 2), "down": (4, 1)}
 
 
 class Weight(NamedTuple):
@@ -35,11 +39,8 @@ class Weight(NamedTuple):
     name: str
     values: torch.Tensor
     scales: torch.Tensor | None = None
-
-    @property
-    def streamed(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The weight as `kernels.gemv` takes it."""
-        return self.values if self.scales is None else (self.values, self.scales)
+    compressed: CompressedWeight | None = None
+    """A copy that products of one row read."""
 
 
 class Normed(NamedTuple):
@@ -59,7 +60,7 @@ class Copied(NamedTuple):
 
 
 class Products(ABC):
-    """Products of one row by `kernels.gemv`, and the seam for all others."""
+    """Products of one row, which are bound by reading the weight, and the seam for all others."""
 
     tiles: ClassVar[Mapping[str, Tile]]
     """Tiles of products of one row by the names of their weights; `fetched` is the out product's if its weight is."""
@@ -69,8 +70,16 @@ class Products(ABC):
         """Whether the out product of one row has its weight fetched while attention runs."""
 
     def _is_streamed(self, x: torch.Tensor) -> bool:
-        """Return whether `kernels.gemv` computes the products of x."""
+        """Return whether `kernels.gemv`, or `compressed.product`, computes the products of x."""
         return len(x) == 1
+
+    def _streamed(self, weight: Weight, fetch: bool = False) -> Callable[..., torch.Tensor]:
+        """Return the product of one row with this weight: it takes x, and what is around the product."""
+        if weight.compressed is not None:
+            tile = _COMPRESSED_TILES[weight.name]
+            return partial(compressed.product, weight=weight.compressed, fetch=fetch, tile=tile)
+        values = weight.values if weight.scales is None else (weight.values, weight.scales)
+        return partial(kernels.gemv, weight=values, fetch=fetch, tile=self.tiles["fetched" if fetch else weight.name])
 
     @abstractmethod
     def weight(self, name: str, values: torch.Tensor) -> Weight:
@@ -85,23 +94,20 @@ class Products(ABC):
         if not self._is_streamed(normed.values):
             return self._product_rows(normed, weight, copied)
         copy = None if copied is None else copied.to
-        return kernels.gemv(normed.values, weight.streamed, norm=normed.norm, copy=copy, tile=self.tiles[weight.name])
+        return self._streamed(weight)(normed.values, norm=normed.norm, copy=copy)
 
     def add(self, x: torch.Tensor, value: torch.Tensor, weight: Weight, norm: Norm | None) -> Normed:
         """Add value · weightᵀ to x in place, and return `norm` of x; without a norm, x itself."""
         if not self._is_streamed(x):
             return self._add_rows(x, value, weight, norm)
-        fetch = weight.name == "out" and self._fetch
-        tile = self.tiles["fetched" if fetch else weight.name]
-        kernels.gemv(value, weight.streamed, residual=x, fetch=fetch, tile=tile)
+        self._streamed(weight, fetch=weight.name == "out" and self._fetch)(value, residual=x)
         return Normed(x, norm)
 
     def add_gated(self, x: torch.Tensor, normed: Normed, gate_up: Weight, down: Weight, norm: Norm | None) -> Normed:
         """Add the product of silu(gate) · up of the normalised x; the first half of the weight's rows are the gates."""
         if not self._is_streamed(x):
             return self._add_gated_rows(x, normed, gate_up, down, norm)
-        tile = self.tiles[gate_up.name]
-        value = kernels.gemv(normed.values, gate_up.streamed, norm=normed.norm, gated=True, tile=tile)
+        value = self._streamed(gate_up)(normed.values, norm=normed.norm, gated=True)
         return self.add(x, value, down, norm)
 
     @abstractmethod

@@ -17,6 +17,7 @@ from engine.errors import EngineFailure
     [
         ({"device": "cpu", "quantization": "fp8"}, "QUANTIZATION=fp8 cannot be used: it needs an NVIDIA GPU"),
         ({"device": "cpu", "kv_cache_dtype": "fp8"}, "KV_CACHE_DTYPE=fp8 cannot be used: it needs an NVIDIA GPU"),
+        ({"device": "cpu", "compressed_weights": "on"}, "COMPRESSED_WEIGHTS=on cannot be used: it needs an NVIDIA GPU"),
         (
             {"device": "cpu", "attention": "sdpa", "quantization": "fp8", "kv_cache_dtype": "fp8"},
             "QUANTIZATION=fp8 and KV_CACHE_DTYPE=fp8",
@@ -27,7 +28,7 @@ from engine.errors import EngineFailure
         ),
     ],
 )
-def test_where_there_is_no_fast_path_for_them_eight_bits_are_refused(
+def test_what_only_the_fast_path_has_is_refused_without_it(
     tiny_model: Path, options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
