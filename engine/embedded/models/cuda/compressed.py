@@ -35,11 +35,12 @@ _BLOCK = 512
 """Columns that are compressed at a time."""
 _RAISED = tl.constexpr(2.0**100)
 """Codes taken as bfloat16 are near float32's smallest number: x is multiplied by this, and their sum divided by it."""
-_WORDS = (512, 256, 128)
-"""Words of a row that a program reads at a time, four for each thread: as many as waste little at a row's end."""
-_LEAST_PROGRAMS = 200
-CompressedTile = tuple[int, int]
-"""Share of each program: rows at a time, and how many times."""
+_LEAST_WARPS = 800
+"""Minimum number of warps of a product: an H200 has 132 multiprocessors, which run 16 and more at a time."""
+_WARP_WORDS = 128
+"""Words of a row that a warp reads at a time: four for each thread."""
+CompressedTile = tuple[int, int, int]
+"""Share of each program: rows at a time, how many times, and words of a row at a time."""
 
 
 class CompressedWeight(NamedTuple):
@@ -291,7 +292,7 @@ def product(
     residual: torch.Tensor | None = None,
     gated: bool = False,
     fetch: bool = False,
-    tile: CompressedTile = (4, 2),
+    tile: CompressedTile = (4, 2, 512),
 ) -> torch.Tensor:
     """x · weightᵀ for one row, like `kernels.gemv`, for x below 2^27."""
     k, matrix = x.shape[1], len(weight.words)
@@ -304,19 +305,17 @@ def product(
     _product[(n // (rows * turns),)](
         x, *weight, scale, out, copied_to(copy, x)[0], epsilon, n, matrix,
         k, norm is not None, copy is not None, residual is not None, gated, fetch,
-        rows, turns, block, triton.next_power_of_2(k), ENTRIES, num_warps=block // 128, launch_pdl=True,
+        rows, turns, block, triton.next_power_of_2(k), ENTRIES, num_warps=block // _WARP_WORDS, launch_pdl=True,
     )  # fmt: skip
     return out
 
 
-def tile_for(tile: CompressedTile, n: int, width: int) -> tuple[int, int, int]:
-    """Return rows, turns and words at a time for a weight of n rows of so many words.
-
-    At most a quarter of what is read at a time is beyond the last word, where that can be, and enough programs are left
-    to keep all multiprocessors busy.
-    """
-    rows, turns = tile
-    block = next((block for block in _WORDS if 3 * triton.cdiv(width, block) * block <= 4 * width), _WORDS[-1])
-    while n % (rows * turns) or (rows * turns > 1 and n // (rows * turns) < _LEAST_PROGRAMS):
+def tile_for(tile: CompressedTile, n: int, width: int) -> CompressedTile:
+    """Return the tile that suits a weight of n rows of so many words: at most a quarter of what is read at a time is
+    beyond the last word, where that can be, and enough warps are left to keep all multiprocessors busy."""
+    rows, turns, block = tile
+    while block > _WARP_WORDS and 3 * triton.cdiv(width, block) * block > 4 * width:
+        block //= 2
+    while rows * turns > 1 and (n % (rows * turns) or n // (rows * turns) * (block // _WARP_WORDS) < _LEAST_WARPS):
         rows, turns = (rows, turns // 2) if turns > 1 else (rows // 2, turns)
     return rows, turns, block

@@ -30,7 +30,12 @@ _FEW_TILES: Mapping[str, FewTile] = {
     "down": (64, 128, 2, 6, 4),
 }
 # Measured on an H200 (docs/log.md).
-_COMPRESSED_TILES: Mapping[str, CompressedTile] = {"qkv": (4, 2), "out": (4, 2), "gate_up": (2, 2), "down": (4, 1)}
+_COMPRESSED_TILES: Mapping[str, CompressedTile] = {
+    "qkv": (4, 2, 512),
+    "out": (4, 2, 512),
+    "gate_up": (2, 2, 512),
+    "down": (4, 2, 512),
+}
 
 
 class Weight(NamedTuple):

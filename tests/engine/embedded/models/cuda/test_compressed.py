@@ -99,11 +99,11 @@ def test_what_does_not_fit_is_not_compressed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("k", [64, 2048, 4128])
-@pytest.mark.parametrize("tile", [(1, 1), (4, 2), (2, 2)])
+@pytest.mark.parametrize("tile", [(1, 1, 512), (4, 2, 512), (2, 2, 128)])
 def test_products_are_those_of_the_weight_itself(
-    k: int, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    k: int, tile: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compressed, "_LEAST_PROGRAMS", 1)
+    monkeypatch.setattr(compressed, "_LEAST_WARPS", 1)
     x, weight, norm = weight_of(1, k, 1.0), weight_of(32, k, 0.1), weight_of(1, k, 1.0)[0]
     weight[3, 9] = 9.0
     weight[20, 8:16] *= 1e-5
@@ -146,16 +146,15 @@ def test_the_smallest_values_count() -> None:
 @pytest.mark.parametrize(
     ("tile", "n", "k", "expected"),
     [
-        ((4, 2), 6144, 4096, (4, 2, 512)),
-        ((2, 2), 14336, 4096, (2, 2, 512)),
-        ((4, 1), 4096, 14336, (4, 1, 512)),
-        ((4, 2), 1024, 4096, (4, 1, 512)),  # else they were fewer than 200
-        ((2, 2), 17408, 5120, (2, 2, 256)),  # 512 words would waste more than a quarter of the second pass
-        ((4, 2), 151936, 3584, (4, 2, 512)),
-        ((4, 2), 16, 64, (1, 1, 128)),
+        ((4, 2, 512), 6144, 4096, (4, 2, 512)),
+        ((4, 2, 512), 1024, 4096, (4, 1, 512)),  # else they were fewer than 200
+        ((4, 2, 128), 1024, 4096, (1, 1, 128)),
+        ((2, 2, 512), 17408, 5120, (2, 2, 256)),  # 512 words would waste more than a quarter
+        ((4, 2, 512), 151936, 3584, (4, 2, 512)),
+        ((4, 2, 512), 16, 64, (1, 1, 128)),
     ],
 )
-def test_tiles_suit_any_width(tile: tuple[int, int], n: int, k: int, expected: tuple[int, int, int]) -> None:
+def test_tiles_suit_any_width(tile: tuple[int, int, int], n: int, k: int, expected: tuple[int, int, int]) -> None:
     assert compressed.tile_for(tile, n, k // 8) == expected
 
 
