@@ -9,7 +9,7 @@ replays of a CUDA graph that runs the operation on `COPIES` copies of its weight
 import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest.mock import patch
 
@@ -37,6 +37,8 @@ TILES = [
     (16, 1024, 8),
 ]
 """Shares of a program of `kernels.gemv`: rows of the weight, columns, warps."""
+COMPRESSED_TILES = list(itertools.product((1, 2, 4), (1, 2, 4), (128, 256, 512)))
+"""Shares of a program of `compressed.product`: rows of the weight, how many times, and words of a row at a time."""
 
 
 def timed(work: Callable[[], Any], repeats: int = 10, replays: int = 1) -> float:
@@ -125,13 +127,16 @@ def fp8_weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return values, channels.flatten()
 
 
-def gemvs(model: str, fp8: bool) -> None:
-    """Print what each product of one row takes with the tile that is chosen for it, and with the three fastest."""
-    from engine.embedded.models.cuda import kernels
+def gemvs(model: str, kind: str) -> None:
+    """Print what each product of one row takes with the tile that is chosen for it, and with the three fastest.
+
+    `kind`: bfloat16, fp8, or compressed; then, too, the rate is that of the bytes of bfloat16.
+    """
+    from engine.embedded.models.cuda import compressed, kernels
     from engine.embedded.models.cuda.compiling import compile_first
-    from engine.embedded.models.cuda.decoder import _OUTPUT_TILE
+    from engine.embedded.models.cuda.decoder import _COMPRESSED_OUTPUT_TILE, _OUTPUT_TILE
     from engine.embedded.models.cuda.fp8 import Fp8Products
-    from engine.embedded.models.cuda.weights import PlainProducts
+    from engine.embedded.models.cuda.weights import _COMPRESSED_TILES, PlainProducts
 
     shape = ONE_ROW[model]
     shapes = {
@@ -141,15 +146,22 @@ def gemvs(model: str, fp8: bool) -> None:
         "down": (shape.hidden, shape.intermediate),
         "output": (shape.vocabulary, shape.hidden),
     }
-    chosen = (Fp8Products if fp8 else PlainProducts).tiles
+    fp8, is_compressed = kind == "fp8", kind == "compressed"
+    chosen: Mapping[str, tuple[int, int, int]] = (Fp8Products if fp8 else PlainProducts).tiles
+    module, multiply, output_tile = kernels, kernels.gemv, _OUTPUT_TILE
+    if is_compressed:
+        chosen, module, multiply = _COMPRESSED_TILES, compressed, compressed.product
+        output_tile = _COMPRESSED_OUTPUT_TILE
     for name, (n, k) in shapes.items():
         if fp8 and name == "output":
             continue
         copies = max(COPIES, min(24, int(3e8 // (n * k))))  # more than the cache holds
-        weights = [
+        weights: list[Any] = [
             fp8_weight(n, k) if fp8 else torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
             for _ in range(copies)
         ]
+        if is_compressed and None in (weights := [compressed.compress(weight) for weight in weights]):
+            continue  # it is small
         x = torch.randn(1, k, device="cuda", dtype=torch.bfloat16)
         norm = (torch.ones(k, device="cuda", dtype=torch.bfloat16), 1e-5)
         residual = torch.zeros(1, n, device="cuda", dtype=torch.bfloat16)
@@ -158,19 +170,24 @@ def gemvs(model: str, fp8: bool) -> None:
             {"residual": residual} if name in ("out", "down") else {"norm": norm, "gated": gated}
         )
         outputs = n // 2 if gated else n
-        own = kernels.tile_for(chosen.get(name, _OUTPUT_TILE), outputs, k, gated)
-        tiles = {tile for tile in TILES if outputs % tile[0] == 0 and tile[1] < 2 * k} | {own}
+        tile = chosen.get(name, output_tile)
+        if is_compressed:
+            own = compressed.tile_for(tile, outputs, k // 8)
+            tiles = {tile for tile in COMPRESSED_TILES if outputs % (tile[0] * tile[1]) == 0} | {own}
+        else:
+            own = kernels.tile_for(tile, outputs, k, gated)
+            tiles = {tile for tile in TILES if outputs % tile[0] == 0 and tile[1] < 2 * k} | {own}
 
         def run(tile: tuple[int, int, int], some: list[Any]) -> None:
-            with patch.object(kernels, "tile_for", lambda *_: tile):
+            with patch.object(module, "tile_for", lambda *_: tile):
                 for weight in some:
-                    kernels.gemv(x, weight, **arguments)
+                    multiply(x, weight, **arguments)
 
         compile_first(lambda: [run(tile, weights[:1]) for tile in tiles])
         results = sorted((timed(lambda: run(tile, weights)) * COPIES / copies, tile) for tile in tiles)
         size = COPIES * n * k * (1 if fp8 else 2)
         for seconds, tile in [*(result for result in results if result[1] == own), *results[:3]]:
-            say(f"{model} {'fp8 ' * fp8}gemv {name} tile={tile}", seconds, size)
+            say(f"{model} {kind} gemv {name} tile={tile}", seconds, size)
 
 
 def few_tiles(rows: int, fp8: bool) -> None:
@@ -352,8 +369,9 @@ def main() -> None:
         "fp8": lambda: [fp8_products(rows) for rows in (1, 64, 256, 8192)],
         "few-tiles": lambda: [few_tiles(rows, fp8) for fp8 in (False, True) for rows in (16, 64, 128)],
         "layer": lambda: [layer(rows, fp8) for fp8 in (False, True) for rows in (2, 16, 64, 128, 256)],
-        "gemv": lambda: [gemvs(model, fp8=False) for model in ONE_ROW],
-        "gemv-fp8": lambda: gemvs("llama-8b", fp8=True),
+        "gemv": lambda: [gemvs(model, "bfloat16") for model in ONE_ROW],
+        "gemv-compressed": lambda: [gemvs(model, "compressed") for model in ONE_ROW],
+        "gemv-fp8": lambda: gemvs("llama-8b", "fp8"),
         "between": lambda: [between(rows) for rows in (1, 64, 256, 8192)],
         "decode": lambda: [decode_attention(*cell) for cell in ((1, 256), (64, 640), (256, 640))],
         "prefill": lambda: [prefill_attention(*cell) for cell in ((16, 512), (2, 4096))],

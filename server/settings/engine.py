@@ -164,8 +164,8 @@ class ComputeSettings(Section):
     """Run steps with few tokens as CUDA graphs."""
     compressed_weights: Literal["auto", "on", "off"] = EMBEDDED.compressed_weights
     """Keep copies of bfloat16 weights in 12 bits, without loss, on a GPU, which a request that is alone is answered
-    from a quarter faster (embedded engine). auto does so if they take at most an eighth of its memory, and the engine
-    neither sleeps nor shares its weights (ADMIN_KEY, SLEEP_AFTER_IDLE_SECONDS, MEMORY_SERVICE).
+    from a quarter faster (embedded engine). auto does so if they take at most an eighth of its memory, and the weights
+    are not in a MEMORY_SERVICE.
     """
     threads: int = Field(EMBEDDED.threads, ge=0)
     """Compute threads of the embedded engine, at most 16 or four for each core; 0 takes the available cores, within

@@ -35,7 +35,7 @@ _BLOCK = 512
 """Columns that are compressed at a time."""
 _RAISED = tl.constexpr(2.0**100)
 """Codes taken as bfloat16 are near float32's smallest number: x is multiplied by this, and their sum divided by it."""
-_LEAST_WARPS = 800
+_LEAST_WARPS = 2000
 """Minimum number of warps of a product: an H200 has 132 multiprocessors, which run 16 and more at a time."""
 _WARP_WORDS = 128
 """Words of a row that a warp reads at a time: four for each thread."""
@@ -113,17 +113,19 @@ def _compress(
     tl.atomic_max(most, found)
 
 
-def compress(values: torch.Tensor) -> CompressedWeight | None:
-    """Return a compressed copy of a bfloat16 weight [N, K]; None if it is small, or has rows of other distributions."""
+def compress(values: torch.Tensor, into: CompressedWeight | None = None) -> CompressedWeight | None:
+    """Return a compressed copy of a bfloat16 weight [N, K], in new memory or in that of an earlier copy; None if it is
+    small, or has rows of other distributions."""
     n, k = values.shape
     if values.dtype != torch.bfloat16 or not _LEAST_WIDTH <= k < 1 << 16 or k % 32 or n % 16:
         return None
     device, width = values.device, k // 8
-    compressed = CompressedWeight(
+    compressed = into or CompressedWeight(
         torch.empty((n, 3, width), dtype=torch.int32, device=device),
         torch.empty(n, device=device),
-        torch.zeros((ENTRIES, n), dtype=torch.int32, device=device),
+        torch.empty((ENTRIES, n), dtype=torch.int32, device=device),
     )
+    compressed.listed.zero_()
     most = torch.zeros(1, dtype=torch.int32, device=device)
     _compress[(n,)](
         values.view(torch.int16), *compressed, most, n, width,
@@ -292,7 +294,7 @@ def product(
     residual: torch.Tensor | None = None,
     gated: bool = False,
     fetch: bool = False,
-    tile: CompressedTile = (4, 2, 512),
+    tile: CompressedTile,
 ) -> torch.Tensor:
     """x · weightᵀ for one row, like `kernels.gemv`, for x below 2^27."""
     k, matrix = x.shape[1], len(weight.words)
@@ -311,10 +313,10 @@ def product(
 
 
 def tile_for(tile: CompressedTile, n: int, width: int) -> CompressedTile:
-    """Return the tile that suits a weight of n rows of so many words: at most a quarter of what is read at a time is
-    beyond the last word, where that can be, and enough warps are left to keep all multiprocessors busy."""
+    """Return the tile that suits a weight of n rows of so many words: at most an eighth of what is read is beyond the
+    last word, where that can be, and enough warps are left to keep all multiprocessors busy."""
     rows, turns, block = tile
-    while block > _WARP_WORDS and 3 * triton.cdiv(width, block) * block > 4 * width:
+    while block > _WARP_WORDS and 7 * triton.cdiv(width, block) * block > 8 * width:
         block //= 2
     while rows * turns > 1 and (n % (rows * turns) or n // (rows * turns) * (block // _WARP_WORDS) < _LEAST_WARPS):
         rows, turns = (rows, turns // 2) if turns > 1 else (rows // 2, turns)

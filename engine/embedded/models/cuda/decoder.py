@@ -20,6 +20,8 @@ from engine.embedded.models.rotary import Rotary
 
 _OUTPUT_TILE = (2, 4096, 4)
 """Share of each program of the product of one row with the output rows."""
+_COMPRESSED_OUTPUT_TILE = (4, 2, 512)
+"""The same of `compressed.product`."""
 _TRIAL = [1, 8, 130]
 """Numbers of tokens in the steps of a trial: one, few, and so many that a library computes their products."""
 _TRIED = 8
@@ -81,13 +83,17 @@ class _JoinedLayer:
             setattr(self, name, products.weight(name, weight.values))
 
     def compress(self) -> None:
-        """Add compressed copies of the weights."""
+        """Make compressed copies of the weights, in the memory of earlier ones."""
         for name in _JOINED:
             weight: Weight = getattr(self, name)
-            setattr(self, name, weight._replace(compressed=compress(weight.values)))
+            setattr(self, name, weight._replace(compressed=compress(weight.values, weight.compressed)))
+
+    def move_copies(self, place: Place) -> None:
+        for name in _JOINED:
+            weight: Weight = getattr(self, name)
+            setattr(self, name, weight._replace(compressed=_moved(weight.compressed, place)))
 
     def move(self, place: Place) -> None:
-        """Have the weights elsewhere, without compressed copies."""
         self.norm = place(self.norm[0]), self.norm[1]
         self.mlp_norm = place(self.mlp_norm[0]), self.mlp_norm[1]
         if self.bias is not None:
@@ -97,7 +103,7 @@ class _JoinedLayer:
         for name in _JOINED:
             weight: Weight = getattr(self, name)
             scales = None if weight.scales is None else place(weight.scales)
-            setattr(self, name, Weight(weight.name, place(weight.values), scales))
+            setattr(self, name, weight._replace(values=place(weight.values), scales=scales))
 
 
 Empty = Callable[..., torch.Tensor]
@@ -181,14 +187,20 @@ class LlamaDecoder:
         return sum(bytes_compressed(weight.shape) for weight in (*weights, self._head))
 
     def compress(self) -> None:
-        """Keep compressed copies of the weights, which products of one row read; the weights must not change then."""
+        """Make compressed copies of the weights, which products of one row read, in the memory of earlier ones."""
         for layer in self._layers:
             layer.compress()
-        self._compressed_head = compress(self._head)
+        self._compressed_head = compress(self._head, self._compressed_head)
+
+    def move_copies(self, place: Place) -> None:
+        """Have the compressed copies elsewhere, like `move`."""
+        for layer in self._layers:
+            layer.move_copies(place)
+        self._compressed_head = _moved(self._compressed_head, place)
 
     def move(self, place: Place) -> None:
         """Have the weights elsewhere: `place` is called with each tensor, always in the same order. Compressed copies
-        are not moved."""
+        stay where they are."""
         self._embedding = place(self._embedding)
         self._head = self._embedding[: self.vocabulary] if self._tied else place(self._head)
         self._norm = place(self._norm[0]), self._norm[1]
@@ -284,7 +296,7 @@ def logits_of(
     row reads the compressed copy if there is one. `room`: where those of more than one row are written, from its first
     row on; None for new memory."""
     if len(x) == 1 and copy is not None:
-        return compressed.product(x, copy, norm=norm)
+        return compressed.product(x, copy, norm=norm, tile=_COMPRESSED_OUTPUT_TILE)
     if len(x) == 1:
         return kernels.gemv(x, output, norm=norm, tile=_OUTPUT_TILE)
     return torch.mm(kernels.rms_norm(x, *norm), output.t(), out=None if room is None else room[: len(x)])
@@ -336,6 +348,10 @@ def trial(decoder: LlamaDecoder, dtype: torch.dtype, device: torch.device) -> to
         step = AttentionStep(rows, len(part), part, part, None)
         parts.append(decoder(decoder.embed(part.long()), part, stub, step, rows[:_TRIED]).float())
     return torch.cat(parts)
+
+
+def _moved(copy: CompressedWeight | None, place: Place) -> CompressedWeight | None:
+    return None if copy is None else CompressedWeight(*map(place, copy))
 
 
 def _norms(index: int) -> tuple[str, str]:

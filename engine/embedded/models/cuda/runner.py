@@ -81,6 +81,8 @@ class CudaRunner(PagedRunner):
     compute_path = "cuda"
     _weights: ReleasableWeights | None = None
     """Memory of weights that can be released."""
+    _copies: ReleasableWeights
+    """Memory of their compressed copies."""
     _read = True
     """Whether they have been read since."""
 
@@ -280,23 +282,21 @@ class CudaRunner(PagedRunner):
     def _load_own(self, checkpoint: Checkpoint | None) -> None:
         """Load weights that are not shared, where they can be released if the engine sleeps."""
         self._decoder = self._make_decoder(checkpoint)
+        self._compress()
         if self._config.sleep is not None:
-            self._weights = ReleasableWeights(self.device)
+            self._weights, self._copies = ReleasableWeights(self.device), ReleasableWeights(self.device)
             with torch.inference_mode():
                 self._decoder.move(self._weights.place)
-        else:
-            self._compress()
+                self._decoder.move_copies(self._copies.place)
 
     @torch.inference_mode()
     def _compress(self) -> None:
         """Keep compressed copies of the weights, if they are to be kept."""
-        wanted, size = self._config.compressed_weights, self._decoder.bytes_compressed
-        if wanted == "off" or self._config.quantization != "none" or self.dtype != torch.bfloat16:
-            return
-        if wanted == "auto" and size > _COMPRESSED_SHARE * torch.cuda.get_device_properties(self.device).total_memory:
-            return
-        self._decoder.compress()
-        log.info("compressed copies of the weights take %.1f GB", size / 1e9)
+        memory = torch.cuda.mem_get_info(self.device)[1] if self.device.type == "cuda" else 0
+        size = self._decoder.bytes_compressed
+        if _is_compressed(self._config, self.dtype, size, memory):
+            self._decoder.compress()
+            log.info("compressed copies of the weights take %.1f GB", size / 1e9)
 
     def _opened(self) -> AbstractContextManager[Checkpoint | None]:
         """Open the files of the weights; None for random weights."""
@@ -327,14 +327,18 @@ class CudaRunner(PagedRunner):
     def _release_weights(self, level: int) -> None:
         if self._weights is not None:  # else they are in memory of the service
             self._weights.release(keep=level == 1)
+            self._copies.release(keep=False)
 
     @torch.inference_mode()
     def resume_memory(self, tags: Collection[Tag]) -> None:
         """Take memory of KV blocks while weights are copied, but after weights that have to be read: these may take
         memory twice meanwhile."""
         others = partial(self._resume_cache, tags)
-        if "weights" in tags and self._weights is not None and not (self._weights.resume(others) and self._read):
-            self._read_again()
+        if "weights" in tags and self._weights is not None:
+            if not (self._weights.resume(others) and self._read):
+                self._read_again()
+            if not self._copies.resume():
+                self._decoder.compress()
         others()
 
     def _read_again(self) -> None:
@@ -582,15 +586,20 @@ def _check(config: EmbeddedConfig) -> LlamaConfig:
     return shape
 
 
+def _is_compressed(config: EmbeddedConfig, dtype: torch.dtype, size: int, memory: int) -> bool:
+    """Return whether to keep compressed copies of so many bytes on a GPU with so many."""
+    if config.quantization != "none" or dtype != torch.bfloat16:
+        return False
+    wanted = config.compressed_weights
+    return wanted == "on" or (wanted == "auto" and size <= _COMPRESSED_SHARE * memory)
+
+
 def _check_compression(config: EmbeddedConfig) -> None:
     """Raise UnsupportedModelError if no compressed copies can be kept."""
     if config.quantization != "none" or dtype_of(config, torch.device("cuda")) != torch.bfloat16:
         raise UnsupportedModelError("weights are compressed in bfloat16 (DTYPE) without QUANTIZATION")
-    if config.sleep is not None or config.memory_service:
-        raise UnsupportedModelError(
-            "compressed copies of weights are not given back by an engine that sleeps (ADMIN_KEY, "
-            "SLEEP_AFTER_IDLE_SECONDS), nor shared (MEMORY_SERVICE)"
-        )
+    if config.memory_service:
+        raise UnsupportedModelError("compressed copies of weights are not shared (MEMORY_SERVICE)")
 
 
 class _GraphKind(NamedTuple):

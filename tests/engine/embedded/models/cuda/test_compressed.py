@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,11 +10,14 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from engine.config import EmbeddedConfig
 from engine.embedded.models.checkpoint import LlamaConfig, read_config
 from engine.embedded.models.cuda import compressed, kernels
+from engine.embedded.models.cuda import decoder as cuda_decoder
 from engine.embedded.models.cuda.compressed import ENTRIES, CompressedWeight, compress
 from engine.embedded.models.cuda.decoder import LlamaDecoder, trial
-from tests.support.cuda import ON_GPU, interpreter, save  # noqa: F401 - a fixture
+from engine.embedded.models.devices import UnsupportedModelError
+from tests.support.cuda import ON_GPU, OPTIONS, cuda_runner, interpreter, save  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -140,22 +144,68 @@ def test_the_smallest_values_count() -> None:
     x[0, 0] = 0
     copy = compressed_copy(weight)
     assert not copy.listed.any()
-    assert compressed.product(x, copy).tolist() == [[63 * 2.0**-21] * 16]
+    assert compressed.product(x, copy, tile=(1, 1, 128)).tolist() == [[63 * 2.0**-21] * 16]
 
 
 @pytest.mark.parametrize(
     ("tile", "n", "k", "expected"),
     [
         ((4, 2, 512), 6144, 4096, (4, 2, 512)),
-        ((4, 2, 512), 1024, 4096, (4, 1, 512)),  # else they were fewer than 200
-        ((4, 2, 128), 1024, 4096, (1, 1, 128)),
-        ((2, 2, 512), 17408, 5120, (2, 2, 256)),  # 512 words would waste more than a quarter
+        ((4, 2, 512), 3584, 4096, (4, 1, 512)),  # else they were fewer than 2,000
+        ((4, 2, 512), 1024, 4096, (2, 1, 512)),
+        ((4, 2, 512), 4096, 14336, (4, 2, 512)),
+        ((4, 2, 512), 5120, 17408, (4, 1, 256)),  # 512 words would read more than an eighth beyond the last one
+        ((2, 2, 512), 17408, 5120, (2, 2, 128)),
+        ((2, 2, 512), 8192, 3072, (2, 2, 128)),
         ((4, 2, 512), 151936, 3584, (4, 2, 512)),
         ((4, 2, 512), 16, 64, (1, 1, 128)),
     ],
 )
 def test_tiles_suit_any_width(tile: tuple[int, int, int], n: int, k: int, expected: tuple[int, int, int]) -> None:
     assert compressed.tile_for(tile, n, k // 8) == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "options", "dtype", "size", "kept"),
+    [
+        ("auto", {}, torch.bfloat16, 12 << 30, True),
+        ("auto", {}, torch.bfloat16, 13 << 30, False),
+        ("on", {}, torch.bfloat16, 13 << 30, True),
+        ("off", {}, torch.bfloat16, 1 << 30, False),
+        ("auto", {}, torch.float16, 1 << 30, False),
+        ("auto", {"quantization": "fp8"}, torch.bfloat16, 1 << 30, False),
+    ],
+)
+@pytest.mark.skipif(ON_GPU, reason="the runner is imported for a CPU")
+def test_copies_are_kept_where_they_take_a_small_part_of_the_memory(
+    cuda_runner: ModuleType,  # noqa: F811
+    wanted: str,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    size: int,
+    kept: bool,
+) -> None:
+    config = EmbeddedConfig(model="", compressed_weights=wanted, **options)
+    assert cuda_runner._is_compressed(config, dtype, size, 96 << 30) is kept
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"memory_service": "/run/service"}, "not shared"),
+        ({"quantization": "fp8"}, "without QUANTIZATION"),
+    ],
+)
+@pytest.mark.skipif(ON_GPU, reason="the runner is imported for a CPU")
+def test_copies_that_cannot_be_kept_are_refused(
+    cuda_runner: ModuleType,  # noqa: F811
+    tmp_path: Path,
+    options: dict[str, Any],
+    said: str,
+) -> None:
+    model = str(save(tmp_path, 0.2))
+    with pytest.raises(UnsupportedModelError, match=said):
+        cuda_runner.CudaRunner(EmbeddedConfig(model=model, compressed_weights="on", **OPTIONS, **options))
 
 
 def decoder_of(shape: LlamaConfig) -> LlamaDecoder:
@@ -168,6 +218,7 @@ def decoder_of(shape: LlamaConfig) -> LlamaDecoder:
 def test_a_model_answers_one_token_from_compressed_weights(
     tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cuda_decoder, "_TRIAL", [1, 3])
     decoder = decoder_of(read_config(save(tmp_path, 0.2, tied=tied), 32))
     expected = trial(decoder, torch.bfloat16, DEVICE)
     rows, product = [], compressed.product

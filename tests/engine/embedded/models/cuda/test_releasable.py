@@ -13,7 +13,7 @@ if torch.cuda.is_available():
     pytest.skip("the driver is a stand-in", allow_module_level=True)
 
 from engine.config import EmbeddedConfig, SleepConfig
-from engine.embedded.models.cuda import releasable
+from engine.embedded.models.cuda import compressed, releasable
 from engine.embedded.models.cuda.releasable import ReleasableWeights
 from engine.errors import EngineFailure
 from engine.memory.device import ReservedDeviceMemory
@@ -109,6 +109,30 @@ def test_the_runner_computes_the_same_after_both_levels(
         runner.resume_memory(TAGS)
         assert used(driver) == size and runner.cache.data.data_ptr() == address and not runner.cache.data.any()
         assert torch.equal(runner.forward(step), expected), level
+
+
+def test_compressed_copies_are_given_back_and_made_again(
+    cuda_runner: ModuleType,  # noqa: F811
+    driver: FakeDriver,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compressed, "_LEAST_WIDTH", 32)
+    options = OPTIONS | {"dtype": "bfloat16", "compressed_weights": "on", "enable_cuda_graphs": False}
+    model = str(save(tmp_path / "model", 0.06))
+    runner: Any = cuda_runner.CudaRunner(EmbeddedConfig(model=model, sleep=SleepConfig(), **options))
+    decoder, size = runner._decoder, used(driver)
+    copies = [*decoder._layers[1].gate_up.compressed, *decoder._compressed_head]
+    expected = [part.clone() for part in copies]
+    assert all(part.any() for part in (expected[0], expected[3]))
+    for level in (1, 2):
+        runner.release_memory(TAGS, level)
+        assert used(driver) == 0
+        with torch.inference_mode():
+            copies[1].zero_()  # a small tensor stays, and is made again, too
+        runner.resume_memory(TAGS)
+        assert used(driver) == size
+        assert all(map(torch.equal, copies, expected)), level
 
 
 def test_weights_that_cannot_be_read_again_are_read_the_next_time(
