@@ -163,9 +163,9 @@ class ComputeSettings(Section):
     enable_cuda_graphs: bool = EMBEDDED.enable_cuda_graphs
     """Run steps with few tokens as CUDA graphs."""
     compressed_weights: Literal["auto", "on", "off"] = EMBEDDED.compressed_weights
-    """Keep copies of bfloat16 weights in 12 bits, without loss, on a GPU, which a request that is alone is answered
-    from a quarter faster (embedded engine). auto does so if they take at most an eighth of its memory, and the weights
-    are not in a MEMORY_SERVICE.
+    """Keep copies of bfloat16 weights in 12 bits, without loss, on a GPU: a request that is alone is answered a sixth
+    faster (embedded engine). auto does so if they take at most an eighth of its memory, and the weights are not in a
+    MEMORY_SERVICE.
     """
     threads: int = Field(EMBEDDED.threads, ge=0)
     """Compute threads of the embedded engine, at most 16 or four for each core; 0 takes the available cores, within

@@ -294,7 +294,7 @@ class CudaRunner(PagedRunner):
         """Keep compressed copies of the weights, if they are to be kept."""
         memory = torch.cuda.mem_get_info(self.device)[1] if self.device.type == "cuda" else 0
         size = self._decoder.bytes_compressed
-        if _is_compressed(self._config, self.dtype, size, memory):
+        if keeps_copies(self._config, self.dtype, size, memory):
             self._decoder.compress()
             log.info("compressed copies of the weights take %.1f GB", size / 1e9)
 
@@ -586,7 +586,7 @@ def _check(config: EmbeddedConfig) -> LlamaConfig:
     return shape
 
 
-def _is_compressed(config: EmbeddedConfig, dtype: torch.dtype, size: int, memory: int) -> bool:
+def keeps_copies(config: EmbeddedConfig, dtype: torch.dtype, size: int, memory: int) -> bool:
     """Return whether to keep compressed copies of so many bytes on a GPU with so many."""
     if config.quantization != "none" or dtype != torch.bfloat16:
         return False

@@ -186,7 +186,7 @@ def test_copies_are_kept_where_they_take_a_small_part_of_the_memory(
     kept: bool,
 ) -> None:
     config = EmbeddedConfig(model="", compressed_weights=wanted, **options)
-    assert cuda_runner._is_compressed(config, dtype, size, 96 << 30) is kept
+    assert cuda_runner.keeps_copies(config, dtype, size, 96 << 30) is kept
 
 
 @pytest.mark.parametrize(
@@ -233,6 +233,6 @@ def test_a_model_answers_one_token_from_compressed_weights(
     found = trial(decoder, torch.bfloat16, DEVICE)
     assert rows == [1] * (4 * 2 + 1)  # the products of two layers, and the output
     same_as(found, expected)
-    layers = [weight for layer in decoder._layers for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    copies = [*(weight.compressed for weight in layers), decoder._compressed_head]
-    assert size == sum(part.nbytes for copy in copies if copy is not None for part in copy)
+    parts: list[torch.Tensor] = []
+    decoder.move_copies(lambda part: parts.append(part) or part)
+    assert size == sum(part.nbytes for part in parts)
