@@ -19,7 +19,7 @@ from server.compose.sizing import GIB, MIB, Machine, on_gpu
 from server.roles import role_of
 from server.settings import Settings
 
-_CAPABILITY = 9.0
+_FAST_PATH_CAPABILITY = 9.0
 _TORCH = (
     "pip install 'trellis[cpu]' --extra-index-url https://download.pytorch.org/whl/cpu, or with an NVIDIA GPU "
     "pip install 'trellis[embedded,gpu]'"
@@ -112,10 +112,10 @@ def _gpu_problems(settings: Settings, machine: Machine) -> Iterator[Finding]:
     elif index >= len(machine.gpus):
         text = f"DEVICE={settings.device}, but {len(machine.gpus)} GPUs are visible"
         yield Finding("problem", text, f"DEVICE=cuda:{len(machine.gpus) - 1} at most")
-    elif needy := _for_hopper(settings):
+    elif needy := _for_the_fast_path(settings):
         gpu = machine.gpus[index]
-        if gpu.capability < _CAPABILITY:
-            text = f"{needy} needs compute capability {_CAPABILITY}, and {gpu.name} has {gpu.capability}"
+        if gpu.capability < _FAST_PATH_CAPABILITY:
+            text = f"{needy} needs compute capability {_FAST_PATH_CAPABILITY}, and {gpu.name} has {gpu.capability}"
             yield Finding("problem", text, "leave it out, or use a GPU of the Hopper generation or newer")
         elif not _installed("flashinfer-python"):
             text = f"{needy} needs FlashInfer, which is not installed"
@@ -123,8 +123,8 @@ def _gpu_problems(settings: Settings, machine: Machine) -> Iterator[Finding]:
 
 
 def _cpu_problems(settings: Settings, machine: Machine, weights: int) -> Iterator[Finding]:
-    if needy := _for_hopper(settings):
-        text = f"{needy} needs an NVIDIA GPU of compute capability {_CAPABILITY}, and this runs on the CPU"
+    if needy := _for_the_fast_path(settings):
+        text = f"{needy} needs an NVIDIA GPU of compute capability {_FAST_PATH_CAPABILITY}, and this runs on the CPU"
         yield Finding("problem", text, "leave it out")
     if settings.quantization == "int8" and (against := _not_compiled(settings)):
         text = f"QUANTIZATION=int8 needs the compiled path, which {against} rules out"
@@ -213,7 +213,7 @@ def _disk(folder: Path) -> tuple[int, int, int]:
     return usage.free, usage.total, taken
 
 
-def _for_hopper(settings: Settings) -> str:
+def _for_the_fast_path(settings: Settings) -> str:
     """Return the settings that only the fast path on a GPU can keep, as they are set; empty if there are none."""
     asked = {
         "QUANTIZATION=fp8": settings.quantization == "fp8",

@@ -186,11 +186,11 @@ class ComputeSettings(Section):
             raise ValueError(f"{value} threads would wait for each other on {cores} cores: at most {most}")
         return value
 
-    @field_validator("quantization", "kv_cache_dtype", mode="after")
+    @field_validator("quantization", "kv_cache_dtype", "compressed_weights", mode="after")
     @classmethod
     def _embedded_only(cls, value: str, info: ValidationInfo) -> str:
         engine = info.data.get("engine", "embedded")
-        if value in ("fp8", "int8") and engine != "embedded":
+        if value in ("fp8", "int8", "on") and engine != "embedded":
             more = "; TensorRT-LLM's own are arguments (EXTRA_ENGINE_ARGS)" if engine == "trtllm" else ""
             raise ValueError(f"{value} is for the embedded engine, not for {engine}{more}")
         return value

@@ -307,6 +307,7 @@ def test_flags_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.Mo
         (["--threads", "10000"], "--threads (THREADS): 10000 threads would wait for each other on"),
         (["--quantization", "int4"], "--quantization (QUANTIZATION)"),
         (["--quantization", "fp8", "--engine", "trtllm"], "fp8 is for the embedded engine, not for trtllm"),
+        (["--compressed-weights", "on", "--engine", "trtllm"], "(COMPRESSED_WEIGHTS): on is for the embedded engine"),
         (["--quantization", "int8", "--engine", "fake"], "int8 is for the embedded engine, not for fake"),
         (
             ["--kv-cache-dtype", "fp8", "--engine", "fake"],

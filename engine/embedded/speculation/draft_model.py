@@ -58,6 +58,7 @@ class DraftModel:
             num_blocks=config.max_batch_size * -(-context // config.kv_block_size),
             kv_transfer="",
             kv_cache_dtype="auto",
+            compressed_weights="off" if config.compressed_weights == "off" else "auto",
             speculative="none",
             enable_chunked_prefill=False,  # its steps have any number of tokens, from the first on
         )

@@ -1,7 +1,7 @@
 """Products of one row with bfloat16 weights that are stored without loss in 12 bits.
 
 A product of one row is bound by reading its weight. Of the eight bits of exponent that bfloat16 has, a row of a trained
-weight needs four: nearly all of its values lie within 16 powers of two, and smaller ones are mostly multiples of the
+weight needs four: all but one in ten thousand of its values lie within 15 powers of two, or are multiples of the
 smallest step there. So a row is stored as signs, mantissas and four bits of exponent above a base, which is read in
 three quarters of the time. Values that do not fit are listed beside it as they are.
 
@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from engine.embedded.models.cuda.kernels import copied_to
 
 ENTRIES = 16
-"""Values of a row that can be listed. Of weights that are normally distributed one in ten thousand is."""
+"""Maximum number of values of a row that can be listed."""
 _LEAST_WIDTH = 2048
 """Minimum width of a weight: products of small ones are bound by latency."""
 _LEAST_TOP = 15
@@ -56,7 +56,7 @@ class CompressedWeight(NamedTuple):
 
 @triton.jit
 def _code(bits, top):
-    """Return the code of a value with these bits below the largest exponent `top`, and whether it is another value."""
+    """Return the code of a value with these bits in a row whose largest exponent is `top`; 0 and 1 if it has none."""
     exponent, mantissa = (bits >> 7) & 0xFF, bits & 0x7F
     stored = exponent - (top - 15)
     shift = tl.minimum(tl.maximum(1 - stored, 0), 8)
@@ -117,7 +117,7 @@ def compress(values: torch.Tensor, into: CompressedWeight | None = None) -> Comp
     """Return a compressed copy of a bfloat16 weight [N, K], in new memory or in that of an earlier copy; None if it is
     small, or has rows of other distributions."""
     n, k = values.shape
-    if values.dtype != torch.bfloat16 or not _LEAST_WIDTH <= k < 1 << 16 or k % 32 or n % 16:
+    if values.dtype != torch.bfloat16 or not bytes_compressed(values.shape):
         return None
     device, width = values.device, k // 8
     compressed = into or CompressedWeight(
@@ -135,8 +135,9 @@ def compress(values: torch.Tensor, into: CompressedWeight | None = None) -> Comp
 
 
 def bytes_compressed(shape: tuple[int, ...]) -> int:
-    """Return the size of a compressed weight of this shape."""
-    return shape[0] * (shape[1] * 3 // 2 + 4 * ENTRIES + 4)
+    """Return the size of a compressed weight of this shape; 0 if such weights are not compressed."""
+    n, k = shape
+    return n * (k * 3 // 2 + 4 * ENTRIES + 4) if _LEAST_WIDTH <= k < 1 << 16 and k % 32 == 0 else 0
 
 
 @triton.jit
@@ -209,7 +210,7 @@ def _sum(
     total, x, norm, scale, scales, listed, first, matrix,
     NORM: tl.constexpr, LISTED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return the products of some rows: their sums over the columns with the values that are listed."""
+    """Return the products of some rows: the sums over their codes, and the values that are listed."""
     entry = tl.arange(0, LISTED * ROWS)  # in one dimension, so that each thread has one
     entry = tl.load(listed + (entry // ROWS) * matrix + first + entry % ROWS).to(tl.uint32, bitcast=True)
     column = (entry >> 16).to(tl.int32)

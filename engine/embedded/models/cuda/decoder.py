@@ -83,10 +83,15 @@ class _JoinedLayer:
             setattr(self, name, products.weight(name, weight.values))
 
     def compress(self) -> None:
-        """Make compressed copies of the weights, in the memory of earlier ones."""
         for name in _JOINED:
             weight: Weight = getattr(self, name)
-            setattr(self, name, weight._replace(compressed=compress(weight.values, weight.compressed)))
+            setattr(self, name, weight._replace(compressed=compress(weight.values)))
+
+    def compress_again(self) -> None:
+        for name in _JOINED:
+            weight: Weight = getattr(self, name)
+            if weight.compressed is not None:
+                compress(weight.values, into=weight.compressed)
 
     def move_copies(self, place: Place) -> None:
         for name in _JOINED:
@@ -182,15 +187,30 @@ class LlamaDecoder:
 
     @property
     def bytes_compressed(self) -> int:
-        """The size of compressed copies of the weights."""
+        """The size of compressed copies of all weights that have a shape for it."""
         weights = [getattr(layer, name).values for layer in self._layers for name in _JOINED]
         return sum(bytes_compressed(weight.shape) for weight in (*weights, self._head))
 
-    def compress(self) -> None:
-        """Make compressed copies of the weights, which products of one row read, in the memory of earlier ones."""
+    def compress(self) -> int:
+        """Make compressed copies of the weights, which products of one row read from now on; return their bytes."""
         for layer in self._layers:
             layer.compress()
-        self._compressed_head = compress(self._head, self._compressed_head)
+        self._compressed_head = compress(self._head)
+        sizes: list[int] = []
+
+        def note(part: torch.Tensor) -> torch.Tensor:
+            sizes.append(part.nbytes)
+            return part
+
+        self.move_copies(note)
+        return sum(sizes)
+
+    def compress_again(self) -> None:
+        """Make the compressed copies again, where they are, from the same weights."""
+        for layer in self._layers:
+            layer.compress_again()
+        if self._compressed_head is not None:
+            compress(self._head, into=self._compressed_head)
 
     def move_copies(self, place: Place) -> None:
         """Have the compressed copies elsewhere, like `move`."""

@@ -48,6 +48,7 @@ from engine.embedded.models.paged import PagedRunner
 from engine.embedded.models.runner import StepInput
 from engine.embedded.models.shared_weights import SharedWeights, TensorLayout
 from engine.embedded.models.torch.head import TorchHead
+from engine.errors import EngineFailure
 from engine.kit.collector import uncollected
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,8 @@ LEAST_SAVED = 1 << 14
 
 _COMPRESSED_SHARE = 1 / 8
 """Share of a GPU's memory that compressed copies of weights may take: KV blocks have less of it then."""
+_COMPRESSED_SHARE_OF_FREE = 1 / 2
+"""Share of what is free, which is little where another engine or the KV cache of a larger model was first."""
 _FP8_TOLERANCE = 0.5
 """Tolerance of logits, relative to the largest and to each, to see whether products of fp8 work. Rounding weights and
 activations to three bits of mantissa makes random models of 8 and 32 layers wrong by 0.2 and 0.35 of the largest logit;
@@ -81,10 +84,12 @@ class CudaRunner(PagedRunner):
     compute_path = "cuda"
     _weights: ReleasableWeights | None = None
     """Memory of weights that can be released."""
-    _copies: ReleasableWeights
-    """Memory of their compressed copies."""
     _read = True
     """Whether they have been read since."""
+    _copies: ReleasableWeights
+    """Memory of compressed copies of these weights."""
+    _copied = True
+    """Whether they have been made since."""
 
     def __init__(self, config: EmbeddedConfig) -> None:
         begun = time.monotonic()
@@ -292,11 +297,15 @@ class CudaRunner(PagedRunner):
     @torch.inference_mode()
     def _compress(self) -> None:
         """Keep compressed copies of the weights, if they are to be kept."""
-        memory = torch.cuda.mem_get_info(self.device)[1] if self.device.type == "cuda" else 0
-        size = self._decoder.bytes_compressed
-        if keeps_copies(self._config, self.dtype, size, memory):
-            self._decoder.compress()
-            log.info("compressed copies of the weights take %.1f GB", size / 1e9)
+        free, memory = torch.cuda.mem_get_info(self.device) if self.device.type == "cuda" else (0, 0)
+        if not keeps_copies(self._config, self.dtype, self._decoder.bytes_compressed, free, memory):
+            return
+        try:
+            size = self._decoder.compress()
+        except torch.OutOfMemoryError as error:
+            raise EngineFailure(f"COMPRESSED_WEIGHTS: no memory for copies of the weights: {error}") from error
+        log.info("compressed copies of the weights take %.1f GB", size / 1e9)
+        self._settle()
 
     def _opened(self) -> AbstractContextManager[Checkpoint | None]:
         """Open the files of the weights; None for random weights."""
@@ -337,8 +346,10 @@ class CudaRunner(PagedRunner):
         if "weights" in tags and self._weights is not None:
             if not (self._weights.resume(others) and self._read):
                 self._read_again()
-            if not self._copies.resume():
-                self._decoder.compress()
+            self._copied &= self._copies.resume()
+            if not self._copied:
+                self._decoder.compress_again()
+                self._copied = True
         others()
 
     def _read_again(self) -> None:
@@ -586,12 +597,13 @@ def _check(config: EmbeddedConfig) -> LlamaConfig:
     return shape
 
 
-def keeps_copies(config: EmbeddedConfig, dtype: torch.dtype, size: int, memory: int) -> bool:
-    """Return whether to keep compressed copies of so many bytes on a GPU with so many."""
-    if config.quantization != "none" or dtype != torch.bfloat16:
-        return False
+def keeps_copies(config: EmbeddedConfig, dtype: torch.dtype, size: int, free: int, memory: int) -> bool:
+    """Return whether to keep compressed copies of so many bytes on a GPU with so much memory, of which so much is
+    free."""
     wanted = config.compressed_weights
-    return wanted == "on" or (wanted == "auto" and size <= _COMPRESSED_SHARE * memory)
+    if not size or wanted == "off" or config.quantization != "none" or dtype != torch.bfloat16:
+        return False
+    return wanted == "on" or size <= min(_COMPRESSED_SHARE * memory, _COMPRESSED_SHARE_OF_FREE * free)
 
 
 def _check_compression(config: EmbeddedConfig) -> None:

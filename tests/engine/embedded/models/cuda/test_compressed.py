@@ -82,7 +82,7 @@ def test_a_window_is_chosen_in_which_most_values_lie() -> None:
     weight = weight_of(16, 2048)
     weight[3, 7] = 8.0
     copy = compressed_copy(weight)
-    assert 1 + 7 * 1 <= int((copy.listed[:, 3] != 0).sum()) + 7 <= ENTRIES
+    assert int((copy.listed[:, 3] != 0).sum()) <= 4
     assert (8.0, 7) in [
         (torch.tensor(int(entry) & 0xFFFF).to(torch.int16).view(torch.bfloat16).item(), int(entry) >> 16)
         for entry in copy.listed[:, 3]
@@ -97,7 +97,6 @@ def test_what_does_not_fit_is_not_compressed(monkeypatch: pytest.MonkeyPatch) ->
     assert compress(wide) is not None
     assert compress(wide.half()) is None
     assert compress(weight_of(16, 72)) is None  # no whole number of words for each thread
-    assert compress(weight_of(24, 64)) is None
     monkeypatch.setattr(compressed, "_LEAST_WIDTH", 512)
     assert compress(wide) is None
 
@@ -136,6 +135,11 @@ def same_as(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert float((found.float() - expected.float()).abs().max()) <= 0.01 * largest
 
 
+def test_a_weight_has_any_number_of_rows() -> None:
+    x, weight = weight_of(1, 64, 1.0), weight_of(33, 64)
+    same_as(compressed.product(x, compressed_copy(weight), tile=(4, 2, 512)), kernels.gemv(x, weight, tile=(1, 64, 4)))
+
+
 def test_the_smallest_values_count() -> None:
     """They are subnormal numbers as codes."""
     weight = torch.full((16, 64), 2.0**-21, device=DEVICE).bfloat16()
@@ -166,14 +170,16 @@ def test_tiles_suit_any_width(tile: tuple[int, int, int], n: int, k: int, expect
 
 
 @pytest.mark.parametrize(
-    ("wanted", "options", "dtype", "size", "kept"),
+    ("wanted", "options", "dtype", "size", "free", "kept"),
     [
-        ("auto", {}, torch.bfloat16, 12 << 30, True),
-        ("auto", {}, torch.bfloat16, 13 << 30, False),
-        ("on", {}, torch.bfloat16, 13 << 30, True),
-        ("off", {}, torch.bfloat16, 1 << 30, False),
-        ("auto", {}, torch.float16, 1 << 30, False),
-        ("auto", {"quantization": "fp8"}, torch.bfloat16, 1 << 30, False),
+        ("auto", {}, torch.bfloat16, 12, 90, True),
+        ("auto", {}, torch.bfloat16, 13, 90, False),
+        ("auto", {}, torch.bfloat16, 12, 23, False),
+        ("on", {}, torch.bfloat16, 13, 14, True),
+        ("on", {}, torch.bfloat16, 0, 90, False),
+        ("off", {}, torch.bfloat16, 1, 90, False),
+        ("auto", {}, torch.float16, 1, 90, False),
+        ("auto", {"quantization": "fp8"}, torch.bfloat16, 1, 90, False),
     ],
 )
 @pytest.mark.skipif(ON_GPU, reason="the runner is imported for a CPU")
@@ -183,10 +189,11 @@ def test_copies_are_kept_where_they_take_a_small_part_of_the_memory(
     options: dict[str, Any],
     dtype: torch.dtype,
     size: int,
+    free: int,
     kept: bool,
 ) -> None:
     config = EmbeddedConfig(model="", compressed_weights=wanted, **options)
-    assert cuda_runner.keeps_copies(config, dtype, size, 96 << 30) is kept
+    assert cuda_runner.keeps_copies(config, dtype, size << 30, free << 30, 96 << 30) is kept
 
 
 @pytest.mark.parametrize(
@@ -228,11 +235,8 @@ def test_a_model_answers_one_token_from_compressed_weights(
         return product(x, *args, **options)
 
     monkeypatch.setattr(compressed, "product", counted)
-    size = decoder.bytes_compressed
-    decoder.compress()
+    size = decoder.compress()
+    assert size == decoder.bytes_compressed
     found = trial(decoder, torch.bfloat16, DEVICE)
     assert rows == [1] * (4 * 2 + 1)  # the products of two layers, and the output
     same_as(found, expected)
-    parts: list[torch.Tensor] = []
-    decoder.move_copies(lambda part: parts.append(part) or part)
-    assert size == sum(part.nbytes for part in parts)

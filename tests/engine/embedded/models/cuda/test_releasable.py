@@ -112,6 +112,10 @@ def test_the_runner_computes_the_same_after_both_levels(
         assert torch.equal(runner.forward(step), expected), level
 
 
+def _without_memory(_: LlamaDecoder) -> None:
+    raise torch.OutOfMemoryError("imagined")
+
+
 def test_compressed_copies_are_given_back_and_made_again(
     cuda_runner: ModuleType,  # noqa: F811
     driver: FakeDriver,
@@ -122,6 +126,7 @@ def test_compressed_copies_are_given_back_and_made_again(
     options = OPTIONS | {"dtype": "bfloat16", "compressed_weights": "on", "enable_cuda_graphs": False}
     model, compress, decoders = str(save(tmp_path / "model", 0.06)), LlamaDecoder.compress, []
     monkeypatch.setattr(LlamaDecoder, "compress", lambda decoder: decoders.append(decoder) or compress(decoder))
+    again = LlamaDecoder.compress_again
     runner: Any = cuda_runner.CudaRunner(EmbeddedConfig(model=model, sleep=SleepConfig(), **options))
     copies: list[torch.Tensor] = []
     decoders[0].move_copies(lambda part: copies.append(part) or part)
@@ -132,6 +137,10 @@ def test_compressed_copies_are_given_back_and_made_again(
         assert used(driver) == 0
         with torch.inference_mode():
             copies[1].zero_()  # a small tensor stays, and is made again, too
+        monkeypatch.setattr(LlamaDecoder, "compress_again", _without_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            runner.resume_memory(TAGS)
+        monkeypatch.setattr(LlamaDecoder, "compress_again", again)
         runner.resume_memory(TAGS)
         assert used(driver) == size
         assert all(map(torch.equal, copies, expected)), level
