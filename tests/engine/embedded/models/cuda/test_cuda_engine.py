@@ -318,8 +318,32 @@ async def test_products_of_eight_bits_are_refused_for_other_types_than_bfloat16(
     await engine.close()
 
 
+@pytest.fixture
+def compress_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have weights compressed that are small."""
+    from engine.embedded.models.cuda import compressed  # noqa: PLC0415 - needs Triton
+
+    monkeypatch.setattr(compressed, "_LEAST_WIDTH", 32)
+
+
+async def test_one_request_reads_compressed_weights(
+    tame: Path, prompts: list[list[int]], compress_all: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"max_batch_size": 1, "num_blocks": 200}
+    plain = await answers(tame, prompts[:6], {"logprobs": 20}, compressed_weights="off", **options)
+    assert "compressed copies" not in caplog.text
+    with caplog.at_level(logging.INFO):
+        found = await answers(tame, prompts[:6], {"logprobs": 20}, **options)
+    assert "compressed copies of the weights take 0.0 GB" in caplog.text
+    mean, firsts = distance(plain, found)
+    assert 0 < mean < 0.01  # sums are added in another order, and only then
+    assert firsts == 6
+
+
 @pytest.mark.parametrize("level", [1, 2])
-async def test_tokens_are_the_same_after_a_sleep(folder: Path, prompts: list[list[int]], level: int) -> None:
+async def test_tokens_are_the_same_after_a_sleep(
+    folder: Path, prompts: list[list[int]], level: int, compress_all: None
+) -> None:
     """Memory goes back to the device, and the captured graphs find theirs at the same addresses again."""
     fixed = {"device": "cuda", "num_blocks": 4000, "sleep": SleepConfig()}
     engine = EmbeddedEngine(EmbeddedConfig(model=str(folder), **fixed))
