@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.embedded.models.cuda.kernels import copied_to
+from engine.embedded.models.cuda.kernels import columns_from, copied_to, fetch_lines, weighed
 
 ENTRIES = 16
 """Maximum number of values of a row that can be listed."""
@@ -153,25 +153,11 @@ def _joined(low, high, LAST: tl.constexpr):
 
 
 @triton.jit
-def _columns(cells, i, START: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, POLICY: tl.constexpr):
-    """Load columns from START on of W: zeros beyond the last."""
-    if START + BLOCK <= W:
-        return tl.load(cells + START, eviction_policy=POLICY)
-    return tl.load(cells + START, i < W - START, 0, eviction_policy=POLICY)
-
-
-@triton.jit
 def _words(cells, i, START: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr):
-    low = _columns(cells, i, START, W, BLOCK, "evict_first").to(tl.uint32, bitcast=True)
-    high = _columns(cells + W, i, START, W, BLOCK, "evict_first").to(tl.uint32, bitcast=True)
-    rest = _columns(cells + 2 * W, i, START, W, BLOCK, "evict_first").to(tl.uint32, bitcast=True)
+    low = columns_from(cells, i, START, W, BLOCK, "evict_first").to(tl.uint32, bitcast=True)
+    high = columns_from(cells + W, i, START, W, BLOCK, "evict_first").to(tl.uint32, bitcast=True)
+    rest = columns_from(cells + 2 * W, i, START, W, BLOCK, "evict_first").to(tl.uint32, bitcast=True)
     return low, high, rest
-
-
-@triton.jit
-def _weighed(value, weight, scale, dtype: tl.constexpr):
-    """Normalise as `kernels.rms_norm` does, rounding as often."""
-    return ((value * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -179,10 +165,10 @@ def _inputs(x, norm, scale, i, START: tl.constexpr, W: tl.constexpr, BLOCK: tl.c
     """Return x for the codes of words from START on: eight blocks, one for each code of a word."""
     found = ()
     for part in tl.static_range(8):
-        value = _columns(x + part * W + i, i, START, W, BLOCK, "").to(tl.float32)
+        value = columns_from(x + part * W + i, i, START, W, BLOCK, "").to(tl.float32)
         if NORM:
-            weight = _columns(norm + part * W + i, i, START, W, BLOCK, "")
-            value = _weighed(value, weight, scale, x.dtype.element_ty)
+            weight = columns_from(norm + part * W + i, i, START, W, BLOCK, "")
+            value = weighed(value, weight, scale, x.dtype.element_ty)
         found = found + (value * _RAISED,)  # noqa: RUF005 - Triton knows no other way
     return found
 
@@ -216,7 +202,7 @@ def _sum(
     column = (entry >> 16).to(tl.int32)
     value = tl.load(x + column).to(tl.float32)
     if NORM:
-        value = _weighed(value, tl.load(norm + column), scale, x.dtype.element_ty)
+        value = weighed(value, tl.load(norm + column), scale, x.dtype.element_ty)
     value *= (entry << 16).to(tl.float32, bitcast=True)
     others = tl.sum(tl.reshape(value, (LISTED, ROWS)), 0)
     return tl.sum(total, 1) * tl.load(scales + first + tl.arange(0, ROWS)) + others
@@ -240,10 +226,7 @@ def _product(
         following_up = _words(cells + N * (3 * W), column, 0, W, BLOCK)
     if FETCH:
         lines = tl.minimum(tl.arange(0, KP // 64) * 32, 3 * W - 1)
-        lines = words + (first + tl.arange(0, ROWS * TURNS)).to(tl.int64)[:, None] * (3 * W) + lines[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
-        )
+        fetch_lines(words + (first + tl.arange(0, ROWS * TURNS)).to(tl.int64)[:, None] * (3 * W) + lines[None, :])
     gdc_launch_dependents()
     gdc_wait()
     scale = 1.0

@@ -82,21 +82,11 @@ class _JoinedLayer:
             weight: Weight = getattr(self, name)
             setattr(self, name, products.weight(name, weight.values))
 
-    def compress(self) -> None:
+    def copy(self, make: Copy) -> None:
+        """Have other compressed copies of the weights."""
         for name in _JOINED:
             weight: Weight = getattr(self, name)
-            setattr(self, name, weight._replace(compressed=compress(weight.values)))
-
-    def compress_again(self) -> None:
-        for name in _JOINED:
-            weight: Weight = getattr(self, name)
-            if weight.compressed is not None:
-                compress(weight.values, into=weight.compressed)
-
-    def move_copies(self, place: Place) -> None:
-        for name in _JOINED:
-            weight: Weight = getattr(self, name)
-            setattr(self, name, weight._replace(compressed=_moved(weight.compressed, place)))
+            setattr(self, name, weight._replace(compressed=make(weight.values, weight.compressed)))
 
     def move(self, place: Place) -> None:
         self.norm = place(self.norm[0]), self.norm[1]
@@ -117,6 +107,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of weights by their names in a checkpoint."""
 Place = Callable[[torch.Tensor], torch.Tensor]
 """Returns a tensor of the same shape and type, elsewhere."""
+Copy = Callable[[torch.Tensor, CompressedWeight | None], CompressedWeight | None]
+"""Returns the compressed copy of a weight, given an earlier one; None for none."""
 
 
 class LlamaDecoder:
@@ -193,9 +185,7 @@ class LlamaDecoder:
 
     def compress(self) -> int:
         """Make compressed copies of the weights, which products of one row read from now on; return their bytes."""
-        for layer in self._layers:
-            layer.compress()
-        self._compressed_head = compress(self._head)
+        self._copy(compress)
         sizes: list[int] = []
 
         def note(part: torch.Tensor) -> torch.Tensor:
@@ -207,16 +197,16 @@ class LlamaDecoder:
 
     def compress_again(self) -> None:
         """Make the compressed copies again, where they are, from the same weights."""
-        for layer in self._layers:
-            layer.compress_again()
-        if self._compressed_head is not None:
-            compress(self._head, into=self._compressed_head)
+        self._copy(lambda values, copy: None if copy is None else compress(values, copy))
 
     def move_copies(self, place: Place) -> None:
         """Have the compressed copies elsewhere, like `move`."""
+        self._copy(lambda _, copy: None if copy is None else CompressedWeight(*map(place, copy)))
+
+    def _copy(self, make: Copy) -> None:
         for layer in self._layers:
-            layer.move_copies(place)
-        self._compressed_head = _moved(self._compressed_head, place)
+            layer.copy(make)
+        self._compressed_head = make(self._head, self._compressed_head)
 
     def move(self, place: Place) -> None:
         """Have the weights elsewhere: `place` is called with each tensor, always in the same order. Compressed copies
@@ -310,13 +300,13 @@ def logits_of(
     norm: Norm,
     output: torch.Tensor,
     room: torch.Tensor | None = None,
-    copy: CompressedWeight | None = None,
+    compact: CompressedWeight | None = None,
 ) -> torch.Tensor:
-    """Normalise x, [rows, size], and return its logits, [rows, vocabulary]; `output`: [vocabulary, size], of which one
-    row reads the compressed copy if there is one. `room`: where those of more than one row are written, from its first
-    row on; None for new memory."""
-    if len(x) == 1 and copy is not None:
-        return compressed.product(x, copy, norm=norm, tile=_COMPRESSED_OUTPUT_TILE)
+    """Normalise x, [rows, size], and return its logits, [rows, vocabulary]; `output`: [vocabulary, size], and `compact`
+    a compressed copy of it, which one row reads. `room`: where the logits of more than one row are written, from its
+    first row on; None for new memory."""
+    if len(x) == 1 and compact is not None:
+        return compressed.product(x, compact, norm=norm, tile=_COMPRESSED_OUTPUT_TILE)
     if len(x) == 1:
         return kernels.gemv(x, output, norm=norm, tile=_OUTPUT_TILE)
     return torch.mm(kernels.rms_norm(x, *norm), output.t(), out=None if room is None else room[: len(x)])
@@ -368,10 +358,6 @@ def trial(decoder: LlamaDecoder, dtype: torch.dtype, device: torch.device) -> to
         step = AttentionStep(rows, len(part), part, part, None)
         parts.append(decoder(decoder.embed(part.long()), part, stub, step, rows[:_TRIED]).float())
     return torch.cat(parts)
-
-
-def _moved(copy: CompressedWeight | None, place: Place) -> CompressedWeight | None:
-    return None if copy is None else CompressedWeight(*map(place, copy))
 
 
 def _norms(index: int) -> tuple[str, str]:

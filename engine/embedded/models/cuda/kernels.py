@@ -186,11 +186,25 @@ def rotate_and_store(
 
 
 @triton.jit
-def _columns(row, columns, START: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, POLICY: tl.constexpr):
+def columns_from(row, columns, START: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, POLICY: tl.constexpr):
     """Load columns from START on of one or several rows of K: zeros beyond the last."""
     if START + BLOCK_K <= K:
         return tl.load(row + START, eviction_policy=POLICY)
     return tl.load(row + START, columns < K - START, 0.0, eviction_policy=POLICY)
+
+
+@triton.jit
+def weighed(value, weight, scale, dtype: tl.constexpr):
+    """Return values of a row normalised by its scale, rounded as often as by `rms_norm`."""
+    return ((value * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def fetch_lines(lines):
+    """Have lines of memory brought to the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -202,19 +216,16 @@ def _gemv(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     tiles = weight + n.to(tl.int64)[:, None] * K + k[None, :]
-    first = _columns(tiles, k[None, :], 0, K, BLOCK_K, "evict_first")
+    first = columns_from(tiles, k[None, :], 0, K, BLOCK_K, "evict_first")
     if GATED:
-        first_up = _columns(tiles + N * K, k[None, :], 0, K, BLOCK_K, "evict_first")
+        first_up = columns_from(tiles + N * K, k[None, :], 0, K, BLOCK_K, "evict_first")
     if FP8:
         channel = tl.load(channels + n)
         if GATED:
             channel_up = tl.load(channels + N + n)
     if FETCH:
         LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
-        lines = weight + n.to(tl.int64)[:, None] * K + tl.arange(0, KP // LINE)[None, :] * LINE
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
-        )
+        fetch_lines(weight + n.to(tl.int64)[:, None] * K + tl.arange(0, KP // LINE)[None, :] * LINE)
     gdc_launch_dependents()
     gdc_wait()
     scale = 1.0
@@ -227,21 +238,20 @@ def _gemv(
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
-        value = _columns(x + k, k, start, K, BLOCK_K, "").to(tl.float32)
+        value = columns_from(x + k, k, start, K, BLOCK_K, "").to(tl.float32)
         if NORM:
-            weighed = _columns(norm + k, k, start, K, BLOCK_K, "").to(tl.float32)
-            value = (value * scale).to(x.dtype.element_ty).to(tl.float32) * weighed
-            value = value.to(x.dtype.element_ty).to(tl.float32)
+            weight_of_norm = columns_from(norm + k, k, start, K, BLOCK_K, "")
+            value = weighed(value, weight_of_norm, scale, x.dtype.element_ty)
         if start == 0:
             tile = first
         else:
-            tile = _columns(tiles, k[None, :], start, K, BLOCK_K, "evict_first")
+            tile = columns_from(tiles, k[None, :], start, K, BLOCK_K, "evict_first")
         acc += tile.to(tl.float32) * value[None, :]
         if GATED:
             if start == 0:
                 tile_up = first_up
             else:
-                tile_up = _columns(tiles + N * K, k[None, :], start, K, BLOCK_K, "evict_first")
+                tile_up = columns_from(tiles + N * K, k[None, :], start, K, BLOCK_K, "evict_first")
             acc_up += tile_up.to(tl.float32) * value[None, :]
     total = tl.sum(acc, 1)
     if FP8:
