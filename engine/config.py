@@ -1,6 +1,6 @@
 """Configuration of each backend. Data only: `engine/create.py` makes engines of it."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
 
@@ -167,6 +167,26 @@ class EncoderConfig(_ModelConfig, frozen=True, kw_only=True):
     """Seconds for which they are leased to their first readers, unless these release them."""
     timeout_seconds: float = 60.0
     """Seconds that an image, or on a GPU a small batch, may take before the process that encodes them is replaced."""
+
+
+class _FastPathOptions(Protocol):
+    @property
+    def quantization(self) -> str: ...
+    @property
+    def kv_cache_dtype(self) -> str: ...
+    @property
+    def compressed_weights(self) -> str: ...
+
+
+def fast_path_settings(options: _FastPathOptions) -> str:
+    """Return the settings that ask for what only the embedded engine's fast path on a GPU has, as they are set; empty
+    if none does."""
+    asked = {
+        "QUANTIZATION=fp8": options.quantization == "fp8",
+        "KV_CACHE_DTYPE=fp8": options.kv_cache_dtype == "fp8",
+        "COMPRESSED_WEIGHTS=on": options.compressed_weights == "on",
+    }
+    return " and ".join(name for name, is_set in asked.items() if is_set)
 
 
 class TrtllmConfig(_BackendConfig, frozen=True, kw_only=True, tag="trtllm"):

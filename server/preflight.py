@@ -14,6 +14,7 @@ from typing import Literal
 
 from engine.checkpoints.facts import ModelFacts, read_model_facts
 from engine.checkpoints.store import weight_bytes
+from engine.config import fast_path_settings
 from engine.errors import EngineFailure
 from server.compose.sizing import GIB, MIB, Machine, on_gpu
 from server.roles import role_of
@@ -112,7 +113,7 @@ def _gpu_problems(settings: Settings, machine: Machine) -> Iterator[Finding]:
     elif index >= len(machine.gpus):
         text = f"DEVICE={settings.device}, but {len(machine.gpus)} GPUs are visible"
         yield Finding("problem", text, f"DEVICE=cuda:{len(machine.gpus) - 1} at most")
-    elif needy := _for_the_fast_path(settings):
+    elif needy := fast_path_settings(settings):
         gpu = machine.gpus[index]
         if gpu.capability < _FAST_PATH_CAPABILITY:
             text = f"{needy} needs compute capability {_FAST_PATH_CAPABILITY}, and {gpu.name} has {gpu.capability}"
@@ -123,7 +124,7 @@ def _gpu_problems(settings: Settings, machine: Machine) -> Iterator[Finding]:
 
 
 def _cpu_problems(settings: Settings, machine: Machine, weights: int) -> Iterator[Finding]:
-    if needy := _for_the_fast_path(settings):
+    if needy := fast_path_settings(settings):
         text = f"{needy} needs an NVIDIA GPU of compute capability {_FAST_PATH_CAPABILITY}, and this runs on the CPU"
         yield Finding("problem", text, "leave it out")
     if settings.quantization == "int8" and (against := _not_compiled(settings)):
@@ -211,16 +212,6 @@ def _disk(folder: Path) -> tuple[int, int, int]:
     usage = shutil.disk_usage(folder)
     taken = sum(path.stat().st_size for path in folder.glob("*/*-*"))
     return usage.free, usage.total, taken
-
-
-def _for_the_fast_path(settings: Settings) -> str:
-    """Return the settings that only the fast path on a GPU can keep, as they are set; empty if there are none."""
-    asked = {
-        "QUANTIZATION=fp8": settings.quantization == "fp8",
-        "KV_CACHE_DTYPE=fp8": settings.kv_cache_dtype == "fp8",
-        "COMPRESSED_WEIGHTS=on": settings.compressed_weights == "on",
-    }
-    return " and ".join(name for name, is_set in asked.items() if is_set)
 
 
 def _installed(package: str) -> bool:

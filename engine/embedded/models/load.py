@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from engine.checkpoints.conversions import source_of
-from engine.config import EmbeddedConfig, Tag
+from engine.config import EmbeddedConfig, Tag, fast_path_settings
 from engine.embedded.kv.memory import check_fits
 from engine.embedded.models.devices import UnsupportedModelError, device_of, dtype_of
 from engine.embedded.models.native.levels import chosen
@@ -102,7 +102,7 @@ def _load(config: EmbeddedConfig) -> ModelRunner:
         return _on_gpu(config)
     if not config.num_blocks:
         check_fits(config.kv_cache_memory_mb)
-    if asked := _gpu_settings(config):
+    if asked := fast_path_settings(config):
         raise EngineFailure(f"{asked} cannot be used: it needs an NVIDIA GPU of compute capability 9.0 or later")
     if config.attention == "flashinfer":
         raise EngineFailure("attention flashinfer cannot be used: FlashInfer needs a GPU")
@@ -132,7 +132,7 @@ def _by_transformers(config: EmbeddedConfig) -> ModelRunner:
 
 
 def _on_gpu(config: EmbeddedConfig) -> ModelRunner:
-    asked = _gpu_settings(config)
+    asked = fast_path_settings(config)
     if config.quantization == "int8":
         raise EngineFailure("QUANTIZATION=int8 cannot be used: it is for a CPU; a GPU takes fp8")
     if config.attention == "sdpa":
@@ -183,13 +183,3 @@ def _try_out(runner: ModelRunner, config: EmbeddedConfig) -> None:
             f"the model in {config.model} computes logits that are not finite in {runner.dtype}: its weights or its "
             "config.json are wrong, or another DTYPE is needed"
         )
-
-
-def _gpu_settings(config: EmbeddedConfig) -> str:
-    """Return the settings that ask for what only the fast path on a GPU has, as they are set; empty if none does."""
-    asked = {
-        "QUANTIZATION=fp8": config.quantization == "fp8",
-        "KV_CACHE_DTYPE=fp8": config.kv_cache_dtype == "fp8",
-        "COMPRESSED_WEIGHTS=on": config.compressed_weights == "on",
-    }
-    return " and ".join(name for name, is_set in asked.items() if is_set)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.embedded.models.cuda.kernels import columns_from, copied_to, fetch_lines, weighed
+from engine.embedded.models.cuda.kernels import columns_from, copied_to, fetch_lines, scale_of, weighed
 
 ENTRIES = 16
 """Maximum number of values of a row that can be listed."""
@@ -231,11 +231,7 @@ def _product(
     gdc_wait()
     scale = 1.0
     if NORM:
-        whole = tl.arange(0, KP)
-        values = tl.load(x + whole, whole < K, 0.0).to(tl.float32)
-        if COPY:
-            tl.store(copy + whole, values.to(copy.dtype.element_ty), (whole < K) & (tl.program_id(0) == 0))
-        scale = tl.rsqrt(tl.sum(values * values) / K + epsilon)
+        scale = scale_of(x, copy, epsilon, K, KP, COPY)
     if PASSES == 1:
         inputs = _inputs(x, norm, scale, i, 0, W, BLOCK, NORM)
     for step in tl.static_range(TURNS * PASSES):

@@ -200,6 +200,16 @@ def weighed(value, weight, scale, dtype: tl.constexpr):
 
 
 @triton.jit
+def scale_of(x, copy, epsilon, K: tl.constexpr, KP: tl.constexpr, COPY: tl.constexpr):
+    """Return the scale that normalises a row of K values; the first program also copies the row."""
+    columns = tl.arange(0, KP)
+    values = tl.load(x + columns, columns < K, 0.0).to(tl.float32)
+    if COPY:
+        tl.store(copy + columns, values.to(copy.dtype.element_ty), (columns < K) & (tl.program_id(0) == 0))
+    return tl.rsqrt(tl.sum(values * values) / K + epsilon)
+
+
+@triton.jit
 def fetch_lines(lines):
     """Have lines of memory brought to the L2 cache."""
     tl.inline_asm_elementwise(
@@ -230,11 +240,7 @@ def _gemv(
     gdc_wait()
     scale = 1.0
     if NORM:
-        whole = tl.arange(0, KP)
-        values = tl.load(x + whole, whole < K, 0.0).to(tl.float32)
-        if COPY:
-            tl.store(copy + whole, values.to(copy.dtype.element_ty), (whole < K) & (tl.program_id(0) == 0))
-        scale = tl.rsqrt(tl.sum(values * values) / K + epsilon)
+        scale = scale_of(x, copy, epsilon, K, KP, COPY)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
