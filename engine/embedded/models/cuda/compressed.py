@@ -33,8 +33,8 @@ _WINDOWS = 8
 """Windows of 16 exponents that are tried, down from the largest."""
 _BLOCK = 512
 """Columns that are compressed at a time."""
-_RAISED = tl.constexpr(2.0**100)
-"""Codes taken as bfloat16 are near float32's smallest number: x is multiplied by this, and their sum divided by it."""
+_RAISE = tl.constexpr(100)
+"""Codes taken as bfloat16 are near float32's smallest number: x is multiplied by 2 to this, and sums divided by it."""
 _LEAST_WARPS = 2000
 """Minimum number of warps of a product: an H200 has 132 multiprocessors, which run 16 and more at a time."""
 _WARP_WORDS = 128
@@ -49,7 +49,7 @@ class CompressedWeight(NamedTuple):
     words: torch.Tensor
     """int32 [N, 3, K / 8]."""
     scales: torch.Tensor
-    """What codes taken as bfloat16, and multiplied by 2^100, have to be multiplied with: float32 [N]."""
+    """2^base of each row, divided by 2^100 since x is multiplied by that: float32 [N]."""
     listed: torch.Tensor
     """Column and bits of the values that have no code, which is 0 then: int32 [ENTRIES, N], 0 for none."""
 
@@ -109,7 +109,7 @@ def _compress(
         others = tl.where(half == 0, others, (others >> 4) | (others << 28))
         third = tl.sum(others, 0).to(tl.int32, bitcast=True)
         tl.store(target + 2 * W + start, third, inside)
-    tl.store(scales + row, ((top - 15 - 100 + 127) << 23).to(tl.float32, bitcast=True))
+    tl.store(scales + row, ((top - 15 - _RAISE + 127) << 23).to(tl.float32, bitcast=True))
     tl.atomic_max(most, found)
 
 
@@ -169,7 +169,7 @@ def _inputs(x, norm, scale, i, START: tl.constexpr, W: tl.constexpr, BLOCK: tl.c
         if NORM:
             weight = columns_from(norm + part * W + i, i, START, W, BLOCK, "")
             value = weighed(value, weight, scale, x.dtype.element_ty)
-        found = found + (value * _RAISED,)  # noqa: RUF005 - Triton knows no other way
+        found = found + (value * 2.0**_RAISE,)  # noqa: RUF005 - Triton knows no other way
     return found
 
 
