@@ -181,7 +181,7 @@ def gemvs(model: str, kind: str) -> None:
         def run(tile: tuple[int, int, int], some: list[Any]) -> None:
             with patch.object(module, "tile_for", lambda *_: tile):
                 for weight in some:
-                    multiply(x, weight, **arguments)
+                    multiply(x, weight, tile=tile, **arguments)
 
         compile_first(lambda: [run(tile, weights[:1]) for tile in tiles])
         results = sorted((timed(lambda: run(tile, weights)) * COPIES / copies, tile) for tile in tiles)

@@ -65,7 +65,9 @@ def allowed(matcher: Matcher) -> set[int]:
     bitmask = new_bitmask(3, VOCAB)
     matcher.fill(bitmask, 1)
     assert bool((bitmask[[0, 2]] == -1).all()), "other rows are left alone"
-    return set(np.flatnonzero(np.unpackbits(bitmask[1].numpy().view(np.uint8), bitorder="little")).tolist())
+    found = set(np.flatnonzero(np.unpackbits(bitmask[1].numpy().view(np.uint8), bitorder="little")).tolist())
+    assert matcher.error or {token for token in range(VOCAB) if matcher.allows(token)} == found
+    return found
 
 
 def accepts(guide: Compiled, tokenizer: Tokenizer, text: str) -> bool:

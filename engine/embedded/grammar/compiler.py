@@ -119,6 +119,18 @@ class Matcher:
             for token_id in self._stops:
                 bitmask[row, token_id // 32] |= 1 << token_id % 32 if token_id % 32 < 31 else -(2**31)
 
+    def allows(self, token_id: int) -> bool:
+        """Return whether a token may come next, as the bit that `fill` sets for it would say."""
+        assert self._position is not None
+        if self.finished or self.error:
+            return token_id in self._stops
+        if token_id in self._stops:
+            return self._position.may_end()
+        started = time.thread_time()
+        allowed = self._position.allows(token_id)
+        self._spend(started)
+        return allowed
+
     def accept(self, token_id: int) -> bool:
         """Advance by a token of the output. Return False, and stay, if the grammar does not allow it.
 

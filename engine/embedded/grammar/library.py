@@ -55,6 +55,9 @@ class Position(Protocol):
         """Function that fills the bitmask rows of several positions of this class, in several threads; None if the
         library has none."""
 
+    def allows(self, token_id: int) -> bool:
+        """Return whether a token that does not end the output may come next: much sooner than `fill` tells it."""
+
     def accept(self, token_id: int) -> bool:
         """Advance by a token that does not end the output. Return False, and stay, if it is not allowed."""
 

@@ -142,6 +142,10 @@ class LlguidancePosition:
         """See `Position`."""
         self._matcher.unsafe_compute_mask_ptr(bitmask[row].ctypes.data, bitmask[row].nbytes)
 
+    def allows(self, token_id: int) -> bool:
+        """See `Position`."""
+        return self._matcher.validate_tokens([token_id]) == 1
+
     def accept(self, token_id: int) -> bool:
         """See `Position`. After an error, which `error` tells, every token is accepted."""
         return self._matcher.try_consume_tokens([token_id]) == 1 or self._matcher.is_error()

@@ -137,6 +137,12 @@ class XgrammarPosition:
         """See `Position`."""
         self._matcher.fill_next_token_bitmask(bitmask, row)
 
+    def allows(self, token_id: int) -> bool:
+        """See `Position`."""
+        if allowed := self.accept(token_id):
+            self._matcher.rollback(1)
+        return allowed
+
     def accept(self, token_id: int) -> bool:
         """See `Position`."""
         return bool(self._matcher.accept_token(token_id))

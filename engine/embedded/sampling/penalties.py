@@ -22,18 +22,28 @@ from engine.types import SamplingParams
 _MASKED = float("-inf")
 
 
-def edit(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
-    """Apply everything but temperature and truncation, in place. `logits` is float32 [len(states), vocab]."""
+def edit(logits: torch.Tensor, states: Sequence[SamplerState], *, guide_all: bool = True) -> None:
+    """Apply everything but temperature and truncation, in place. `logits` is float32 [len(states), vocab]. Without
+    `guide_all` rows that can be drawn before their grammar's mask are left without it."""
     _add_bias(logits, states)
     masked = [row for row, state in enumerate(states) if state.has_mask]
-    bitmask = _fill_bitmask(logits.shape[1], states)
-    _mask(logits, states, masked, bitmask)
+    guided = [row for row, state in enumerate(states) if state.matcher and (guide_all or not state.draws_before_mask)]
+    bitmask = _fill_bitmask(logits.shape[1], states, guided)
+    _mask(logits, states, masked)
+    _guide(logits, bitmask, guided)
     _penalise(logits, states)
     processed = [row for row, state in enumerate(states) if state.processors]
     for row in processed:
         states[row].process(logits[row])
-    _mask(logits, states, [row for row in processed if states[row].has_mask], bitmask)
+    _mask(logits, states, [row for row in processed if states[row].has_mask])
+    _guide(logits, bitmask, [row for row in guided if states[row].processors])
     _repair(logits, states, [row for row in masked if states[row].may_mask_all], bitmask)
+
+
+def guide(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
+    """Apply the grammars of rows that `edit` left without, in place. `logits` is float32 [len(states), vocab]."""
+    rows = range(len(states))
+    _guide(logits, _fill_bitmask(logits.shape[1], states, rows), rows)
 
 
 def _add_bias(logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
@@ -77,9 +87,8 @@ def penalised(
     return values
 
 
-def _mask(
-    logits: torch.Tensor, states: Sequence[SamplerState], rows: Sequence[int], bitmask: torch.Tensor | None
-) -> None:
+def _mask(logits: torch.Tensor, states: Sequence[SamplerState], rows: Sequence[int]) -> None:
+    """Apply all masks but those of grammars."""
     if not rows:
         return
     narrow = [row for row in rows if states[row].forbidden is not None]
@@ -90,18 +99,20 @@ def _mask(
     if banned:
         index = torch.tensor(banned, device=logits.device)
         logits[index[:, 0], index[:, 1]] = _MASKED
-    guided = [row for row in rows if states[row].matcher is not None]
-    if guided and bitmask is not None:
-        apply_bitmask(logits, bitmask, guided)
 
 
-def _fill_bitmask(vocab_size: int, states: Sequence[SamplerState]) -> torch.Tensor | None:
-    matchers = {row: state.matcher for row, state in enumerate(states) if state.matcher is not None}
-    if not matchers:
+def _fill_bitmask(vocab_size: int, states: Sequence[SamplerState], rows: Sequence[int]) -> torch.Tensor | None:
+    """Return a bitmask in which `rows` are those of their grammars; None if there are none."""
+    if not rows:
         return None
     bitmask = new_bitmask(len(states), vocab_size)
-    fill_bitmask(bitmask, matchers)
+    fill_bitmask(bitmask, {row: matcher for row in rows if (matcher := states[row].matcher) is not None})
     return bitmask
+
+
+def _guide(logits: torch.Tensor, bitmask: torch.Tensor | None, rows: Sequence[int]) -> None:
+    if rows and bitmask is not None:
+        apply_bitmask(logits, bitmask, rows)
 
 
 def _repair(
@@ -119,9 +130,7 @@ def _repair(
             logits[row] = 0
         else:
             logits[row, list(states[row].eos_token_ids or (0,))] = 0
-    guided = [row for row in empty if states[row].matcher is not None]
-    if guided and bitmask is not None:
-        apply_bitmask(logits, bitmask, guided)
+    _guide(logits, bitmask, [row for row in empty if states[row].matcher is not None])
 
 
 def _flat(logits: torch.Tensor, rows: Sequence[int], ids: Sequence[torch.Tensor]) -> torch.Tensor:

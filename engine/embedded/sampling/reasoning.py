@@ -55,6 +55,17 @@ class ReasoningMatcher:
         for token_id in self._progress.avoided:
             bits[token_id // 32] &= ~(1 << token_id % 32) & 0xFFFFFFFF
 
+    def allows(self, token_id: int) -> bool:
+        """See `Matcher`."""
+        forced = self._progress.forced
+        if token_id in self._progress.avoided or (forced not in (None, token_id) and self._fits(forced)):
+            return False
+        return self._fits(token_id)
+
+    def _fits(self, token_id: int) -> bool:
+        """Return whether the guide, if there is one, allows a token."""
+        return self._guide is None or self._guide.allows(token_id)
+
     def accept(self, token_id: int) -> bool:
         """See `Matcher`."""
         self._progress.accept(token_id)

@@ -81,6 +81,8 @@ class SamplerState:
         self._always_edited = (
             self._always_masked or bool(sampling.logit_bias) or self.penalised or bool(self.processors)
         )
+        truncated = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+        self._draws_before_mask = self.matcher is not None and (self.greedy or not truncated)
         self.plain = self.greedy and not self._always_edited and not sampling.min_tokens and sampling.logprobs is None
         """Whether the token is the one with the largest logit, and that is all."""
         self.by_reference = bool(self._bad_words or self.processors)
@@ -128,6 +130,14 @@ class SamplerState:
     def may_mask_all(self) -> bool:
         """Whether the masks of this step, if it has any, may leave nothing: a grammar alone leaves something."""
         return self._excludes or bool(self.processors) or self._may_not_end
+
+    @property
+    def draws_before_mask(self) -> bool:
+        """Whether a token can be drawn without the grammar's mask, and stands if the grammar allows it.
+
+        Only what the mask leaves is truncated, so truncated text needs the mask first; so does one whose other masks
+        may contradict it."""
+        return self._draws_before_mask and not self.may_mask_all
 
     @property
     def edited(self) -> bool:

@@ -205,8 +205,8 @@ class NativeSampler(Sampler):
         self._code = code
         self._tokens = (ctypes.c_int64 * 0)()
 
-    def _choose(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> list[int]:
-        draws = (NativeDraw * len(states))(*map(_describe, states))
+    def _choose(self, logits: torch.Tensor, states: Sequence[SamplerState], attempt: int = 0) -> list[int]:
+        draws = (NativeDraw * len(states))(*(_describe(state, attempt) for state in states))
         return self._tokens_of(self._code.draw, logits, draws)
 
     def _largest(self, logits: torch.Tensor) -> list[int]:
@@ -232,10 +232,10 @@ class NativeSampler(Sampler):
         return Report(values, counts, SPARE)
 
 
-def _describe(state: SamplerState) -> NativeDraw:
+def _describe(state: SamplerState, attempt: int) -> NativeDraw:
     sampling = state.sampling
     way = Way.LARGEST if state.greedy else Way.QUANTILE if sampling.seed is None else Way.RACE
-    quantile = uniform(state.seed, state.position) if way == Way.QUANTILE else 0.0
+    quantile = uniform(state.seed, state.position, attempt) if way == Way.QUANTILE else 0.0
     truncation = sampling.temperature, sampling.top_p, sampling.min_p
     # ctypes keeps the low 64 bits of a seed, which are all that count.
     return NativeDraw(state.seed, state.position, sampling.top_k, quantile, *truncation, way)

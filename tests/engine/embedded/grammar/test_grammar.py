@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from engine.embedded.grammar.compiler import GrammarCompiler, Matcher, fill_bitmask, new_bitmask
+from engine.embedded.sampling import penalties, sampler
 from engine.embedded.sampling.sampler import Sampler
 from engine.embedded.sampling.state import SamplerState
 from engine.errors import InvalidRequest
@@ -17,6 +18,8 @@ from engine.types import Guide, GuideKind, SamplingParams
 from tests.support.grammar import EOS, SPECIAL, VOCAB, allowed, check, compiler, started, tokenizer, tokenizer_folder
 
 __all__ = ["compiler", "tokenizer", "tokenizer_folder"]  # fixtures
+
+CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -188,6 +191,71 @@ async def test_a_finished_grammar_beats_min_tokens(compiler: GrammarCompiler, to
     state = SamplerState(sampling, [1], (EOS,), 0, started(guide), VOCAB, torch.device("cpu"))
     state.accept(tokenizer.token_to_id("a"))
     assert Sampler(VOCAB, torch.device("cpu")).sample(torch.randn(1, VOCAB), [state])[0].token_ids == (EOS,)
+
+
+@pytest.mark.parametrize(
+    "values", [{"temperature": 0}, {"seed": 5}, {"temperature": 0, "frequency_penalty": 1.0, "logit_bias": {70: 4.0}}]
+)
+async def test_tokens_drawn_before_a_mask_are_those_drawn_behind_it(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, values: dict[str, Any]
+) -> None:
+    """Greedy tokens and those of a seed: also where the grammar refuses the first choice, about every other time."""
+    guide, draws = await compiler.compile(Guide("regex", r"[ -~]+")), Sampler(VOCAB, CPU)
+    sampling, refused = SamplingParams(**{"max_tokens": 200, "temperature": 1, **values}), 0
+    guided = SamplerState(sampling, [1], (EOS,), 5, started(guide), VOCAB, CPU)
+    plain = SamplerState(sampling, [1], (EOS,), 5, None, VOCAB, CPU)
+    torch.manual_seed(0)
+    for _ in range(100):
+        logits = torch.randn(1, VOCAB) * 3
+        assert guided.matcher is not None
+        options = allowed(guided.matcher) - {EOS}
+        logits[0, EOS] = -math.inf
+        masked = logits.clone()
+        masked[0, [token for token in range(VOCAB) if token not in options]] = -math.inf
+        refused += draws.sample(logits.clone(), [plain]) != draws.sample(masked.clone(), [plain])
+        (found,) = draws.sample(logits, [guided])
+        assert [found] == draws.sample(masked, [plain])
+        guided.accept(found.token_ids[0])
+        plain.accept(found.token_ids[0])
+    assert 20 < refused < 80
+
+
+async def test_draws_of_a_grammar_follow_the_exact_distribution(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two draws the first is refused three times of four, and the second counts as the mask leaves it."""
+    guide, draws = await compiler.compile(Guide("regex", "[a-h]")), 4_000
+    options = sorted(allowed(started(guide)))
+    torch.manual_seed(2)
+    logits = torch.randn(VOCAB)
+    others = [token for token in range(VOCAB) if token not in options]
+    logits[options] += float(logits[others].logsumexp(0) - logits[options].logsumexp(0)) - math.log(3)
+    masks: list[int] = []
+
+    def guided(part: torch.Tensor, states: list[SamplerState]) -> None:
+        masks.append(len(states))
+        penalties.guide(part, states)
+
+    monkeypatch.setattr(sampler, "guide", guided)
+    one = SamplingParams(max_tokens=9, temperature=1)
+    states = [SamplerState(one, [1], (EOS,), seed, started(guide), VOCAB, CPU) for seed in range(draws)]
+    found = [each.token_ids[0] for each in Sampler(VOCAB, CPU).sample(logits.repeat(draws, 1), states)]
+    expected = (logits[options].double().softmax(0) * draws).tolist()
+    chi_square = sum((found.count(token) - mean) ** 2 / mean for token, mean in zip(options, expected, strict=True))
+    assert set(found) <= set(options)
+    assert chi_square < 24.4  # the 99.9th percentile for 7 degrees of freedom, and less for fewer
+    assert sum(masks) == pytest.approx(draws * 3 / 4, rel=0.1)
+
+
+async def test_a_token_that_the_grammar_allows_needs_no_mask(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Matcher, "fill", lambda *_: pytest.fail("a mask was computed"))
+    guide, logits = await compiler.compile(Guide("regex", "a+")), torch.zeros(1, VOCAB)
+    logits[0, tokenizer.token_to_id("a")] = 50.0
+    for values in ({"temperature": 0}, {"temperature": 1}, {"temperature": 1, "seed": 3}):
+        state = SamplerState(SamplingParams(max_tokens=9, **values), [1], (EOS,), 0, started(guide), VOCAB, CPU)
+        assert Sampler(VOCAB, CPU).sample(logits.clone(), [state])[0].token_ids == (tokenizer.token_to_id("a"),)
 
 
 async def test_a_grammar_that_grows_too_slow_reports_itself(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:

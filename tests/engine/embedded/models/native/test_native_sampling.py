@@ -3,13 +3,15 @@ reports."""
 
 import math
 from collections.abc import Sequence
+from operator import ne
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from engine.config import EmbeddedConfig
+from engine.embedded.grammar.compiler import Matcher
 from engine.embedded.models.native import levels
 from engine.embedded.models.native.build import library
 from engine.embedded.models.native.runner import NativeRunner, NativeSampler
@@ -84,6 +86,36 @@ def test_draws_without_a_seed_are_at_the_quantile(vocab: int, compiled: Any) -> 
     tokens = torch.tensor([one.token_ids[0] for one in compiled(vocab).sample(logits, batch)])
     assert bool(((first <= tokens) & (tokens <= last)).all())
     assert bool((weights.gather(1, tokens.unsqueeze(1)) > 0).all())
+
+
+class FirstHalf:
+    """Allows ids below 32 of 64."""
+
+    shared = None
+    error = ""
+
+    def allows(self, token_id: int) -> bool:
+        return token_id < 32
+
+    def fill(self, bitmask: torch.Tensor, row: int) -> None:
+        bitmask[row, 1] = 0
+
+
+@pytest.mark.parametrize("values", [{}, {"seed": 3}, {"temperature": 0.0}], ids=str)
+def test_tokens_that_a_grammar_refuses_are_drawn_again_as_by_the_reference(
+    values: dict[str, Any], compiled: Any
+) -> None:
+    torch.manual_seed(0)
+    logits, matcher, sampling = torch.randn(400, 64), cast(Matcher, FirstHalf()), SamplingParams(max_tokens=9, **values)
+    free = [SamplerState(sampling, (3,), EOS, seed, None, 64, CPU) for seed in range(400)]
+    guided = [SamplerState(sampling, (3,), EOS, seed, matcher, 64, CPU) for seed in range(400)]
+    tokens = [one.token_ids[0] for one in compiled(64).sample(logits.clone(), guided)]
+    expected = [one.token_ids[0] for one in Sampler(64, CPU).sample(logits.clone(), guided)]
+    unguided = [one.token_ids[0] for one in compiled(64).sample(logits, free)]
+    assert sum(map(ne, tokens, expected)) <= 1  # a quantile may lie at a border, where sums are rounded differently
+    assert max(tokens) < 32
+    assert sum(map(ne, tokens, unguided)) > 100
+    assert all(token == first for token, first in zip(tokens, unguided, strict=True) if first < 32)
 
 
 @pytest.mark.parametrize("top_k", [0, 1500])
