@@ -2,11 +2,11 @@
 greedy ones.
 
     python -m benchmarks.decoding [--streams 1 4 16] [--rounds 7] [--quantizations none int8] [--rows greedy seed]
-        [--isa avx2]
+        [--isa avx2] [--threads 2]
 
-Engines with one thread each run in this process, in turns, on the same prompts, from when every stream has its first
-token. A step's processor time is compared with that of the first quantization, and with that of greedy requests, in the
-same round; the tables show medians.
+Engines run in this process, in turns, on the same prompts, from when every stream has its first token. A step's
+processor time, or its time if there are several threads, is compared with that of the first quantization, and with that
+of greedy requests, in the same round; the tables show medians.
 """
 
 import argparse
@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--isa", default="auto", choices=get_args(CpuIsa), help="instruction set of the CPU")
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     settings = Settings()
     folder = resolve_model(options.model, settings.cache_dir)
@@ -57,7 +58,7 @@ def main() -> None:
 
     def core(quantization: str) -> EngineCore:
         streams, isa = max(options.streams), options.isa
-        return core_of(folder, settings, streams, 512, quantization=quantization, threads=1, cpu_isa=isa)
+        return core_of(folder, settings, streams, 512, quantization=quantization, threads=options.threads, cpu_isa=isa)
 
     cores = {quantization: core(quantization) for quantization in options.quantizations}
     runner = next(iter(cores.values())).runner
@@ -77,7 +78,8 @@ def main() -> None:
                         for i in range(streams)
                     ]
                     rate = run(cores[quantization], tokenizer, asked, options.tokens, str(streams))
-                    found.append(1e3 * rate.processor / rate.steps)
+                    seconds = rate.processor if options.threads == 1 else rate.seconds
+                    found.append(1e3 * seconds / rate.steps)
         for (quantization, row), found in spent.items():
             share = _ratio(spent[quantization, "greedy"], found)
             speed = _ratio(spent[first, row], found)

@@ -111,9 +111,11 @@ def _declared(code: ctypes.CDLL) -> ctypes.CDLL:
     code.pack_blocks.argtypes = [integer, pointer, integer, integer, pointer, integer, integer]
     code.quantize.argtypes = [pointer, integer, integer, pointer]
     code.panel_bytes.argtypes, code.panel_bytes.restype = [integer, integer], integer
-    code.draw.argtypes = [pointer, integer, integer, ctypes.POINTER(NativeDraw), pointer]
+    code.draw_team_new.argtypes, code.draw_team_new.restype = [ctypes.c_int], pointer
+    code.draw_team_delete.argtypes = [pointer]
+    code.draw.argtypes = [pointer, pointer, integer, integer, ctypes.POINTER(NativeDraw), pointer]
     code.largest_ids.argtypes = [pointer, integer, integer, pointer]
-    code.report.argtypes = [pointer, integer, integer, pointer, integer, pointer]
+    code.report.argtypes = [pointer, pointer, integer, integer, pointer, integer, pointer]
     code.decoder_new.argtypes, code.decoder_new.restype = [ctypes.POINTER(NativeModel), ctypes.c_int], pointer
     code.decoder_forward.argtypes = [pointer, ctypes.POINTER(NativeStep)]
     code.decoder_draft.argtypes = [pointer, ctypes.POINTER(NativeStep), ctypes.POINTER(NativeDrafting)]
@@ -121,6 +123,6 @@ def _declared(code: ctypes.CDLL) -> ctypes.CDLL:
     code.decoder_threads.argtypes, code.decoder_threads.restype = [pointer], ctypes.c_int
     code.decoder_delete.argtypes = [pointer]
     decoder = (f"decoder_{name}" for name in ("forward", "draft", "take", "delete"))
-    for name in ("pack", "pack_blocks", "draw", "largest_ids", "report", *decoder):
+    for name in ("pack", "pack_blocks", "draw_team_delete", "draw", "largest_ids", "report", *decoder):
         code[name].restype = None
     return code

@@ -658,6 +658,24 @@ class Decoder {
   long prompts_ = 0;
 };
 
+// Threads that share out rows of logits: drawing from one takes as long as a few hundredths of a step.
+class DrawTeam {
+ public:
+  explicit DrawTeam(int threads) : team_(threads) {}
+  template <class Of>
+  void each(int rows, Of of) {
+    if (rows == 1) return of(0);
+    auto work = [&] {
+      int phase = 0;
+      team_.each(phase, rows, of);
+    };
+    team_.run(1, work);
+  }
+
+ private:
+  Team team_;
+};
+
 }  // namespace
 
 extern "C" {
@@ -701,18 +719,21 @@ int quantize(const float* weight, int64_t outputs, int64_t inputs, uint8_t* raw)
   return finite;
 }
 
+void* draw_team_new(int threads) { return new DrawTeam(threads); }
+void draw_team_delete(void* team) { delete static_cast<DrawTeam*>(team); }
 // A token for each row of logits [rows][vocab].
-void draw(const float* logits, int64_t rows, int64_t vocab, const Draw* draws, int64_t* tokens) {
-  for (int64_t row = 0; row < rows; row++) tokens[row] = drawer().draw(logits + row * vocab, vocab, draws[row]);
+void draw(void* team, const float* logits, int64_t rows, int64_t vocab, const Draw* draws, int64_t* tokens) {
+  static_cast<DrawTeam*>(team)->each(rows, [=](int row) { tokens[row] = drawer().draw(logits + row * vocab, vocab, draws[row]); });
 }
 // The same of rows that are all greedy.
 void largest_ids(const float* logits, int64_t rows, int64_t vocab, int64_t* tokens) {
   for (int64_t row = 0; row < rows; row++) tokens[row] = first_largest(logits + row * vocab, vocab);
 }
 // Log-probabilities of the chosen ids, values [rows][3 + 2 * listed]; see Report in engine/embedded/sampling/sampler.py.
-void report(const float* logits, int64_t rows, int64_t vocab, const int64_t* chosen, int64_t listed, float* values) {
-  for (int64_t row = 0; row < rows; row++)
+void report(void* team, const float* logits, int64_t rows, int64_t vocab, const int64_t* chosen, int64_t listed, float* values) {
+  static_cast<DrawTeam*>(team)->each(rows, [=](int row) {
     drawer().report(logits + row * vocab, vocab, chosen[row], listed, values + row * (3 + 2 * listed));
+  });
 }
 
 void* decoder_new(const Model* model, int threads) { return new Decoder(*model, threads); }

@@ -11,6 +11,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,10 @@ _TAIL = 64
 within one."""
 
 
+_MOST_DRAWING = 8
+"""Maximum number of threads that draw tokens."""
+
+
 class NativeRunner(PendingTokens):
     """A `ModelRunner` for models of the Llama kind on a CPU. A sequence's logits are the same to the bit, whatever
     else is in a step."""
@@ -69,7 +74,6 @@ class NativeRunner(PendingTokens):
         self.instruction_set = level.name
         self.takes_images = shape.takes_images
         self.vocab_size = shape.vocab_size
-        self.sampler = NativeSampler(shape.vocab_size, code)
         self.eos_token_ids = shape.eos_token_ids
         self.context_length = shape.context_length
         cached = torch.float32 if level.products == Arithmetic.FLOATS else torch.bfloat16
@@ -84,6 +88,7 @@ class NativeRunner(PendingTokens):
         caches = [cache[:-_TAIL].view(sizes) for cache, sizes in zip(self._caches, blocks, strict=True)]
         self.memory = KvMemory("blocks of heads", shape.attends, caches)
         self._most_threads = threads = compute_threads(config.threads)
+        self.sampler = NativeSampler(shape.vocab_size, code, threads)
         model = self._weights.describe(self.groups, caches, config.kv_block_size)
         self._decoder = code.decoder_new(model, threads)
         self._forward, self._threads = code.decoder_forward, code.decoder_threads
@@ -200,14 +205,16 @@ class NativeSampler(Sampler):
     """A `Sampler` that draws the same tokens by compiled code (`sampling.h`), up to the rounding of exponentials.
     Logits are float32 and contiguous."""
 
-    def __init__(self, vocab_size: int, code: ctypes.CDLL) -> None:
+    def __init__(self, vocab_size: int, code: ctypes.CDLL, threads: int) -> None:
         super().__init__(vocab_size, torch.device("cpu"))
         self._code = code
+        self._team = code.draw_team_new(min(threads, _MOST_DRAWING))
+        weakref.finalize(self, code.draw_team_delete, self._team)
         self._tokens = (ctypes.c_int64 * 0)()
 
     def _choose(self, logits: torch.Tensor, states: Sequence[SamplerState], attempt: int = 0) -> list[int]:
         draws = (NativeDraw * len(states))(*(_describe(state, attempt) for state in states))
-        return self._tokens_of(self._code.draw, logits, draws)
+        return self._tokens_of(partial(self._code.draw, self._team), logits, draws)
 
     def _largest(self, logits: torch.Tensor) -> list[int]:
         return self._tokens_of(self._code.largest_ids, logits)
@@ -228,7 +235,7 @@ class NativeSampler(Sampler):
         listed = min(max(counts) + SPARE, self._vocab_size)
         values = torch.empty((len(logits), 3 + 2 * listed))
         chosen = (ctypes.c_int64 * len(rows))(*(int(tokens[row]) for row in rows))
-        self._code.report(logits.data_ptr(), *logits.shape, chosen, listed, values.data_ptr())
+        self._code.report(self._team, logits.data_ptr(), *logits.shape, chosen, listed, values.data_ptr())
         return Report(values, counts, SPARE)
 
 

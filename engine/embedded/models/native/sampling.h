@@ -72,26 +72,23 @@ inline Longs low_products(Longs x, uint32_t by) {
   return (x & 0xffffffffu) * by;
 #endif
 }
-inline void multiply(Bits x, uint32_t by, Bits& high, Bits& low) {
-  const Longs even = low_products((Longs)x, by), odd = low_products((Longs)x >> 32, by);
-  high = (Bits)(even >> 32 | odd >> 32 << 32);
-  low = (Bits)((even & 0xffffffffu) | odd << 32);
-}
 
-// The words of Philox 4x32-10 for the ids of one chunk; see engine/kit/noise.py.
+// The words of Philox 4x32-10 for the ids of one chunk; see engine/kit/noise.py. Of each lane the low half counts.
 inline void philox(uint64_t key, uint32_t position, uint32_t chunk, uint32_t* words) {
-  for (int group = 0; group < kChunk / 4; group += kLanes) {
-    Bits a, b = position + Bits{}, c = {}, d = {};
-    for (int i = 0; i < kLanes; i++) a[i] = chunk * (kChunk / 4) + group + i;
+  constexpr uint64_t kLow = 0xffffffff;
+  for (int counter = 0; counter < kChunk / 4; counter += kLanes / 2) {
+    Longs a, b = position + Longs{}, c = {}, d = {};
+    for (int i = 0; i < kLanes / 2; i++) a[i] = chunk * (kChunk / 4) + counter + i;
     uint32_t first = (uint32_t)key, second = (uint32_t)(key >> 32);
     for (int round = 0; round < 10; round++, first += 0x9E3779B9u, second += 0xBB67AE85u) {
-      Bits left, left_low, right, right_low;
-      multiply(a, 0xD2511F53u, left, left_low);
-      multiply(c, 0xCD9E8D57u, right, right_low);
-      a = right ^ b ^ first, b = right_low;
-      c = left ^ d ^ second, d = left_low;
+      const Longs left = low_products(a, 0xD2511F53u), right = low_products(c, 0xCD9E8D57u);
+      a = right >> 32 ^ b ^ first, b = right;
+      c = left >> 32 ^ d ^ second, d = left;
     }
-    for (int i = 0; i < kLanes; i++, words += 4) words[0] = a[i], words[1] = b[i], words[2] = c[i], words[3] = d[i];
+    const Longs pairs[2] = {(a & kLow) | b << 32, (c & kLow) | d << 32};
+    uint64_t in_turns[kLanes];
+    for (int i = 0; i < kLanes; i++) in_turns[i] = pairs[i % 2][i / 2];
+    std::memcpy(words + 4 * counter, in_turns, sizeof in_turns);
   }
 }
 
@@ -99,26 +96,36 @@ class Drawer {
  public:
   int64_t draw(const float* logits, long vocab, const Draw& draw) {
     if (draw.way == kLargest) return first_largest(logits, vocab);
-    weigh(logits, vocab, std::max(draw.temperature, 1e-30f));
+    begin(logits, vocab, std::max(draw.temperature, 1e-30f));
     const bool limited = 0 < draw.top_k && draw.top_k < vocab;
-    if (limited || draw.top_p < 1 || draw.min_p > 0)
+    truncated_ = limited || draw.top_p < 1 || draw.min_p > 0;
+    if (truncated_) {
+      weigh_all();
       cut(limited || draw.top_p < 1 ? threshold(limited ? draw.top_k : 0, draw.top_p, vocab) : kNever, draw.min_p);
+    }
     return draw.way == kRace ? race(draw.seed, draw.position) : quantile(draw.quantile);
   }
   // The log of the sum of exponentials, the chosen id's logit and rank, the largest logits and their ids.
   void report(const float* logits, long vocab, int64_t chosen, long listed, float* values) {
-    weigh(logits, vocab, 1);
+    begin(logits, vocab, 1);
+    WeighedChunk some;
     double mass = 0;
-    for (float part : sums_) mass += part;
+    for (long chunk = 0; chunk < chunks_; chunk++) {
+      peaks_[chunk] = weigh(chunk, some);
+      mass += sum(some.weights);
+    }
     values[0] = (float)(highest_ + std::log(mass));
     values[1] = logits[chosen];
-    values[2] = 1 + (float)std::count_if(logits, logits + vocab, [&](float logit) { return logit > logits[chosen]; });
+    const auto above = [&](float logit) { return logit > logits[chosen]; };
+    values[2] = 1 + (above(highest_) ? (float)std::count_if(logits, logits + vocab, above) : 0.0f);
     const float lowest = bound(listed);
     std::vector<int64_t> ids;
-    for (long chunk = 0; chunk < (long)peaks_.size(); chunk++)
-      if (peaks_[chunk] >= lowest)
-        for (long i = chunk * kChunk; i < std::min(vocab, (chunk + 1) * kChunk); i++)
-          if (scaled_[i] >= lowest) ids.push_back(i);
+    for (long chunk = 0; chunk < chunks_; chunk++)
+      if (peaks_[chunk] >= lowest) {
+        weigh(chunk, some);
+        for (long i = 0; i < std::min((long)kChunk, vocab - chunk * kChunk); i++)
+          if (some.scaled[i] >= lowest) ids.push_back(chunk * kChunk + i);
+      }
     std::partial_sort(ids.begin(), ids.begin() + listed, ids.end(), [&](int64_t a, int64_t b) {
       return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
     });
@@ -130,29 +137,48 @@ class Drawer {
     float scaled, weight;
   };
 
-  // Scales logits, so that the largest is 0, and makes weights of them; sums these and finds the best in each chunk.
-  void weigh(const float* logits, long vocab, float temperature) {
-    const long chunks = (vocab + kChunk - 1) / kChunk, whole = vocab / kChunk * kChunk;
-    scaled_.resize(chunks * kChunk), weights_.resize(chunks * kChunk), sums_.resize(chunks), peaks_.resize(chunks);
-    highest_ = highest_of(logits, vocab);
+  struct WeighedChunk {
+    float scaled[kChunk], weights[kChunk];
+  };
+
+  void begin(const float* logits, long vocab, float temperature) {
+    logits_ = logits, vocab_ = vocab, chunks_ = (vocab + kChunk - 1) / kChunk;
+    highest_ = highest_of(logits, vocab), inverse_ = 1 / temperature;
+    sums_.resize(chunks_), peaks_.resize(chunks_);
+  }
+  // Scales the logits of a chunk, so that the largest of all is 0, and makes weights of them. Returns the largest.
+  float weigh(long chunk, WeighedChunk& to) const {
+    const float* from = logits_ + chunk * kChunk;
     float rest[kChunk];
-    for (long i = 0; i < kChunk; i++) rest[i] = whole + i < vocab ? logits[whole + i] : kNever;
-    for (long chunk = 0; chunk < chunks; chunk++) {
-      const float* from = chunk * kChunk < whole ? logits + chunk * kChunk : rest;
-      float *scaled = &scaled_[chunk * kChunk], *weights = &weights_[chunk * kChunk];
-      Vec peak = all(kNever);
-      for (int i = 0; i < kChunk; i += kLanes) {
-        const Vec x = (load<Vec>(from + i) - highest_) / temperature;
-        save(scaled + i, x);
-        save(weights + i, x < -87.0f ? Vec{} : exponential(x));
-        peak = larger(x, peak);
-      }
-      peaks_[chunk] = largest(peak);
-      sums_[chunk] = sum(chunk);
+    if ((chunk + 1) * kChunk > vocab_) {
+      for (long i = 0; i < kChunk; i++) rest[i] = chunk * kChunk + i < vocab_ ? from[i] : kNever;
+      from = rest;
+    }
+    Vec peak = all(kNever);
+    for (int i = 0; i < kChunk; i += kLanes) {
+      const Vec x = (load<Vec>(from + i) - highest_) * inverse_;
+      save(to.scaled + i, x);
+      save(to.weights + i, x < -87.0f ? Vec{} : exponential(x));
+      peak = larger(x, peak);
+    }
+    return largest(peak);
+  }
+  static float sum(const float* weights) {
+    return total(weights, kChunk, [](auto weight) { return weight; });
+  }
+  // Truncation looks at all of them several times.
+  void weigh_all() {
+    all_.resize(chunks_);
+    for (long chunk = 0; chunk < chunks_; chunk++) {
+      peaks_[chunk] = weigh(chunk, all_[chunk]);
+      sums_[chunk] = sum(all_[chunk].weights);
     }
   }
-  float sum(long chunk) const {
-    return total(&weights_[chunk * kChunk], kChunk, [](auto weight) { return weight; });
+  // The weights of a chunk, after truncation, if there is any, else computed now.
+  const float* weights_of(long chunk, WeighedChunk& room) const {
+    if (truncated_) return all_[chunk].weights;
+    weigh(chunk, room);
+    return room.weights;
   }
 
   // The smallest scaled logit kept: that of top-k, then that of top-p among what top-k keeps.
@@ -186,13 +212,14 @@ class Drawer {
   }
   double mass_above(float scaled) const {
     double mass = 0;
-    for (size_t chunk = 0; chunk < peaks_.size(); chunk++)
+    for (long chunk = 0; chunk < chunks_; chunk++)
       if (peaks_[chunk] > scaled) {
+        const WeighedChunk& its = all_[chunk];
         Vec parts[2] = {};
-        for (size_t i = chunk * kChunk; i < (chunk + 1) * kChunk; i += 2 * kLanes)
-          for (size_t j = 0; j < 2; j++) {
-            const Vec weight = load<Vec>(&weights_[i + j * kLanes]);
-            parts[j] += load<Vec>(&scaled_[i + j * kLanes]) > scaled ? weight : Vec{};
+        for (int i = 0; i < kChunk; i += 2 * kLanes)
+          for (int j = 0; j < 2; j++) {
+            const Vec weight = load<Vec>(its.weights + i + j * kLanes);
+            parts[j] += load<Vec>(its.scaled + i + j * kLanes) > scaled ? weight : Vec{};
           }
         float sums[kLanes];
         save(sums, parts[0] + parts[1]);
@@ -201,22 +228,25 @@ class Drawer {
     return mass;
   }
   // A scaled logit that at least `k` reach: so many chunks have one.
-  float bound(long k) const { return k <= (long)peaks_.size() ? kth(peaks_, k) : kNever; }
+  float bound(long k) const { return k <= chunks_ ? kth(peaks_, k) : kNever; }
   static float kth(std::vector<float> values, long k) {
     std::nth_element(values.begin(), values.begin() + k - 1, values.end(), std::greater<>());
     return values[k - 1];
   }
   std::span<Candidate> candidates() { return {candidates_.data(), count_}; }
   void gather(float lowest, float highest = 0) {
-    candidates_.resize(scaled_.size());
+    candidates_.resize(chunks_ * kChunk);
     count_ = 0;
-    for (size_t first = 0; first < scaled_.size(); first += kLanes) {
-      if (peaks_[first / kChunk] < lowest) continue;
-      const Vec scaled = load<Vec>(&scaled_[first]);
-      if (!any((scaled >= lowest) & (scaled <= highest))) continue;
-      for (size_t i = first; i < first + kLanes; i++) {
-        candidates_[count_] = {scaled_[i], weights_[i]};
-        count_ += scaled_[i] >= lowest && scaled_[i] <= highest;
+    for (long chunk = 0; chunk < chunks_; chunk++) {
+      if (peaks_[chunk] < lowest) continue;
+      const WeighedChunk& its = all_[chunk];
+      for (int first = 0; first < kChunk; first += kLanes) {
+        const Vec scaled = load<Vec>(its.scaled + first);
+        if (!any((scaled >= lowest) & (scaled <= highest))) continue;
+        for (int i = first; i < first + kLanes; i++) {
+          candidates_[count_] = {its.scaled[i], its.weights[i]};
+          count_ += its.scaled[i] >= lowest && its.scaled[i] <= highest;
+        }
       }
     }
   }
@@ -252,22 +282,24 @@ class Drawer {
     return first;
   }
   void cut(float lowest, float min_p) {
-    for (size_t chunk = 0; chunk < sums_.size(); chunk++) {
+    for (long chunk = 0; chunk < chunks_; chunk++) {
       sums_[chunk] = 0;
       if (peaks_[chunk] < lowest) continue;
-      const float* scaled = &scaled_[chunk * kChunk];
-      float* weights = &weights_[chunk * kChunk];
+      WeighedChunk& its = all_[chunk];
       for (int i = 0; i < kChunk; i += kLanes) {
-        const Vec weight = load<Vec>(weights + i);
-        save(weights + i, ((load<Vec>(scaled + i) >= lowest) & (weight >= min_p)) ? weight : Vec{});
+        const Vec weight = load<Vec>(its.weights + i);
+        save(its.weights + i, ((load<Vec>(its.scaled + i) >= lowest) & (weight >= min_p)) ? weight : Vec{});
       }
-      sums_[chunk] = sum(chunk);
+      sums_[chunk] = sum(its.weights);
     }
   }
 
-  int64_t quantile(double part) const {
-    const long chunk = invert(sums_.data(), (long)sums_.size(), part);
-    return chunk * kChunk + invert(&weights_[chunk * kChunk], kChunk, part);
+  int64_t quantile(double part) {
+    WeighedChunk room;
+    if (!truncated_)
+      for (long chunk = 0; chunk < chunks_; chunk++) sums_[chunk] = sum(weights_of(chunk, room));
+    const long chunk = invert(sums_.data(), chunks_, part);
+    return chunk * kChunk + invert(weights_of(chunk, room), kChunk, part);
   }
   // The index at the quantile, which becomes that of what is left within the index.
   static long invert(const float* weights, long count, double& quantile) {
@@ -284,9 +316,10 @@ class Drawer {
   int64_t race(int64_t seed, int64_t position) const {
     float best = 0;
     int64_t winner = 0;
-    for (size_t chunk = 0; chunk < sums_.size(); chunk++) {
-      if (sums_[chunk] <= 0) continue;
-      const float* weights = &weights_[chunk * kChunk];
+    WeighedChunk room;
+    for (long chunk = 0; chunk < chunks_; chunk++) {
+      if (truncated_ && sums_[chunk] <= 0) continue;
+      const float* weights = weights_of(chunk, room);
       uint32_t words[kChunk];
       float uniforms[kChunk];
       philox((uint64_t)seed, (uint32_t)position, (uint32_t)chunk, words);
@@ -300,16 +333,20 @@ class Drawer {
       for (int i = 0; i < kChunk; i++)
         if (weights[i] > uniforms[i] * (best * 0.999999f)) {
           const float score = weights[i] / -std::log1p(-std::min(uniforms[i], 1 - 0x1p-24f));
-          if (score > best) best = score, winner = (int64_t)chunk * kChunk + i;
+          if (score > best) best = score, winner = chunk * kChunk + i;
         }
     }
     return winner;
   }
 
-  std::vector<float> scaled_, weights_, sums_, peaks_;
+  const float* logits_ = nullptr;
+  long vocab_ = 0, chunks_ = 0;
+  float highest_ = 0, inverse_ = 1;  // of logits; 1 / temperature
+  bool truncated_ = false;
+  std::vector<float> sums_, peaks_;  // of weights, and of scaled logits, in each chunk
+  std::vector<WeighedChunk> all_;          // if they are truncated
   std::vector<Candidate> candidates_;
   size_t count_ = 0;  // of candidates
-  float highest_ = 0;  // logit
 };
 
 // The thread's own, which keeps its memory.

@@ -41,7 +41,7 @@ TRUNCATIONS: tuple[dict[str, Any], ...] = (
 def compiled(level: str) -> Any:
     """Return a compiled sampler for a size of vocabulary."""
     code = library(Path("~/.cache/trellis").expanduser(), levels.chosen(level)[0])
-    return lambda vocab: NativeSampler(vocab, code)
+    return lambda vocab: NativeSampler(vocab, code, threads=3)
 
 
 def rows(count: int, vocab: int) -> torch.Tensor:
