@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--isa", default="auto", choices=get_args(CpuIsa), help="instruction set of the CPU")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="threads of each engine")
     options = parser.parse_args()
     settings = Settings()
     folder = resolve_model(options.model, settings.cache_dir)

@@ -139,6 +139,9 @@ class FixedMask:
         words = (bits.view(-1, 32) << torch.arange(32)).sum(1)
         bitmask[row] = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
+    def allows(self, token_id: int) -> bool:
+        return token_id in self._ids
+
     def accept(self, token_id: int) -> bool:
         return token_id in self._ids
 

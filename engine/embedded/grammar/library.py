@@ -56,7 +56,7 @@ class Position(Protocol):
         library has none."""
 
     def allows(self, token_id: int) -> bool:
-        """Return whether a token that does not end the output may come next: much sooner than `fill` tells it."""
+        """Return whether a token that does not end the output may come next. Faster than `fill`."""
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token that does not end the output. Return False, and stay, if it is not allowed."""

@@ -117,11 +117,12 @@ class XgrammarGrammar:
 
     def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
         self._compiled = compiled
+        self._textless = frozenset(compiled.tokenizer_info.special_token_ids)
         self.num_bytes: int = compiled.memory_size_bytes
 
     def start(self) -> XgrammarPosition:
         """See `Compiled`."""
-        return XgrammarPosition(xgrammar.GrammarMatcher(self._compiled))
+        return XgrammarPosition(xgrammar.GrammarMatcher(self._compiled), self._textless)
 
 
 class XgrammarPosition:
@@ -130,8 +131,10 @@ class XgrammarPosition:
     error = ""
     together = None
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
+    def __init__(self, matcher: xgrammar.GrammarMatcher, textless: frozenset[int]) -> None:
+        """`textless`: ids without text. xgrammar does not accept them either, but writes a warning each time."""
         self._matcher = matcher
+        self._textless = textless
 
     def fill(self, bitmask: Bitmask, row: int) -> None:
         """See `Position`."""
@@ -139,9 +142,10 @@ class XgrammarPosition:
 
     def allows(self, token_id: int) -> bool:
         """See `Position`."""
-        if allowed := self.accept(token_id):
-            self._matcher.rollback(1)
-        return allowed
+        if token_id in self._textless or not self.accept(token_id):
+            return False
+        self._matcher.rollback(1)
+        return True
 
     def accept(self, token_id: int) -> bool:
         """See `Position`."""

@@ -24,7 +24,7 @@ _MASKED = float("-inf")
 
 def edit(logits: torch.Tensor, states: Sequence[SamplerState], *, guide_all: bool = True) -> None:
     """Apply everything but temperature and truncation, in place. `logits` is float32 [len(states), vocab]. Without
-    `guide_all` rows that can be drawn before their grammar's mask are left without it."""
+    `guide_all`, skip the grammars of rows that are drawn before their mask."""
     _add_bias(logits, states)
     masked = [row for row, state in enumerate(states) if state.has_mask]
     guided = [row for row, state in enumerate(states) if state.matcher and (guide_all or not state.draws_before_mask)]

@@ -1,12 +1,13 @@
 """Sampling for a batch of sequences: temperature, truncation, randomness and log-probabilities.
 
 Order, for each row: log-probabilities of the raw logits; bias, penalties, masks and processors (`penalties.py`); then
-greedy, or temperature, top-k, top-p, min-p and one draw. A draw is a pure function of (seed, position in the output).
+greedy, or temperature, top-k, top-p, min-p and one draw. A draw is a pure function of (seed, position in the output,
+attempt).
 
-On a CPU most tokens are drawn without their grammar's mask, and the grammar is asked whether it allows the one drawn,
-which takes a hundredth of a mask's time. If it does not, the mask is computed and a token drawn again. Greedy tokens
-and those of a race are the same either way, and so is the distribution of others, as the second draw is independent of
-the first: p(x) + (1 - p(allowed)) p(x) / p(allowed) = p(x) / p(allowed).
+On a CPU most tokens are drawn without their grammar's mask, and the grammar is asked whether it allows the one drawn.
+That takes about a microsecond, a mask 5 to 400. If the token is refused, the mask is computed and a token drawn in a
+second attempt. Greedy tokens are the same either way, and those of a race up to rounding. So is the distribution of
+others, as the second draw is independent of the first: p(x) + (1 - p(allowed)) p(x) / p(allowed) = p(x) / p(allowed).
 
 Requests that name a seed are drawn by a race, which shrugs off the rounding errors by which logits differ from batch to
 batch; the others by the cheaper quantile.
@@ -122,7 +123,7 @@ class Sampler:
         self, logits: torch.Tensor, states: Sequence[SamplerState], attempt: int = 0
     ) -> torch.Tensor | list[int]:
         """Return a token, int64 [len(states)] or a list, for each row of `logits`, float32 [len(states), vocab], that
-        is ready to draw from. `attempt` is 1 where one has been refused."""
+        is ready to draw from. `attempt` is 1 if the first tokens drawn for these rows were refused, else 0."""
         random = [row for row, state in enumerate(states) if not state.greedy]
         if len(random) == len(states):
             return self._draw(logits, states, attempt)
@@ -242,7 +243,7 @@ def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], count: int) ->
 
 def uniform(seed: int, position: int, attempt: int = 0) -> float:
     """Return the random number in [0, 1) that draws output token `position`: 53 bits of a hash, the same on every
-    machine. Another `attempt` has another one."""
+    machine. Each `attempt` has its own."""
     key = seed.to_bytes(16, "little", signed=True) + position.to_bytes(8, "little")
     digest = hashlib.blake2b(key, digest_size=8, salt=attempt.to_bytes(1)).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53

@@ -82,7 +82,7 @@ class SamplerState:
             self._always_masked or bool(sampling.logit_bias) or self.penalised or bool(self.processors)
         )
         truncated = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-        self._draws_before_mask = self.matcher is not None and (self.greedy or not truncated)
+        self._untruncated_guide = self.matcher is not None and (self.greedy or not truncated)
         self.plain = self.greedy and not self._always_edited and not sampling.min_tokens and sampling.logprobs is None
         """Whether the token is the one with the largest logit, and that is all."""
         self.by_reference = bool(self._bad_words or self.processors)
@@ -137,7 +137,7 @@ class SamplerState:
 
         Only what the mask leaves is truncated, so truncated text needs the mask first; so does one whose other masks
         may contradict it."""
-        return self._draws_before_mask and not self.may_mask_all
+        return self._untruncated_guide and not self.may_mask_all
 
     @property
     def edited(self) -> bool:

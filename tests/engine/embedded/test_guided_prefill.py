@@ -37,6 +37,9 @@ class Digits:
         bitmask[row] = 0
         bitmask[row, 0] = 1 << 7 | 1 << 9
 
+    def allows(self, token_id: int) -> bool:
+        return token_id in (7, 9)
+
     def accept(self, token_id: int) -> bool:
         return token_id in (7, 9)
 

@@ -658,7 +658,7 @@ class Decoder {
   long prompts_ = 0;
 };
 
-// Threads that share out rows of logits: drawing from one takes as long as a few hundredths of a step.
+// Threads that share out rows of logits. They are not the decoder's: tokens are drawn between its runs, and by samplers alone.
 class DrawTeam {
  public:
   explicit DrawTeam(int threads) : team_(threads) {}
@@ -669,7 +669,7 @@ class DrawTeam {
       int phase = 0;
       team_.each(phase, rows, of);
     };
-    team_.run(1, work);
+    team_.run(1, work, rows);
   }
 
  private:
@@ -721,6 +721,7 @@ int quantize(const float* weight, int64_t outputs, int64_t inputs, uint8_t* raw)
 
 void* draw_team_new(int threads) { return new DrawTeam(threads); }
 void draw_team_delete(void* team) { delete static_cast<DrawTeam*>(team); }
+
 // A token for each row of logits [rows][vocab].
 void draw(void* team, const float* logits, int64_t rows, int64_t vocab, const Draw* draws, int64_t* tokens) {
   static_cast<DrawTeam*>(team)->each(rows, [=](int row) { tokens[row] = drawer().draw(logits + row * vocab, vocab, draws[row]); });

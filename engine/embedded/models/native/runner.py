@@ -46,7 +46,7 @@ within one."""
 
 
 _MOST_DRAWING = 8
-"""Maximum number of threads that draw tokens."""
+"""Maximum number of threads that draw tokens: a few rows for each take as long as waking it."""
 
 
 class NativeRunner(PendingTokens):
@@ -202,8 +202,8 @@ def _layer_bytes(config: EmbeddedConfig, shape: LlamaConfig, cached: torch.dtype
 
 
 class NativeSampler(Sampler):
-    """A `Sampler` that draws the same tokens by compiled code (`sampling.h`), up to the rounding of exponentials.
-    Logits are float32 and contiguous."""
+    """A `Sampler` that draws the same tokens by compiled code (`sampling.h`), up to the rounding of scaled logits and
+    exponentials. Logits are float32 and contiguous."""
 
     def __init__(self, vocab_size: int, code: ctypes.CDLL, threads: int) -> None:
         super().__init__(vocab_size, torch.device("cpu"))

@@ -137,6 +137,8 @@ class Drawer {
     float scaled, weight;
   };
 
+  static constexpr float kLeast = -87.0f;  // of scaled logits that have a weight
+
   struct WeighedChunk {
     float scaled[kChunk], weights[kChunk];
   };
@@ -158,7 +160,7 @@ class Drawer {
     for (int i = 0; i < kChunk; i += kLanes) {
       const Vec x = (load<Vec>(from + i) - highest_) * inverse_;
       save(to.scaled + i, x);
-      save(to.weights + i, x < -87.0f ? Vec{} : exponential(x));
+      save(to.weights + i, x < kLeast ? Vec{} : exponential(x));
       peak = larger(x, peak);
     }
     return largest(peak);
@@ -173,12 +175,6 @@ class Drawer {
       peaks_[chunk] = weigh(chunk, all_[chunk]);
       sums_[chunk] = sum(all_[chunk].weights);
     }
-  }
-  // The weights of a chunk, after truncation, if there is any, else computed now.
-  const float* weights_of(long chunk, WeighedChunk& room) const {
-    if (truncated_) return all_[chunk].weights;
-    weigh(chunk, room);
-    return room.weights;
   }
 
   // The smallest scaled logit kept: that of top-k, then that of top-p among what top-k keeps.
@@ -297,9 +293,10 @@ class Drawer {
   int64_t quantile(double part) {
     WeighedChunk room;
     if (!truncated_)
-      for (long chunk = 0; chunk < chunks_; chunk++) sums_[chunk] = sum(weights_of(chunk, room));
+      for (long chunk = 0; chunk < chunks_; chunk++) weigh(chunk, room), sums_[chunk] = sum(room.weights);
     const long chunk = invert(sums_.data(), chunks_, part);
-    return chunk * kChunk + invert(weights_of(chunk, room), kChunk, part);
+    if (!truncated_) weigh(chunk, room);
+    return chunk * kChunk + invert(truncated_ ? all_[chunk].weights : room.weights, kChunk, part);
   }
   // The index at the quantile, which becomes that of what is left within the index.
   static long invert(const float* weights, long count, double& quantile) {
@@ -318,8 +315,8 @@ class Drawer {
     int64_t winner = 0;
     WeighedChunk room;
     for (long chunk = 0; chunk < chunks_; chunk++) {
-      if (truncated_ && sums_[chunk] <= 0) continue;
-      const float* weights = weights_of(chunk, room);
+      if (truncated_ ? sums_[chunk] <= 0 : weigh(chunk, room) < kLeast) continue;
+      const float* weights = truncated_ ? all_[chunk].weights : room.weights;
       uint32_t words[kChunk];
       float uniforms[kChunk];
       philox((uint64_t)seed, (uint32_t)position, (uint32_t)chunk, words);
@@ -344,7 +341,7 @@ class Drawer {
   float highest_ = 0, inverse_ = 1;  // of logits; 1 / temperature
   bool truncated_ = false;
   std::vector<float> sums_, peaks_;  // of weights, and of scaled logits, in each chunk
-  std::vector<WeighedChunk> all_;          // if they are truncated
+  std::vector<WeighedChunk> all_;  // filled only where text is truncated
   std::vector<Candidate> candidates_;
   size_t count_ = 0;  // of candidates
 };

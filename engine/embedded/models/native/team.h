@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <climits>
 #include <cstdint>
 #include <thread>
 #include <vector>
@@ -114,18 +115,19 @@ class Team {
     for (auto& thread : threads_) thread.join();
   }
   int size() const { return size_.now(); }
+  // most: how many threads there is work for.
   template <class Work>
-  void run(int phases, Work& work) {
+  void run(int phases, Work& work, int most = INT_MAX) {
     const int64_t began = nanoseconds(CLOCK_MONOTONIC);
     if (next_.size() < phases * starts_.size()) next_ = std::vector<std::atomic<int>>(phases * starts_.size());
     for (auto& next : next_) next.store(0, std::memory_order_relaxed);
     work_ = &work;
     call_ = [](void* work) { (*static_cast<Work*>(work))(); };
     worked_ = 0;
-    running_ = size_.now();
+    running_ = std::min(size_.now(), most);
     wake(running_);
     take_part();
-    size_.ran(nanoseconds(CLOCK_MONOTONIC) - began, worked_);
+    if (running_ == size_.now()) size_.ran(nanoseconds(CLOCK_MONOTONIC) - began, worked_);
   }
   // Each thread takes its share of the tasks, in order, then what is left of others' shares.
   template <class Task>

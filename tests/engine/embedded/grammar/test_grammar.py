@@ -126,10 +126,15 @@ async def test_guides_that_cannot_be_enforced_are_refused(
     assert "/project/" not in str(caught.value)
 
 
-async def test_special_and_padding_ids_are_never_allowed(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+async def test_special_and_padding_ids_are_never_allowed(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, capfd: pytest.CaptureFixture[str]
+) -> None:
     options = allowed(started(await compiler.compile(Guide("regex", r"[\s\S]+"))))
     assert len(options) > 200
     assert not options & {0, 1, EOS, SPECIAL, *range(tokenizer.get_vocab_size(), VOCAB)}
+    text = started(await compiler.compile(Guide("grammar", "root ::= [^x]*")))
+    assert not allowed(text) & {0, 1, SPECIAL, *range(tokenizer.get_vocab_size(), VOCAB)}
+    assert capfd.readouterr().err == ""
     choice = await compiler.compile(Guide("choice", '["<|special|>"]'))
     assert SPECIAL not in allowed(started(choice))
 
@@ -223,7 +228,7 @@ async def test_tokens_drawn_before_a_mask_are_those_drawn_behind_it(
 async def test_draws_of_a_grammar_follow_the_exact_distribution(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two draws the first is refused three times of four, and the second counts as the mask leaves it."""
+    """Three quarters of first draws are refused; second draws follow the masked distribution."""
     guide, draws = await compiler.compile(Guide("regex", "[a-h]")), 4_000
     options = sorted(allowed(started(guide)))
     torch.manual_seed(2)

@@ -29,6 +29,9 @@ class Only:
         for token in self._allowed:
             bitmask.view("uint32")[row, token // 32] |= 1 << token % 32
 
+    def allows(self, token_id: int) -> bool:
+        return token_id in self._allowed
+
     def accept(self, token_id: int) -> bool:
         return token_id in self._allowed
 
@@ -40,7 +43,9 @@ def allowed(matcher: ReasoningMatcher) -> set[int]:
     bitmask: torch.Tensor = new_bitmask(2, VOCABULARY)
     matcher.fill(bitmask, 1)
     assert bitmask[0].eq(-1).all(), "another row"
-    return {token for token in range(VOCABULARY) if int(bitmask[1, token // 32]) >> token % 32 & 1}
+    found = {token for token in range(VOCABULARY) if int(bitmask[1, token // 32]) >> token % 32 & 1}
+    assert {token for token in range(VOCABULARY) if matcher.allows(token)} == found
+    return found
 
 
 @pytest.mark.parametrize("close", [(31, 32), (63, 64)])

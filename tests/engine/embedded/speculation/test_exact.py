@@ -51,6 +51,9 @@ class Turns:
             if token % 3 == self._count % 3:
                 bitmask[row, token // 32] |= 1 << token % 32 if token % 32 < 31 else -(2**31)
 
+    def allows(self, token_id: int) -> bool:
+        return token_id >= 3 and token_id % 3 == self._count % 3
+
     def accept(self, token_id: int) -> bool:
         accepted = token_id % 3 == self._count % 3
         self._count += accepted
