@@ -87,12 +87,13 @@ class Sampler:
         reported = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
         raw = (logits[reported] if edited else take(logits, reported)).float() if reported else None
         logits = logits.float().contiguous()
+        asks = bool(edited) and logits.device.type == "cpu"  # elsewhere it would wait for the tokens
         if edited:
             part = take(logits, edited)
-            edit(part, [states[row] for row in edited], guide_all=logits.device.type != "cpu")
+            edit(part, [states[row] for row in edited], guide_all=not asks)
             put(logits, edited, part)
         tokens = self._choose(logits, states)
-        if logits.device.type == "cpu":
+        if asks:
             self._replace_refused(tokens, logits, states)
         if raw is None:
             return Drawn(tokens)
